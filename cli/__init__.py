@@ -1,0 +1,1 @@
+"""The effuse command: up, generate, bench."""

@@ -1,0 +1,1 @@
+"""KV pages in, committed tokens out: the denoising loop."""

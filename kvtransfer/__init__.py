@@ -1,0 +1,1 @@
+"""KV pages at rest and in motion: layout, page pool, handoff, connectors."""

@@ -1,0 +1,1 @@
+"""The transformers built from the operators, their weights, adapters and tokenizers, and the bundled model."""

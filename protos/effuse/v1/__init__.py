@@ -1,0 +1,1 @@
+"""Generated message and service stubs of package effuse.v1."""

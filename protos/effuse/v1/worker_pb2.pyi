@@ -1,0 +1,321 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttemptId(_message.Message):
+    __slots__ = ("request_id", "attempt", "transfer_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    transfer_id: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
+
+class WorkerRef(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "address")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    address: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("start", "reservation")
+    START_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    start: PrefillStart
+    reservation: Reservation
+    def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ...) -> None: ...
+
+class PrefillStart(_message.Message):
+    __slots__ = ("attempt", "prompt_token_ids", "incarnation")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    attempt: AttemptId
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    incarnation: str
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("computed", "pushed")
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
+    computed: PrefillComputed
+    pushed: PrefillPushed
+    def __init__(self, computed: _Optional[_Union[PrefillComputed, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ...) -> None: ...
+
+class PrefillComputed(_message.Message):
+    __slots__ = ("queue_s", "compute_s")
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    queue_s: float
+    compute_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
+
+class PrefillPushed(_message.Message):
+    __slots__ = ("pages", "bytes", "push_s")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUSH_S_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    bytes: int
+    push_s: float
+    def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ...) -> None: ...
+
+class Reservation(_message.Message):
+    __slots__ = ("attempt", "incarnation", "connector", "endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "num_pool_pages", "page_bytes", "pages", "fingerprint", "lease_s")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    POOL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    attempt: AttemptId
+    incarnation: str
+    connector: str
+    endpoint: str
+    agent_name: str
+    agent_metadata: bytes
+    pool_address: int
+    device_id: int
+    memory_kind: str
+    num_pool_pages: int
+    page_bytes: int
+    pages: _containers.RepeatedCompositeFieldContainer[PageRef]
+    fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintField]
+    lease_s: float
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class PageRef(_message.Message):
+    __slots__ = ("page_id", "generation")
+    PAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    page_id: int
+    generation: int
+    def __init__(self, page_id: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class FingerprintField(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    attempt: AttemptId
+    incarnation: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: DecodeSampling
+    settings: DecodeSettings
+    remote: WorkerRef
+    local: LocalPrefill
+    drafts: bool
+    resume: Resume
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+
+class LocalPrefill(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DecodeSampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class DecodeSettings(_message.Message):
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps")
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ADD_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    FULL_ACTIVATION_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    REMASKING_FIELD_NUMBER: _ClassVar[int]
+    DENOISING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    algorithm: str
+    window: int
+    confidence_threshold: float
+    block_add_threshold: float
+    full_activation_threshold: float
+    score: str
+    remasking: str
+    denoising_steps: int
+    def __init__(self, algorithm: _Optional[str] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[str] = ..., remasking: _Optional[str] = ..., denoising_steps: _Optional[int] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("committed_token_ids", "frontier")
+    COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    frontier: _containers.RepeatedCompositeFieldContainer[BlockState]
+    def __init__(self, committed_token_ids: _Optional[_Iterable[int]] = ..., frontier: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ...) -> None: ...
+
+class BlockState(_message.Message):
+    __slots__ = ("token_ids", "masks", "full", "denoise_count")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MASKS_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    DENOISE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    masks: bytes
+    full: bool
+    denoise_count: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., masks: _Optional[bytes] = ..., full: _Optional[bool] = ..., denoise_count: _Optional[int] = ...) -> None: ...
+
+class DecodeResponse(_message.Message):
+    __slots__ = ("reservation", "verified", "commit", "draft", "finished")
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    reservation: Reservation
+    verified: PrefillVerified
+    commit: DecodeCommit
+    draft: DecodeDraft
+    finished: DecodeFinished
+    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., draft: _Optional[_Union[DecodeDraft, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
+
+class PrefillVerified(_message.Message):
+    __slots__ = ("bytes", "pages", "handoff_s")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    pages: int
+    handoff_s: float
+    def __init__(self, bytes: _Optional[int] = ..., pages: _Optional[int] = ..., handoff_s: _Optional[float] = ...) -> None: ...
+
+class DecodeCommit(_message.Message):
+    __slots__ = ("token_offset", "token_ids", "forward_passes", "frontier")
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_PASSES_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    token_offset: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    forward_passes: int
+    frontier: _containers.RepeatedCompositeFieldContainer[BlockState]
+    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., forward_passes: _Optional[int] = ..., frontier: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ...) -> None: ...
+
+class DecodeDraft(_message.Message):
+    __slots__ = ("token_offset", "block")
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    token_offset: int
+    block: BlockState
+    def __init__(self, token_offset: _Optional[int] = ..., block: _Optional[_Union[BlockState, _Mapping]] = ...) -> None: ...
+
+class DecodeFinished(_message.Message):
+    __slots__ = ("stopped", "num_tokens", "forward_passes", "preemptions")
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_PASSES_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    stopped: bool
+    num_tokens: int
+    forward_passes: int
+    preemptions: int
+    def __init__(self, stopped: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., forward_passes: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("attempt", "reason")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    attempt: AttemptId
+    reason: str
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("incarnation", "was_running")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WAS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    was_running: bool
+    def __init__(self, incarnation: _Optional[str] = ..., was_running: _Optional[bool] = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("worker", "role", "running", "waiting", "total_pages", "free_pages", "quarantined_pages", "queued_tokens", "blocks_left", "steps", "draining", "tasks", "preemptions", "kv_bytes")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRef
+    role: str
+    running: int
+    waiting: int
+    total_pages: int
+    free_pages: int
+    quarantined_pages: int
+    queued_tokens: int
+    blocks_left: int
+    steps: int
+    draining: bool
+    tasks: int
+    preemptions: int
+    kv_bytes: int
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., draining: _Optional[bool] = ..., tasks: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("running",)
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    def __init__(self, running: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Text, people, policy: public API, tokenising, admission, choosing workers, relaying."""

@@ -1,0 +1,1 @@
+"""The two-process shell both workers wear: front, engine process, their messages, health, drain."""
