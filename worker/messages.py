@@ -1,0 +1,249 @@
+"""What a worker's front and its engine tell each other, and what an engine core is.
+
+Tagged msgspec structs that mirror worker.proto; plain data, no I/O. Every message but those of the
+process itself names the attempt that it is about.
+
+After `Abort` an engine says nothing more of the attempt than `AbortDone`; after `Finished`,
+`Failed` and `Pushed` it says nothing more at all. A decode with a writer that ends before
+`Verified`, in whatever way, keeps its pages in quarantine until `WriterGone`.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from effuse.kvtransfer.messages import AttemptId, Reservation
+from effuse.placement.records import Algorithm, Load, ModelInfo
+
+Score = Literal["confidence", "margin", "neg_entropy"]
+Remasking = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 keeps all
+    seed: int = 0  # uint64, key of the counter-based randomness
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How blocks are denoised. The names are those of worker.proto's DecodeSettings."""
+
+    algorithm: Algorithm
+    window: int
+    confidence_threshold: float
+    block_add_threshold: float
+    full_activation_threshold: float
+    score: Score
+    remasking: Remasking
+    denoising_steps: int
+
+
+class BlockState(msgspec.Struct, frozen=True, array_like=True):
+    """One block in flight."""
+
+    token_ids: tuple[int, ...]  # the mask id where none is written
+    masks: bytes  # one bit a position, lowest bit first: set where a mask is left
+    full: bool  # the block must progress every step
+    denoise_count: int  # forwards that have denoised it
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be known to go on exactly where another attempt was."""
+
+    committed_token_ids: tuple[int, ...]
+    frontier: tuple[BlockState, ...]
+
+
+# Front to engine.
+
+
+class StartPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Computes a prompt at once; the push waits for the reservation."""
+
+    attempt: AttemptId
+    prompt_token_ids: tuple[int, ...]
+
+
+class PushTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Tells a prefill where its pages go. Its attempt is the reservation's."""
+
+    reservation: Reservation
+
+
+class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks for one answer. All settings are resolved and checked by shape only."""
+
+    attempt: AttemptId
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    sampling: Sampling
+    settings: Settings
+    writer: str | None  # incarnation of the prefill worker that will push; None prefills here
+    drafts: bool = False
+    resume: Resume | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ends an attempt, known or not, and refuses it from now on; answered by AbortDone."""
+
+    attempt: AttemptId
+    reason: str
+
+
+class WriterGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Nothing writes into this transfer's pages any more: its quarantined pages may be reused."""
+
+    transfer_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Ends the engine process; handled by the process, never by its core."""
+
+
+ToEngine = StartPrefill | PushTo | StartDecode | Abort | WriterGone | Shutdown
+
+# Engine to front.
+
+FailureCode = Literal[
+    "INVALID_ARGUMENT",  # this request can never work here
+    "ALREADY_EXISTS",  # the attempt is running
+    "FAILED_PRECONDITION",  # fingerprint or incarnation differ
+    "RESOURCE_EXHAUSTED",  # no room now
+    "ABORTED",  # the attempt was ended before
+    "DEADLINE_EXCEEDED",  # the handoff's lease ran out
+    "UNAVAILABLE",  # the peer or the connector failed
+    "DATA_LOSS",  # the digest or the coverage is wrong
+    "INTERNAL",  # our own mistake
+]
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Weights are loaded and a forward has run: the first message of a healthy engine process."""
+
+    model: ModelInfo
+    fingerprint: tuple[tuple[str, str], ...]
+    page_size: int
+    total_pages: int
+
+
+class StartupFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine could not start; the only message of such a process."""
+
+    message: str
+    permanent: bool  # the configuration or the checkpoint is at fault: starting again will not help
+
+
+class Reserved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Pages are held. First event of a decode; without a writer it needs no address to write to."""
+
+    reservation: Reservation
+
+
+class Verified(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The prompt's KV is complete and checked; no writer is left."""
+
+    attempt: AttemptId
+    bytes: int
+    pages: int
+    handoff_s: float  # from the reservation, checks included
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Final tokens, append-only."""
+
+    attempt: AttemptId
+    token_offset: int  # position of the first one in the answer
+    token_ids: tuple[int, ...]  # a stop id is left out
+    forward_passes: int  # so far
+    frontier: tuple[BlockState, ...]  # blocks in flight after this commit
+
+
+class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A block in flight changed. Sent only where drafts were asked for."""
+
+    attempt: AttemptId
+    token_offset: (
+        int  # of the block's first token in the answer; negative before a ragged prompt's end
+    )
+    block: BlockState
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The end of an answer."""
+
+    attempt: AttemptId
+    stopped: bool  # a stop id ended it, not its length
+    num_tokens: int
+    forward_passes: int
+    preemptions: int
+
+
+class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A prompt is computed."""
+
+    attempt: AttemptId
+    queue_s: float
+    compute_s: float
+
+
+class Pushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A prompt's pages have arrived: the end of a prefill."""
+
+    attempt: AttemptId
+    pages: int
+    bytes: int  # boundary state left out
+    push_s: float  # from the first write to the last acknowledgement
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The end of an attempt that did not work."""
+
+    attempt: AttemptId
+    code: FailureCode
+    message: str  # for the caller: expected and actual, no internals
+    retryable: bool  # another attempt may work
+    retry_after_s: float | None = None
+    field: str | None = None  # the fingerprint or request field at fault
+
+
+class AbortDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """An abort has taken effect: nothing of the attempt reads or writes KV memory here."""
+
+    attempt: AttemptId
+    was_running: bool
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine's loop turns. Sent by the process, from the loop itself."""
+
+    loops: int
+    load: Load
+
+
+AttemptEvent = Verified | Committed | Draft | Finished | PrefillDone | Pushed | Failed | AbortDone
+CoreEvent = Reserved | AttemptEvent  # what a core emits; the process adds the rest
+ToFront = Ready | StartupFailed | Heartbeat | CoreEvent
+
+
+class EngineCore(Protocol):
+    """What an engine process drives; used from one thread only."""
+
+    def handle(self, message: ToEngine) -> None:
+        """Takes one message. Never blocks; a bad request emits `Failed` and raises nothing."""
+
+    def step(self) -> bool:
+        """Runs one iteration; False if there was nothing to do."""
+
+    def outbox(self) -> Sequence[CoreEvent]:
+        """Returns what is to be said since the last call, in order."""
+
+    def load(self) -> Load:
+        """Returns the load; cheap, called many times a second."""
+
+    def close(self) -> None:
+        """Stops the connector and frees the device."""
