@@ -58,6 +58,7 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Runs a request to its end and returns the whole answer.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,7 +25,9 @@ class GenerationServiceStub:
         effuse.v1.generation_pb2.GenerateRequest,
         effuse.v1.generation_pb2.GenerateResponse,
     ]
-    """Runs a request to its end and returns the whole answer."""
+    """Runs a request to its end and returns the whole answer.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
 
     GenerateStream: grpc.UnaryStreamMultiCallable[
         effuse.v1.generation_pb2.GenerateRequest,
@@ -49,7 +51,9 @@ class GenerationServiceAsyncStub:
         effuse.v1.generation_pb2.GenerateRequest,
         effuse.v1.generation_pb2.GenerateResponse,
     ]
-    """Runs a request to its end and returns the whole answer."""
+    """Runs a request to its end and returns the whole answer.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
 
     GenerateStream: grpc.aio.UnaryStreamMultiCallable[
         effuse.v1.generation_pb2.GenerateRequest,
@@ -75,7 +79,9 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: effuse.v1.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.generation_pb2.GenerateResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.GenerateResponse]]:
-        """Runs a request to its end and returns the whole answer."""
+        """Runs a request to its end and returns the whole answer.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
 
     @abc.abstractmethod
     def GenerateStream(
