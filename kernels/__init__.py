@@ -1,1 +1,1 @@
-"""Device operators: Triton kernel, launcher and plain-torch reference in one file; tensors in, tensors out."""
+"""Device operators: Triton kernel, launcher and plain-torch reference; tensors in, tensors out."""

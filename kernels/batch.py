@@ -1,0 +1,183 @@
+"""What attention needs to know about one forward: the same for every layer, built once.
+
+Holds lengths, page tables and block origins, and on the CPU the gather order and the mask-free
+segments derived from them. It knows nothing of layers, heads or the memory that pages live in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive rows of one diffusion block: all of them see the same prefix of the keys."""
+
+    row_begin: int
+    row_end: int
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One sequence on the CPU path: its packed rows, its range of gathered tokens, its segments."""
+
+    row_begin: int
+    row_end: int
+    cached_begin: int
+    cached_end: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """CPU only. Cached tokens of all sequences, one after another, in position order."""
+
+    token_pages: Tensor  # [sum(context_lens)] int64
+    token_offsets: Tensor  # [sum(context_lens)] int64
+    sequences: tuple[SequencePlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Shapes and visibility of one forward over the packed rows of S sequences.
+
+    Row i of sequence s has position ``context_lens[s] + i``. It sees every cached token of s, and
+    row j of s iff ``block(i) >= block(j)`` with
+    ``block(p) = max(floor((p - block_origins[s]) / block_size), -1)``: what lies before the origin
+    is one bidirectional block.
+    """
+
+    cu_seqlens: Tensor  # [S+1] int32, rows of sequence s are cu[s]:cu[s+1]
+    context_lens: Tensor  # [S] int32
+    page_table: Tensor  # [S, max_pages] int32, unused entries are 0
+    block_origins: Tensor  # [S] int32
+    block_size: int
+    page_size: int
+    max_seqlen: int
+    max_context: int
+    gather: GatherPlan | None  # present on the CPU, absent elsewhere
+
+
+def make_attention_batch(
+    seq_lens: Sequence[int],
+    context_lens: Sequence[int],
+    page_table: Sequence[Sequence[int]],
+    block_origins: Sequence[int],
+    *,
+    block_size: int,
+    page_size: int,
+    device: torch.device,
+    stored_lens: Sequence[int] | None = None,
+) -> AttentionBatch:
+    """Build the batch from one entry per sequence; sequences without rows or context are legal.
+
+    ``stored_lens`` (rows of each sequence that this forward stores) only widens the check that the
+    page table covers what is read and written. Raises ValueError naming the sequence at fault.
+    """
+    _check(seq_lens, context_lens, page_table, block_origins, block_size, page_size, stored_lens)
+    num_seqs = len(seq_lens)
+    width = max((len(pages) for pages in page_table), default=0)
+    cu_seqlens = [0]
+    for length in seq_lens:
+        cu_seqlens.append(cu_seqlens[-1] + length)
+    padded = [entry for pages in page_table for entry in (*pages, *[0] * (width - len(pages)))]
+    # One int32 tensor, so that a device needs a single copy.
+    packed = torch.tensor([*cu_seqlens, *context_lens, *block_origins, *padded], dtype=torch.int32)
+    if device.type != "cpu":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    cu, contexts, origins, pages_flat = packed.split(
+        [num_seqs + 1, num_seqs, num_seqs, num_seqs * width]
+    )
+    table = pages_flat.view(num_seqs, width)
+    gather = None
+    if device.type == "cpu":
+        plans = _plan_sequences(seq_lens, context_lens, block_origins, block_size)
+        token_pages, token_offsets = _gather_order(table, contexts, page_size)
+        gather = GatherPlan(token_pages, token_offsets, plans)
+    return AttentionBatch(
+        cu_seqlens=cu,
+        context_lens=contexts,
+        page_table=table,
+        block_origins=origins,
+        block_size=block_size,
+        page_size=page_size,
+        max_seqlen=max(seq_lens, default=0),
+        max_context=max(context_lens, default=0),
+        gather=gather,
+    )
+
+
+def block_end(position: int, block_origin: int, block_size: int) -> int:
+    """First position after the block that holds ``position``."""
+    if position < block_origin:
+        return block_origin
+    return position + block_size - (position - block_origin) % block_size
+
+
+def _plan_sequences(
+    seq_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_origins: Sequence[int],
+    block_size: int,
+) -> tuple[SequencePlan, ...]:
+    plans = []
+    row = cached = 0
+    for length, context, origin in zip(seq_lens, context_lens, block_origins, strict=True):
+        segments = _segments(row, length, context, origin, block_size)
+        plans.append(SequencePlan(row, row + length, cached, cached + context, segments))
+        row += length
+        cached += context
+    return tuple(plans)
+
+
+def _segments(
+    first_row: int, length: int, context: int, origin: int, block_size: int
+) -> tuple[Segment, ...]:
+    segments = []
+    begin, stop = context, context + length
+    while begin < stop:
+        end = min(block_end(begin, origin, block_size), stop)
+        segments.append(Segment(first_row + begin - context, first_row + end - context, end))
+        begin = end
+    return tuple(segments)
+
+
+def _gather_order(table: Tensor, contexts: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    longest = int(contexts.max()) if len(contexts) else 0
+    position = torch.arange(longest)
+    is_cached = position < contexts[:, None]
+    page = table[:, position // page_size].long()
+    offset = (position % page_size).expand(page.shape)
+    return page[is_cached], offset[is_cached]
+
+
+def _check(
+    seq_lens: Sequence[int],
+    context_lens: Sequence[int],
+    page_table: Sequence[Sequence[int]],
+    block_origins: Sequence[int],
+    block_size: int,
+    page_size: int,
+    stored_lens: Sequence[int] | None,
+) -> None:
+    if block_size < 1 or page_size < 1:
+        raise ValueError(f"block_size {block_size} and page_size {page_size} must be at least 1")
+    stored = stored_lens if stored_lens is not None else [0] * len(seq_lens)
+    counts = [len(x) for x in (seq_lens, context_lens, page_table, block_origins, stored)]
+    if len(set(counts)) != 1:
+        raise ValueError(f"one entry per sequence expected everywhere, got lengths {counts}")
+    rows = zip(seq_lens, context_lens, page_table, stored, strict=True)
+    for index, (length, context, pages, num_stored) in enumerate(rows):
+        if length < 0 or context < 0 or not 0 <= num_stored <= length:
+            raise ValueError(
+                f"sequence {index}: rows {length}, cached {context}, stored {num_stored}: "
+                "none may be negative, and stored at most rows"
+            )
+        if len(pages) * page_size < context + num_stored:
+            raise ValueError(
+                f"sequence {index}: {len(pages)} pages of {page_size} tokens do not cover "
+                f"{context} cached and {num_stored} stored tokens"
+            )

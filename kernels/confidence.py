@@ -1,0 +1,179 @@
+"""From logits to one candidate token a row with its confidence and its ranking score.
+
+Filters (temperature, top-p, top-k), drawing and probability; which candidates are then written is
+decided by the decode worker, not here.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.philox import gumbel_noise
+
+
+class Score(IntEnum):
+    """What ranks candidates when no confidence passes the threshold; larger is better."""
+
+    CONFIDENCE = 0
+    MARGIN = 1
+    NEG_ENTROPY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """Sampling settings and random counters, one entry per row of logits."""
+
+    temperature: Tensor  # [R] fp32, 0 is greedy
+    top_p: Tensor  # [R] fp32, 1 keeps all
+    top_k: Tensor  # [R] int32, 0 keeps all
+    seed: Tensor  # [R] int64, bit pattern of a uint64
+    answer_index: Tensor  # [R] int32 or int64
+    position: Tensor  # [R] int32 or int64, absolute position of the token
+    denoise_count: Tensor  # [R] int32 or int64, earlier forwards that denoised its block
+    score: Tensor  # [R] int8, a `Score`
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The outcome, one entry per row of logits."""
+
+    token: Tensor  # [R] int64
+    confidence: Tensor  # [R] fp32, probability of ``token`` after the filters
+    score: Tensor  # [R] fp32
+
+
+def sample_confidence(logits: Tensor, sampling: RowSampling, mask_token_id: int) -> Candidates:
+    """Choose a token for every row of ``logits`` [R, V], V >= 2, any float dtype; all in fp32.
+
+    The mask token is excluded first. Rows with temperature T > 0 are divided by T. Top-p keeps a
+    token iff the probability mass before it, in descending order with ties by lowest id, is below
+    top_p; top-k then keeps the k first of what is left. The distribution is the softmax of what
+    is kept. T = 0 takes its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with
+    the noise of `philox.gumbel_noise`. Scores: the confidence; the difference of the two largest
+    probabilities; sum of p log p. A row with nothing but -inf gives confidence 0 and the lowest
+    allowed id. NaN is not looked for.
+    """
+    rows, vocab_size = logits.shape
+    if vocab_size < 2 or not 0 <= mask_token_id < vocab_size:
+        raise ValueError(f"logits {rows} x {vocab_size} have no place for mask id {mask_token_id}")
+    kept = _kept_logits(logits, sampling, mask_token_id)
+    token = _choose(kept, sampling, mask_token_id)
+    probability = kept.softmax(dim=-1).nan_to_num_(nan=0.0)
+    confidence = probability.gather(1, token[:, None]).squeeze(1)
+    return Candidates(token, confidence, _scores(probability, confidence, sampling.score))
+
+
+def sample_confidence_ref(logits: Tensor, sampling: RowSampling, mask_token_id: int) -> Candidates:
+    """`sample_confidence` row by row, by the definitions, with fp64 probabilities."""
+    rows = [_row_ref(logits[r], sampling, r, mask_token_id) for r in range(len(logits))]
+    tokens, confidences, scores = zip(*rows, strict=True) if rows else ((), (), ())
+    return Candidates(
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(confidences, dtype=torch.float32),
+        torch.tensor(scores, dtype=torch.float32),
+    )
+
+
+def _kept_logits(logits: Tensor, sampling: RowSampling, mask_token_id: int) -> Tensor:
+    """Scaled fp32 logits [R, V], -inf where a token is excluded."""
+    kept = logits.to(torch.float32, copy=True)
+    kept[:, mask_token_id] = float("-inf")
+    drawn = sampling.temperature > 0
+    if drawn.any():
+        kept /= torch.where(drawn, sampling.temperature, 1.0)[:, None]
+    vocab_size = logits.shape[1]
+    limited = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
+    filtered = ((sampling.top_p < 1) | limited).nonzero().squeeze(1)
+    if filtered.numel():
+        top_k = torch.where(limited, sampling.top_k, vocab_size)
+        kept[filtered] = _filter(kept[filtered], sampling.top_p[filtered], top_k[filtered])
+    return kept
+
+
+def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """``logits`` [N, V] with -inf for what top-p [N] and top-k [N] drop."""
+    ordered, token = logits.sort(dim=-1, descending=True, stable=True)
+    mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+    rank = torch.arange(logits.shape[1])
+    keep = rank < top_k[:, None]
+    keep[:, 1:] &= (mass[:, :-1] < top_p[:, None]) | (top_p[:, None] >= 1)
+    dropped = ordered.masked_fill_(~keep, float("-inf"))
+    return torch.empty_like(logits).scatter_(1, token, dropped)
+
+
+def _choose(kept: Tensor, sampling: RowSampling, mask_token_id: int) -> Tensor:
+    best, token = kept.max(dim=-1)
+    drawn = (sampling.temperature > 0).nonzero().squeeze(1)
+    if drawn.numel():
+        counters = (sampling.position, sampling.denoise_count, sampling.answer_index)
+        noise = gumbel_noise(
+            sampling.seed[drawn], *(counter[drawn] for counter in counters), kept.shape[1]
+        )
+        token[drawn] = (kept[drawn] + noise).argmax(dim=-1)
+    # Among nothing but -inf the first id wins, which may be the mask.
+    return torch.where(best == float("-inf"), int(mask_token_id == 0), token)
+
+
+def _scores(probability: Tensor, confidence: Tensor, kind: Tensor) -> Tensor:
+    score = confidence.clone()
+    margin = (kind == Score.MARGIN).nonzero().squeeze(1)
+    if margin.numel():
+        top = probability[margin].topk(2, dim=-1).values
+        score[margin] = top[:, 0] - top[:, 1]
+    entropy = (kind == Score.NEG_ENTROPY).nonzero().squeeze(1)
+    if entropy.numel():
+        chosen = probability[entropy]
+        negative = torch.special.xlogy(chosen, chosen).sum(dim=-1)
+        # A row without any probability must not look certain.
+        score[entropy] = torch.where(confidence[entropy] > 0, negative, float("-inf"))
+    return score
+
+
+def _row_ref(
+    logits: Tensor, sampling: RowSampling, row: int, mask_token_id: int
+) -> tuple[int, float, float]:
+    temperature = float(sampling.temperature[row])
+    values = logits.float() / temperature if temperature > 0 else logits.float()
+    order = sorted(
+        (token for token in range(len(values)) if token != mask_token_id),
+        key=lambda token: (-float(values[token]), token),
+    )
+    probability = _softmax_ref([float(values[token]) for token in order])
+    if probability[0] == 0:
+        return min(order), 0.0, float("-inf") if sampling.score[row] == Score.NEG_ENTROPY else 0.0
+    kept, mass = 0, 0.0
+    while kept < len(order) and (
+        kept == 0 or mass < sampling.top_p[row] or sampling.top_p[row] >= 1
+    ):
+        mass += probability[kept]
+        kept += 1
+    kept = min(kept, int(sampling.top_k[row]) or kept)
+    probability = [p / sum(probability[:kept]) for p in probability[:kept]]
+    chosen = 0
+    if temperature > 0:
+        counters = (sampling.position, sampling.denoise_count, sampling.answer_index)
+        noise = gumbel_noise(
+            sampling.seed[row : row + 1], *(c[row : row + 1] for c in counters), len(values)
+        )
+        noisy = [float(values[token] + noise[0, token]) for token in order[:kept]]
+        chosen = min(range(kept), key=lambda i: (-noisy[i], order[i]))
+    confidence = probability[chosen]
+    return order[chosen], confidence, _score_ref(probability, confidence, int(sampling.score[row]))
+
+
+def _softmax_ref(descending: list[float]) -> list[float]:
+    if descending[0] == float("-inf"):
+        return [0.0] * len(descending)
+    weights = torch.tensor([x - descending[0] for x in descending], dtype=torch.float64).exp()
+    return [float(weight) for weight in weights / weights.sum()]
+
+
+def _score_ref(probability: list[float], confidence: float, kind: int) -> float:
+    if kind == Score.MARGIN:
+        return probability[0] - (probability[1] if len(probability) > 1 else 0.0)
+    if kind == Score.NEG_ENTROPY:
+        values = torch.tensor(probability, dtype=torch.float64)
+        return float(torch.special.xlogy(values, values).sum())
+    return confidence

@@ -1,0 +1,63 @@
+"""Moving K and V between packed rows and pages: store, load, gather, scatter, zero a page's tail.
+
+A page is addressed by its id in the pool's memory; who may use a page is not decided here.
+"""
+
+import torch
+from torch import Tensor
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write rows of k and v [T, Hkv, D] into one layer's views [pages, page_size, Hkv, D].
+
+    ``slot_mapping`` [T] int64 holds ``page * page_size + offset``; -1 stores nothing. A slot must
+    not occur twice.
+    """
+    page_size = k_cache.shape[1]
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored]
+    if slots.numel() == 0:
+        return
+    page, offset = slots // page_size, slots % page_size
+    k_cache[page, offset] = k[stored]
+    v_cache[page, offset] = v[stored]
+
+
+def store_kv_ref(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """`store_kv` as a loop over rows."""
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            page, offset = divmod(slot, k_cache.shape[1])
+            k_cache[page, offset] = k[row]
+            v_cache[page, offset] = v[row]
+
+
+def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V [N, Hkv, D] of ``slots`` [N] int64, all of them >= 0."""
+    page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
+    return k_cache[page, offset], v_cache[page, offset]
+
+
+def gather_pages(memory: Tensor, page_ids: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copy pages ``page_ids`` [N] int64 of ``memory`` [pages, ...] into one contiguous run."""
+    if out is None:
+        out = memory.new_empty((len(page_ids), *memory.shape[1:]))
+    return torch.index_select(memory, 0, page_ids, out=out)
+
+
+def scatter_pages(pages: Tensor, memory: Tensor, page_ids: Tensor) -> None:
+    """Copy ``pages`` [N, ...] to the distinct places ``page_ids`` [N] int64 of ``memory``."""
+    memory.index_copy_(0, page_ids, pages)
+
+
+def zero_tail(memory: Tensor, page_id: int, num_tokens: int) -> None:
+    """Zero what lies behind the first ``num_tokens`` tokens of a page, in all layers, K and V.
+
+    ``memory`` is the unified pool [pages, layers, 2, kv_heads, page_size, head_dim].
+    """
+    page_size = memory.shape[4]
+    if not 0 <= num_tokens <= page_size:
+        raise ValueError(f"num_tokens must be within 0..{page_size}, got {num_tokens}")
+    memory[page_id, :, :, :, num_tokens:].zero_()

@@ -1,0 +1,33 @@
+"""Root-mean-square normalisation, alone and fused with the residual addition before it.
+
+The mean is taken in fp32 whatever the dtype, in an order that does not depend on other rows.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of ``x`` [..., H] and scale it by ``weight`` [H]; dtype of x."""
+    return _rms_norm_torch(x, weight, eps)
+
+
+def rms_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to their dtype."""
+    total = x + residual
+    return _rms_norm_torch(total, weight, eps), total
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` as its definition reads (Zhang and Sennrich, 2019)."""
+    values = x.float() if x.dtype != torch.float64 else x
+    scale = torch.sqrt((values * values).mean(dim=-1, keepdim=True) + eps)
+    return (values / scale).to(x.dtype) * weight
+
+
+def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    values = x.float()
+    scale = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
+    return (values * scale).to(x.dtype) * weight

@@ -1,0 +1,38 @@
+"""Rotary position embedding in the half-rotation convention of Hugging Face models.
+
+Applies a table that the caller builds once with `make_cos_sin_cache`; scaling variants (YaRN and
+the like) would be other tables, not other operators.
+"""
+
+import torch
+from torch import Tensor
+
+
+def make_cos_sin_cache(
+    head_dim: int, num_positions: int, theta: float, device: torch.device
+) -> Tensor:
+    """[num_positions, head_dim] fp32: cosines of the D/2 frequencies, then their sines."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequency = 1.0 / theta**exponent
+    angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequency
+    return torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
+
+
+def rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, Hq, D] and k [T, Hkv, D] by ``positions`` [T] int64; new tensors, same dtype."""
+    cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def rotary_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotate x [T, H, D] pair by pair as complex numbers, from the definition (Su et al., 2021)."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), positions[:, None] * frequency)
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn[:, None, :]
+    return torch.cat([pairs.real, pairs.imag], dim=-1).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,16 @@
+"""The gated activation of Llama-type MLPs: silu(gate) * up, over one fused projection."""
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``gate_up`` [T, 2I] holds the gate, then the up projection; returns [T, I] in its dtype."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def swiglu_ref(gate_up: Tensor) -> Tensor:
+    """`swiglu` as its definition reads (Shazeer, 2020)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate / (1 + (-gate).exp()) * up
