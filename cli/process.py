@@ -1,0 +1,123 @@
+"""One child process of a fleet: logs to a file, stops by a deadline, never outlives its parent.
+
+Knows nothing of roles, addresses or readiness; `fleet.py` does.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
+# option 1), and leaves if the parent died before that was asked.
+_LAUNCH = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Process:
+    """A running program and its log."""
+
+    def __init__(self, name: str, child: subprocess.Popen[bytes], log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._child = child
+
+    @property
+    def pid(self) -> int:
+        """Id of the process; of its process group too."""
+        return self._child.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._child.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to this process alone, if it still runs."""
+        if self.returncode is None:
+            self._child.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit status, awaited. Raises TimeoutError."""
+        try:
+            return self._child.wait(timeout_s)
+        except subprocess.TimeoutExpired as slow:
+            raise TimeoutError(f"{self.name} still runs after {timeout_s:g} s") from slow
+
+    def clear(self) -> None:
+        """Kill it and whatever it started that is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._child.wait(10)
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of its log, for an error message."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self.returncode
+        if code is None:
+            return f"{self.name} runs"
+        if code < 0:
+            return f"{self.name} (pid {self.pid}) was ended by {signal.Signals(-code).name}"
+        return f"{self.name} (pid {self.pid}) exited with status {code}"
+
+
+class Spawner:
+    """Starts processes from one thread that lives until `close`.
+
+    The kernel sends a child its parent-death signal when the *thread* that started it ends, so a
+    caller's short-lived thread must not be that one.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
+
+    def start(
+        self, name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str]
+    ) -> Process:
+        """Start `command` in a process group of its own; its output is appended to `log`."""
+        return self._thread.submit(self._start, name, command, log, env).result()
+
+    def close(self) -> None:
+        """End the thread, and with it every process that still runs."""
+        self._thread.shutdown()
+
+    def _start(
+        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> Process:
+        launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command]
+        with log.open("ab") as output:
+            child = subprocess.Popen(
+                launch,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+        return Process(name, child, log)
+
+
+def stop_all(processes: Sequence[Process], grace_s: float) -> None:
+    """Ask all to end at once, wait `grace_s` for them together, then kill what is left."""
+    for process in processes:
+        process.send(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        with contextlib.suppress(TimeoutError):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.clear()
