@@ -1,0 +1,41 @@
+"""Block diffusion as SDAR decodes: one block in flight, filled in a number of steps.
+
+When a block is appended and which of its masks are written. Pure functions; the order of a step is
+in `denoise.py`.
+"""
+
+import numpy as np
+
+from effuse.decode_worker.candidates import Candidates, IndexArray
+from effuse.decode_worker.sequence import Block, Sequence
+from effuse.decode_worker.settings import DecodeSettings, Remasking
+
+
+def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
+    """True where no block holds masks: the next one is denoised beside the last one's commit."""
+    return sequence.num_active == 0
+
+
+def activate(sequence: Sequence, settings: DecodeSettings) -> None:
+    """Every block must advance."""
+    for block in sequence.blocks:
+        block.full = True
+
+
+def choose(block: Block, settings: DecodeSettings, candidates: Candidates) -> IndexArray:
+    """Indices into the block's candidates that are written in this step, by the remasking rule."""
+    share = min(step_share(block, settings.denoising_steps), len(candidates))
+    if settings.remasking is Remasking.SEQUENTIAL:
+        return np.arange(share, dtype=np.intp)
+    if settings.remasking is Remasking.LOW_CONFIDENCE_DYNAMIC:
+        above = np.flatnonzero(candidates.confidences > settings.confidence_threshold)
+        if len(above) >= share:
+            return above
+    return candidates.best(share)
+
+
+def step_share(block: Block, denoising_steps: int) -> int:
+    """Masks that the block's coming step fills: an even split, the remainder going first."""
+    step = min(block.denoise_count, denoising_steps - 1)
+    even, remainder = divmod(block.masks_at_birth, denoising_steps)
+    return max(1, even + (step < remainder))

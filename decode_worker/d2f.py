@@ -1,0 +1,42 @@
+"""Discrete diffusion forcing (arXiv 2508.09192): several blocks in flight.
+
+When a block is appended, when it must advance, and which of its masks are written. Pure functions;
+the order of a step is in `denoise.py`.
+"""
+
+import numpy as np
+
+from effuse.decode_worker.candidates import Candidates, IndexArray
+from effuse.decode_worker.sequence import Block, BlockState, Sequence
+from effuse.decode_worker.settings import DecodeSettings
+
+
+def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
+    """True where the last block is far enough, or done, and the window has room."""
+    if not sequence.blocks:
+        return True
+    last = sequence.blocks[-1]
+    if last.state is BlockState.SETTLED:
+        return True
+    return sequence.num_active < settings.window and last.progress >= settings.block_add_threshold
+
+
+def activate(sequence: Sequence, settings: DecodeSettings) -> None:
+    """Marks blocks full whose predecessor is far enough; the first one always is."""
+    predecessor: Block | None = None
+    for block in sequence.blocks:
+        if predecessor is None or predecessor.progress >= settings.full_activation_threshold:
+            block.full = True
+        predecessor = block
+
+
+def choose(block: Block, settings: DecodeSettings, candidates: Candidates) -> IndexArray:
+    """Indices into the block's candidates that are written in this step.
+
+    All above the threshold (strictly); where there is none, a full block writes its best one and a
+    semi-active block nothing.
+    """
+    above = np.flatnonzero(candidates.confidences > settings.confidence_threshold)
+    if len(above) or not block.full:
+        return above
+    return candidates.best(1)

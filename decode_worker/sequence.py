@@ -1,0 +1,264 @@
+"""The token state of one generation: ids, the bitmap of masks, and the blocks in flight.
+
+Pure data on numpy: no torch, no pages, no policy. Which block is appended, which mask is written
+and when a block settles is decided in `denoise.py`. Masks are a bitmap; no id is ever taken for
+one. Positions are absolute throughout.
+"""
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from effuse.decode_worker.settings import RequestError, Stopping
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class BlockState(Enum):
+    """Life of a block in flight. A COMMITTED block (KV stored) leaves the list of blocks."""
+
+    ACTIVE = auto()  # has masks, or waits for a predecessor
+    SETTLED = auto()  # final, as are all its predecessors; KV not yet stored
+
+
+@dataclass(slots=True)
+class Block:
+    """One diffusion block in flight: positions [start, end)."""
+
+    start: int
+    end: int
+    masks_at_birth: int
+    masks_left: int
+    full: bool = False  # must advance every step; sticky
+    denoise_count: int = 0  # forwards that have denoised it
+    state: BlockState = BlockState.ACTIVE
+
+    @property
+    def progress(self) -> float:
+        """Share of the masks it was born with that are written, as float32."""
+        written = self.masks_at_birth - self.masks_left
+        return float(np.float32(written / self.masks_at_birth))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSnapshot:
+    """One ACTIVE block as another attempt needs it to go on: the wire's BlockState."""
+
+    token_ids: tuple[int, ...]
+    masks: bytes  # one bit a position, lowest first: set where a mask is left
+    full: bool
+    denoise_count: int
+
+
+class Sequence:
+    """Prompt and answer of one request, on the block grid `origin + i * block_size`.
+
+    token_ids [end of the last block] int64, masked [same] bool. The first block of a grid that is
+    anchored at 0 holds the prompt's ragged tail, which is never masked.
+    """
+
+    __slots__ = (
+        "block_size",
+        "blocks",
+        "committed_len",
+        "final_len",
+        "mask_token_id",
+        "masked",
+        "origin",
+        "prompt_len",
+        "step_open",
+        "stop_seen",
+        "stopping",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        prompt: Ids[int],
+        *,
+        origin: int,
+        block_size: int,
+        mask_token_id: int,
+        stopping: Stopping,
+    ) -> None:
+        if not prompt:
+            raise RequestError("the prompt must hold at least one token")
+        self.prompt_len = len(prompt)
+        self.origin = origin
+        self.block_size = block_size
+        self.mask_token_id = mask_token_id
+        self.stopping = stopping
+        self.blocks: list[Block] = []
+        self.committed_len = 0  # leading tokens whose KV is stored
+        self.final_len = self.first_block_start  # leading tokens that can no longer change
+        self.stop_seen = False  # a stop id was written, settled or not
+        self.step_open = False  # append and activation of the coming step are done
+        self.token_ids: IntArray = np.full(self.last_block_end, mask_token_id, dtype=np.int64)
+        self.token_ids[: self.prompt_len] = prompt
+        self.masked: BoolArray = np.zeros(self.last_block_end, dtype=np.bool_)
+
+    @classmethod
+    def resumed(
+        cls,
+        prompt: Ids[int],
+        committed: Ids[int],
+        frontier: Ids[BlockSnapshot],
+        *,
+        origin: int,
+        block_size: int,
+        mask_token_id: int,
+        stopping: Stopping,
+    ) -> Self:
+        """Goes on where another attempt stood after a commit: its final tokens and its frontier.
+
+        Raises RequestError where the two do not fit the block grid.
+        """
+        sequence = cls(
+            prompt,
+            origin=origin,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            stopping=stopping,
+        )
+        sequence._restore_committed(committed)
+        for snapshot in frontier:
+            sequence._restore_block(snapshot)
+        if sequence.blocks and not sequence.blocks[0].masks_left:
+            raise RequestError("the first block of the frontier holds no mask: it is not in flight")
+        return sequence
+
+    @property
+    def answer_end(self) -> int:
+        """Position after the last token that the answer may hold."""
+        return self.prompt_len + self.stopping.max_tokens
+
+    @property
+    def first_block_start(self) -> int:
+        """Where denoising begins; everything before it is prefilled."""
+        in_grid = (self.prompt_len - self.origin) // self.block_size
+        return self.origin + in_grid * self.block_size
+
+    @property
+    def last_block_start(self) -> int:
+        """Where the last block begins; its KV is never stored, all before it may be."""
+        in_grid = (self.answer_end - 1 - self.origin) // self.block_size
+        return self.origin + in_grid * self.block_size
+
+    @property
+    def last_block_end(self) -> int:
+        return self.last_block_start + self.block_size
+
+    @property
+    def num_blocks_left(self) -> int:
+        """Blocks that are not settled yet, appended or not."""
+        return (self.last_block_end - self.final_len) // self.block_size
+
+    @property
+    def in_flight_start(self) -> int:
+        """First position of the coming forward; all before it must be cached by then."""
+        return self.blocks[0].start if self.blocks else self.final_len
+
+    @property
+    def in_flight_end(self) -> int:
+        return self.blocks[-1].end if self.blocks else self.final_len
+
+    @property
+    def num_settled_tokens(self) -> int:
+        """Tokens of SETTLED blocks: the coming forward stores their KV."""
+        return self.final_len - self.in_flight_start
+
+    @property
+    def num_active(self) -> int:
+        return sum(block.state is BlockState.ACTIVE for block in self.blocks)
+
+    @property
+    def num_emitted(self) -> int:
+        """Answer tokens that are final and were not cut: all up to here, while it runs."""
+        return min(max(self.final_len, self.prompt_len), self.answer_end) - self.prompt_len
+
+    def append_block(self) -> Block:
+        """Appends one block of masks behind the last; the ragged prompt tail stays as it is."""
+        start = self.in_flight_end
+        end = start + self.block_size
+        assert end <= self.last_block_end, "no block is left to append"
+        num_masks = end - max(start, self.prompt_len)
+        block = Block(start, end, masks_at_birth=num_masks, masks_left=num_masks)
+        self.masked[end - num_masks : end] = True
+        self.blocks.append(block)
+        return block
+
+    def write(self, block: Block, positions: IntArray, tokens: IntArray) -> None:
+        """Replaces masks of `block` by tokens; positions are absolute and masked."""
+        assert bool(self.masked[positions].all()), "only masks are written, and only once"
+        self.token_ids[positions] = tokens
+        self.masked[positions] = False
+        block.masks_left -= len(positions)
+        self.stop_seen = self.stop_seen or not self.stopping.stop_token_ids.isdisjoint(
+            tokens.tolist()
+        )
+
+    def store(self, num_tokens: int) -> None:
+        """Notes that the KV of the next `num_tokens` is stored; blocks within leave the flight."""
+        self.committed_len += num_tokens
+        assert self.committed_len <= self.final_len, "only final tokens are stored"
+        while self.blocks and self.blocks[0].end <= self.committed_len:
+            self.blocks.pop(0)
+
+    def drop_kv(self) -> None:
+        """Preempts: tokens, flags and counters stay, the stored KV is gone."""
+        self.committed_len = 0
+
+    def frontier(self) -> tuple[BlockSnapshot, ...]:
+        """The ACTIVE blocks as they are now; with the final tokens, all that resuming needs."""
+        return tuple(
+            self.snapshot(block) for block in self.blocks if block.state is BlockState.ACTIVE
+        )
+
+    def snapshot(self, block: Block) -> BlockSnapshot:
+        masked = self.masked[block.start : block.end]
+        return BlockSnapshot(
+            token_ids=tuple(self.token_ids[block.start : block.end].tolist()),
+            masks=np.packbits(masked, bitorder="little").tobytes(),
+            full=block.full,
+            denoise_count=block.denoise_count,
+        )
+
+    def _restore_committed(self, committed: Ids[int]) -> None:
+        if not committed:
+            return
+        final_len = self.prompt_len + len(committed)
+        if (final_len - self.origin) % self.block_size or final_len > self.last_block_start:
+            raise RequestError(
+                f"{len(committed)} committed tokens after a prompt of {self.prompt_len} do not end "
+                f"at a block of {self.block_size} before position {self.last_block_start}"
+            )
+        if not self.stopping.stop_token_ids.isdisjoint(committed):
+            raise RequestError("the committed tokens hold a stop id: the answer has ended")
+        self.token_ids[self.prompt_len : final_len] = committed
+        self.final_len = final_len
+
+    def _restore_block(self, snapshot: BlockSnapshot) -> None:
+        if self.in_flight_end >= self.last_block_end:
+            raise RequestError("the frontier holds more blocks than the answer has left")
+        num_bytes = (self.block_size + 7) // 8
+        if len(snapshot.token_ids) != self.block_size or len(snapshot.masks) != num_bytes:
+            raise RequestError(
+                f"a frontier block must hold {self.block_size} ids and {num_bytes} bytes of masks, "
+                f"got {len(snapshot.token_ids)} and {len(snapshot.masks)}"
+            )
+        block = self.append_block()
+        bits = np.unpackbits(np.frombuffer(snapshot.masks, dtype=np.uint8), bitorder="little")
+        masked = bits[: self.block_size].astype(np.bool_)
+        born = self.masked[block.start : block.end].copy()
+        if bool((masked & ~born).any()):
+            raise RequestError("a frontier block masks tokens of the prompt")
+        written = np.flatnonzero(born & ~masked)
+        tokens = np.asarray(snapshot.token_ids, dtype=np.int64)[written]
+        self.write(block, written + block.start, tokens)
+        block.full = snapshot.full
+        block.denoise_count = snapshot.denoise_count

@@ -1,0 +1,1 @@
+"""Helpers of the decode tests: scripted candidates, an independent replay, and invariants."""
