@@ -1,40 +1,167 @@
-"""What the two ends of a handoff tell each other.
+"""What two engines tell each other about a handoff, as checked values.
 
-Plain data that crosses processes as msgpack; nothing here moves a byte or decides anything.
+Schemas and caps only: a message that decodes is well-formed, not yet right. Who may say what,
+and when, is handoff.py; how it travels is the connectors'.
 """
 
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
 import msgspec
+from msgspec import Meta, Struct
+
+MAX_PAGES = 1 << 16
+MAX_POOL_PAGES = 1 << 24
+MAX_PAGE_BYTES = 1 << 28
+MAX_METADATA_BYTES = 1 << 20
+MAX_HIDDEN_BYTES = 1 << 18
+MAX_TAIL_TOKENS = 1 << 12
+MAX_MANIFEST_BYTES = 8 << 20
+DIGEST_BYTES = 16
+
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Text = Annotated[str, Meta(max_length=512)]
+U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
+PageBytes = Annotated[int, Meta(ge=1, le=MAX_PAGE_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
-class AttemptId(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt at a request. Hashable, so that it can key a table."""
+class AttemptId(Struct, frozen=True, array_like=True):
+    """One attempt at a request; the transfer id names its handoff and is never used twice."""
 
-    request_id: str
-    attempt: int  # counts the router's tries, from 1
-    transfer_id: str  # unique name of the attempt's handoff, minted by the router
+    request_id: Name
+    attempt: Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+    transfer_id: Name
 
 
-class PageRef(msgspec.Struct, frozen=True, array_like=True):
+class PageRef(Struct, frozen=True, array_like=True):
     """A page in one of its allocations."""
 
-    page_id: int
-    generation: int
+    page_id: U32
+    generation: U32
 
 
-class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages that a decode worker holds for one handoff, and how to write into them."""
+class Field(Struct, frozen=True, array_like=True):
+    """One named value of a fingerprint."""
+
+    name: Name
+    value: Text
+
+
+class ReceiverAddress(Struct, frozen=True, kw_only=True):
+    """How to reach a receiver's pool; fields that a connector does not use stay empty."""
+
+    connector: Name
+    endpoint: Text = ""
+    agent_name: Annotated[str, Meta(max_length=128)] = ""
+    agent_metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""
+    pool_address: U63 = 0
+    device_id: U32 = 0
+    memory_kind: Annotated[str, Meta(pattern="^(|DRAM|VRAM)$")] = ""
+
+
+class Reservation(Struct, frozen=True, kw_only=True):
+    """Pages that a decode engine holds for one handoff, and how to write into them."""
 
     attempt: AttemptId
-    incarnation: str  # of the decode worker
-    connector: str  # loopback, zmq or nixl
-    endpoint: str = ""  # where the connector listens; zmq only
-    agent_name: str = ""  # nixl only, as are the next four
-    agent_metadata: bytes = b""
-    pool_address: int = 0  # address of page 0
-    device_id: int = 0
-    memory_kind: str = ""  # DRAM or VRAM
-    num_pool_pages: int  # page ids are below it
-    page_bytes: int
-    pages: tuple[PageRef, ...]  # in the order of the prompt
-    fingerprint: tuple[tuple[str, str], ...]  # (name, value), compared field by field
-    lease_s: float  # the push must end within this time
+    incarnation: Name
+    address: ReceiverAddress
+    num_pool_pages: Annotated[int, Meta(ge=0, le=MAX_POOL_PAGES)]
+    page_bytes: PageBytes
+    pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_PAGES)]
+    fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
+    lease_s: Annotated[float, Meta(gt=0, le=3600)]
+
+    @property
+    def transfer_id(self) -> str:
+        """Name of the handoff."""
+        return self.attempt.transfer_id
+
+
+class BoundaryState(Struct, frozen=True, kw_only=True):
+    """What decode needs beside pages.
+
+    tail_token_ids are the prompt's tokens whose KV is not in the pages. hidden (shifting models) is
+    the last paged position's row after the final norm: [hidden_size] in the model's dtype.
+    """
+
+    prompt_len: U32
+    tail_token_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_TAIL_TOKENS)]
+    hidden: Annotated[bytes, Meta(max_length=MAX_HIDDEN_BYTES)] | None = None
+    seed: Annotated[int, Meta(ge=0)] = 0
+
+
+class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """The writer's account of a finished push; sealed by a digest over all of it."""
+
+    attempt: AttemptId
+    source_incarnation: Name
+    destination_incarnation: Name
+    fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
+    pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_PAGES)]
+    page_digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_PAGES)]
+    num_bytes: U63
+    boundary: BoundaryState
+    seal: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
+
+    @property
+    def transfer_id(self) -> str:
+        """Name of the handoff."""
+        return self.attempt.transfer_id
+
+
+_encoder = msgspec.msgpack.Encoder()
+_manifests = msgspec.msgpack.Decoder(Manifest)
+_reservations = msgspec.msgpack.Decoder(Reservation)
+
+
+T = TypeVar("T")
+
+
+class MalformedMessage(ValueError):
+    """A peer's bytes are not the message they should be."""
+
+
+def encode(message: Struct) -> bytes:
+    """The message in MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode_manifest(data: bytes | memoryview) -> Manifest:
+    """A manifest of a peer. Raises MalformedMessage; nothing in it has been compared yet."""
+    return _decode(_manifests, data, MAX_MANIFEST_BYTES)
+
+
+def decode_reservation(data: bytes | memoryview) -> Reservation:
+    """A reservation of a peer. Raises MalformedMessage."""
+    return _decode(_reservations, data, MAX_MANIFEST_BYTES)
+
+
+def check_reservation(reservation: Reservation) -> Reservation:
+    """Runs the schema over a reservation built by hand (structs are not checked when built).
+
+    Raises MalformedMessage, also where a page id lies outside the pool or is named twice.
+    """
+    checked = decode_reservation(encode(reservation))
+    ids = [page.page_id for page in checked.pages]
+    if ids and max(ids) >= checked.num_pool_pages:
+        raise MalformedMessage(
+            f"page {max(ids)} lies outside a pool of {checked.num_pool_pages} pages"
+        )
+    if len(set(ids)) != len(ids):
+        raise MalformedMessage("a page is reserved twice")
+    end = checked.address.pool_address + checked.num_pool_pages * checked.page_bytes
+    if end > 1 << 63:
+        raise MalformedMessage(f"the pool would end at {end:#x}, beyond 63 bits")
+    return checked
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: int) -> T:
+    if len(data) > cap:
+        raise MalformedMessage(f"a message of {len(data)} bytes exceeds the cap of {cap}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"not a message of the expected form: {error}") from error

@@ -1,0 +1,136 @@
+"""How KV lies in a page, and the fingerprint by which two workers know that they agree on it.
+
+Pure values. The memory itself is memory.py; who holds which page is pool.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from effuse.kvtransfer.messages import Field
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DIGEST = "xxh3_128"
+FIELD_NAMES = (
+    "weights",
+    "architecture",
+    "dtype",
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "page_size",
+    "layout",
+    "block_size",
+    "mask_token_id",
+    "prompt_attention",
+    "commit_rule",
+    "parallel_degree",
+    "digest",
+)
+
+Fingerprint = tuple[Field, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Order and sizes of the K and V in a page.
+
+    "unified": one page is [layers, 2, kv_heads, page_size, head_dim], contiguous, K before V.
+    """
+
+    kind: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # tokens in a page
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.kind != "unified":
+            raise ValueError(f"layout kind: expected 'unified', got {self.kind!r}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"layout dtype: expected one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}"
+            )
+        if min(self.page_shape) < 1:
+            raise ValueError(f"layout sizes must be positive, got {self.page_shape}")
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one page: [layers, 2, kv_heads, page_size, head_dim]."""
+        return (self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes in one page, all layers, K and V."""
+        return prod(self.page_shape) * DTYPE_BYTES[self.dtype]
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-num_tokens // self.page_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the fingerprint says of a model; the layout says the rest."""
+
+    weights: str  # digest of the weights, adapter included
+    architecture: str
+    block_size: int
+    mask_token_id: int
+    prompt_attention: str  # causal_blocks or bidirectional
+    commit_rule: str  # which forward stores a block's KV
+    parallel_degree: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FieldMismatch:
+    """The first field in which two fingerprints differ."""
+
+    name: str
+    ours: str
+    theirs: str
+
+    def __str__(self) -> str:
+        return (
+            f"fingerprint field {self.name!r} differs: ours {self.ours!r}, theirs {self.theirs!r}"
+        )
+
+
+def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
+    """Everything that must agree before a page may move, in a fixed order and canonical text."""
+    values = (
+        facts.weights,
+        facts.architecture,
+        layout.dtype,
+        str(layout.num_layers),
+        str(layout.num_kv_heads),
+        str(layout.head_dim),
+        str(layout.page_size),
+        layout.kind,
+        str(facts.block_size),
+        str(facts.mask_token_id),
+        facts.prompt_attention,
+        facts.commit_rule,
+        str(facts.parallel_degree),
+        DIGEST,
+    )
+    return tuple(Field(*pair) for pair in zip(FIELD_NAMES, values, strict=True))
+
+
+def mismatch(ours: Sequence[Field], theirs: Sequence[Field]) -> FieldMismatch | None:
+    """The first difference, or None. A field that one side lacks reads as "(absent)"."""
+    mine, other = dict(map(_pair, ours)), dict(map(_pair, theirs))
+    for name in [*mine, *(name for name in other if name not in mine)]:
+        left, right = mine.get(name, "(absent)"), other.get(name, "(absent)")
+        if left != right:
+            return FieldMismatch(name, left, right)
+    if len(theirs) != len(other):
+        return FieldMismatch("(count)", str(len(ours)), f"{len(theirs)} with repeated names")
+    return None
+
+
+def _pair(field: Field) -> tuple[str, str]:
+    return field.name, field.value

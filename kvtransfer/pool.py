@@ -1,0 +1,183 @@
+"""Which page is whose: states, generations and conservation of pages. No memory, no I/O.
+
+A page that a writer may still reach is never free: it is quarantined until the writer is fenced,
+that is, has finished, has acknowledged an abort, or is proven dead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+
+from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.runs import FreeRuns
+
+
+class PageState(Enum):
+    """Where a page is in its life."""
+
+    FREE = auto()
+    RESERVED = auto()  # held; no writer has been told of it
+    RECEIVING = auto()  # a remote writer may write at any time
+    COMMITTED = auto()  # read by its owner; no remote writer is left
+    QUARANTINED = auto()  # given up while a writer may still reach it
+
+
+class PageEvent(Enum):
+    """What can happen to a page."""
+
+    RESERVE = auto()
+    TAKE = auto()  # by a local writer
+    OPEN = auto()  # to a remote writer
+    COMMIT = auto()
+    QUARANTINE = auto()
+    FENCE = auto()  # the remote writer can write no more
+    RELEASE = auto()
+
+
+TRANSITIONS: dict[tuple[PageState, PageEvent], PageState] = {
+    (PageState.FREE, PageEvent.RESERVE): PageState.RESERVED,
+    (PageState.FREE, PageEvent.TAKE): PageState.COMMITTED,
+    (PageState.RESERVED, PageEvent.OPEN): PageState.RECEIVING,
+    (PageState.RESERVED, PageEvent.RELEASE): PageState.FREE,
+    (PageState.RECEIVING, PageEvent.COMMIT): PageState.COMMITTED,
+    (PageState.RECEIVING, PageEvent.QUARANTINE): PageState.QUARANTINED,
+    (PageState.QUARANTINED, PageEvent.FENCE): PageState.FREE,
+    (PageState.COMMITTED, PageEvent.RELEASE): PageState.FREE,
+}
+
+_ENTRY = (PageEvent.RESERVE, PageEvent.TAKE)
+
+
+class PageError(RuntimeError):
+    """Our own mistake with a page: an illegal transition, or a stale reference."""
+
+
+class AuditError(AssertionError):
+    """Pages are lost, held twice, or in a state that nobody accounts for."""
+
+
+class PagePool:
+    """Pure accounting of `num_pages` pages. Not thread-safe: one engine thread owns it."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"a pool needs at least one page, got {num_pages}")
+        self.num_pages = num_pages
+        self._states = [PageState.FREE] * num_pages
+        self._generations = [0] * num_pages
+        self._free = FreeRuns(num_pages)
+        self._counts = Counter({PageState.FREE: num_pages})
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated now."""
+        return self._counts[PageState.FREE]
+
+    def count(self, state: PageState) -> int:
+        """Pages in this state."""
+        return self._counts[state]
+
+    def state(self, page: PageRef) -> PageState:
+        """State of a page. Raises PageError for a reference to an earlier allocation."""
+        self._check(page)
+        return self._states[page.page_id]
+
+    def allocate(self, count: int) -> tuple[PageRef, ...] | None:
+        """Reserves pages for a remote writer, in few runs; None if too few are free."""
+        return self._enter(count, PageEvent.RESERVE)
+
+    def allocate_committed(self, count: int) -> tuple[PageRef, ...] | None:
+        """Takes pages that only this process writes; None if too few are free."""
+        return self._enter(count, PageEvent.TAKE)
+
+    def open(self, pages: Sequence[PageRef]) -> None:
+        """A remote writer is about to be told of these reserved pages."""
+        self._apply(pages, PageEvent.OPEN)
+
+    def commit(self, pages: Sequence[PageRef]) -> None:
+        """The remote writer has finished and its bytes were verified."""
+        self._apply(pages, PageEvent.COMMIT)
+
+    def quarantine(self, pages: Sequence[PageRef]) -> None:
+        """Gives up pages that a remote writer may still reach."""
+        self._apply(pages, PageEvent.QUARANTINE)
+
+    def fence(self, pages: Sequence[PageRef]) -> None:
+        """Frees quarantined pages: their writer can write no more."""
+        self._apply(pages, PageEvent.FENCE)
+
+    def release(self, pages: Sequence[PageRef]) -> None:
+        """Frees pages that no remote writer knows of (reserved) or still writes (committed)."""
+        self._apply(pages, PageEvent.RELEASE)
+
+    def audit(self, held: Iterable[PageRef] | None = None) -> None:
+        """Checks that every page is in exactly one place; raises AuditError with what is wrong.
+
+        held: every page that somebody says is theirs; () when idle. Pages that are neither free nor
+        held are a leak. None checks only the pool's own books.
+        """
+        free = [i for i, state in enumerate(self._states) if state is PageState.FREE]
+        if free != self._free.ids():
+            raise AuditError(f"free list {self._free.ids()} differs from the free pages {free}")
+        if Counter(self._states) != +self._counts or len(self._states) != self.num_pages:
+            raise AuditError(
+                f"counts {dict(self._counts)} differ from states {Counter(self._states)}"
+            )
+        if held is not None:
+            self._audit_holders(list(held))
+
+    def _audit_holders(self, held: list[PageRef]) -> None:
+        ids = Counter(page.page_id for page in held)
+        twice = sorted(i for i, n in ids.items() if n > 1)
+        if twice:
+            raise AuditError(f"pages held twice: {twice}")
+        stale = sorted(p.page_id for p in held if self._generations[p.page_id] != p.generation)
+        if stale:
+            raise AuditError(f"pages held under an earlier generation: {stale}")
+        leaked = [i for i, s in enumerate(self._states) if s is not PageState.FREE and i not in ids]
+        if leaked:
+            named = ", ".join(f"{i} {self._states[i].name}" for i in leaked[:8])
+            raise AuditError(f"{len(leaked)} pages leaked: {named}")
+        freed = sorted(i for i in ids if self._states[i] is PageState.FREE)
+        if freed:
+            raise AuditError(f"pages held although free: {freed}")
+
+    def _enter(self, count: int, event: PageEvent) -> tuple[PageRef, ...] | None:
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} pages")
+        if count > self.num_free:
+            return None
+        pages = []
+        for page_id in self._free.take(count):
+            self._generations[page_id] = (self._generations[page_id] + 1) & 0xFFFFFFFF
+            self._move(page_id, event)
+            pages.append(PageRef(page_id, self._generations[page_id]))
+        return tuple(pages)
+
+    def _apply(self, pages: Sequence[PageRef], event: PageEvent) -> None:
+        for page in pages:
+            self._check(page)
+            if self._move(page.page_id, event) is PageState.FREE:
+                self._free.give(page.page_id)
+
+    def _move(self, page_id: int, event: PageEvent) -> PageState:
+        before = self._states[page_id]
+        after = TRANSITIONS.get((before, event))
+        if after is None:
+            raise PageError(f"page {page_id} is {before.name}: {event.name} is not allowed")
+        self._states[page_id] = after
+        self._counts[before] -= 1
+        self._counts[after] += 1
+        return after
+
+    def _check(self, page: PageRef) -> None:
+        if page.page_id >= self.num_pages:
+            raise PageError(f"page {page.page_id} is outside a pool of {self.num_pages} pages")
+        current = self._generations[page.page_id]
+        if page.generation != current:
+            raise PageError(
+                f"page {page.page_id} is at generation {current}, "
+                f"the reference is of {page.generation}"
+            )

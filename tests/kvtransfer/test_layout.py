@@ -1,0 +1,84 @@
+"""Fingerprints name the field that differs, whichever it is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from effuse.kvtransfer.layout import (
+    FIELD_NAMES,
+    Fingerprint,
+    KVLayout,
+    ModelFacts,
+    fingerprint,
+    mismatch,
+)
+from effuse.kvtransfer.messages import Field
+
+LAYOUT = KVLayout("unified", 7, 2, 32, 16, "float32")
+FACTS = ModelFacts(
+    weights="w1",
+    architecture="sdar",
+    block_size=16,
+    mask_token_id=3,
+    prompt_attention="causal_blocks",
+    commit_rule="clean",
+)
+
+
+def changed(print_: Fingerprint, name: str) -> Fingerprint:
+    return tuple(Field(f.name, f.value + "x") if f.name == name else f for f in print_)
+
+
+def test_page_bytes_count_all_layers_and_both_tensors() -> None:
+    assert LAYOUT.page_bytes == 7 * 2 * 2 * 16 * 32 * 4
+    assert dataclasses.replace(LAYOUT, dtype="bfloat16").page_bytes == LAYOUT.page_bytes // 2
+
+
+def test_pages_for_rounds_up() -> None:
+    assert [LAYOUT.pages_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_the_fingerprint_has_the_agreed_fields_in_order() -> None:
+    assert tuple(f.name for f in fingerprint(LAYOUT, FACTS)) == FIELD_NAMES
+
+
+def test_equal_fingerprints_agree() -> None:
+    assert mismatch(fingerprint(LAYOUT, FACTS), fingerprint(LAYOUT, FACTS)) is None
+
+
+@pytest.mark.parametrize("name", FIELD_NAMES)
+def test_every_single_field_is_compared(name: str) -> None:
+    ours = fingerprint(LAYOUT, FACTS)
+    found = mismatch(ours, changed(ours, name))
+    assert found is not None and found.name == name
+    assert found.theirs == found.ours + "x"
+    assert name in str(found) and repr(found.theirs) in str(found)
+
+
+@pytest.mark.parametrize("name", FIELD_NAMES)
+def test_a_missing_field_is_a_mismatch(name: str) -> None:
+    ours = fingerprint(LAYOUT, FACTS)
+    found = mismatch(ours, tuple(f for f in ours if f.name != name))
+    assert found is not None and (found.name, found.theirs) == (name, "(absent)")
+
+
+def test_a_surplus_or_repeated_field_is_a_mismatch() -> None:
+    ours = fingerprint(LAYOUT, FACTS)
+    surplus = mismatch(ours, (*ours, Field("quantisation", "int8")))
+    assert surplus is not None and surplus.name == "quantisation"
+    assert mismatch(ours, (*ours, ours[0])) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "diagonal"}, "diagonal"),
+        ({"dtype": "float8"}, "float8"),
+        ({"page_size": 0}, "positive"),
+    ],
+)
+def test_bad_layouts_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(LAYOUT, **change)

@@ -1,0 +1,89 @@
+"""Views, bytes and tails of pages are the same memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.memory import PageMemory, consecutive_runs
+
+LAYOUT = KVLayout("unified", 3, 2, 4, 8, "float32")
+
+
+def filled(dtype: str = "float32") -> PageMemory:
+    memory = PageMemory(KVLayout("unified", 3, 2, 4, 8, dtype), 5)
+    values = torch.arange(memory.tensor.numel(), dtype=torch.float32)
+    memory.tensor.copy_(values.view_as(memory.tensor))
+    return memory
+
+
+def test_layer_views_are_strided_views_of_the_tensor() -> None:
+    memory = PageMemory(LAYOUT, 5)
+    views = memory.layer_views()
+    assert [tuple(k.shape) for k, _ in views] == [(5, 8, 2, 4)] * 3
+    keys, values = views[1]
+    keys[2, 7, 1, 3] = 1.5
+    values[2, 7, 1, 3] = 2.5
+    assert memory.tensor[2, 1, 0, 1, 7, 3] == 1.5
+    assert memory.tensor[2, 1, 1, 1, 7, 3] == 2.5
+    assert int(memory.tensor.count_nonzero()) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_page_bytes_are_the_page_and_nothing_else(dtype: str) -> None:
+    memory = filled(dtype)
+    view = memory.page_bytes_view(3)
+    assert view.nbytes == memory.page_bytes
+    assert bytes(view) == memory.tensor[3].view(torch.uint8).numpy().tobytes()
+    view[:] = bytes(memory.page_bytes)
+    assert not memory.tensor[3].any() and memory.tensor[2].any() and memory.tensor[4].any()
+
+
+def test_consecutive_pages_are_one_piece_of_bytes() -> None:
+    memory = filled()
+    joined = bytes(memory.page_bytes_view(1)) + bytes(memory.page_bytes_view(2))
+    assert bytes(memory.page_bytes_view(1, 2)) == joined == bytes(memory.read_pages(1, 2))
+
+
+def test_the_view_outlives_its_pool() -> None:
+    memory = filled()
+    expected = bytes(memory.page_bytes_view(4))
+    view = memory.page_bytes_view(4)
+    del memory
+    assert bytes(view) == expected
+
+
+def test_write_pages_takes_whole_pages_inside_the_pool() -> None:
+    memory, source = PageMemory(LAYOUT, 5), filled()
+    memory.write_pages(2, source.page_bytes_view(0, 3))
+    assert torch.equal(memory.tensor[2:], source.tensor[:3])
+    with pytest.raises(ValueError, match="not whole pages"):
+        memory.write_pages(0, memoryview(bytes(7)))
+    with pytest.raises(IndexError, match="of a pool of 5"):
+        memory.write_pages(3, source.page_bytes_view(0, 3))
+
+
+@pytest.mark.parametrize("used", [0, 3, 8])
+def test_zero_tail_clears_exactly_the_unused_slots(used: int) -> None:
+    memory = filled()
+    before = memory.tensor.clone()
+    memory.zero_tail(1, used)
+    assert not memory.tensor[1, :, :, :, used:].any()
+    assert torch.equal(memory.tensor[1, :, :, :, :used], before[1, :, :, :, :used])
+    assert torch.equal(memory.tensor[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
+
+
+def test_zero_tail_refuses_a_count_beyond_the_page() -> None:
+    with pytest.raises(ValueError, match="9 used slots"):
+        filled().zero_tail(0, 9)
+
+
+def test_pages_outside_the_pool_have_no_bytes() -> None:
+    with pytest.raises(IndexError):
+        filled().page_bytes_view(5)
+
+
+def test_consecutive_runs() -> None:
+    assert consecutive_runs([4, 5, 6, 1, 2, 9, 8]) == [(4, 3), (1, 2), (9, 1), (8, 1)]
+    assert consecutive_runs([]) == []

@@ -1,0 +1,125 @@
+"""Messages survive the wire, and nothing malformed or oversized does."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from effuse.kvtransfer.digest import seal_of, sealed
+from effuse.kvtransfer.messages import (
+    MAX_MANIFEST_BYTES,
+    AttemptId,
+    BoundaryState,
+    Field,
+    MalformedMessage,
+    Manifest,
+    PageRef,
+    ReceiverAddress,
+    Reservation,
+    check_reservation,
+    decode_manifest,
+    decode_reservation,
+    encode,
+)
+
+ATTEMPT = AttemptId("request-1", 1, "transfer-1")
+RESERVATION = Reservation(
+    attempt=ATTEMPT,
+    incarnation="decode-1",
+    address=ReceiverAddress(connector="zmq", endpoint="tcp://127.0.0.1:1"),
+    num_pool_pages=8,
+    page_bytes=4096,
+    pages=(PageRef(3, 1), PageRef(4, 7)),
+    fingerprint=(Field("weights", "w1"),),
+    lease_s=5.0,
+)
+MANIFEST = sealed(
+    Manifest(
+        attempt=ATTEMPT,
+        source_incarnation="prefill-1",
+        destination_incarnation="decode-1",
+        fingerprint=(Field("weights", "w1"),),
+        pages=(PageRef(3, 1), PageRef(4, 7)),
+        page_digests=(b"a" * 16, b"b" * 16),
+        num_bytes=8192,
+        boundary=BoundaryState(prompt_len=37, tail_token_ids=(1, 2), hidden=b"h" * 8, seed=1 << 63),
+    )
+)
+
+
+def test_messages_survive_the_wire() -> None:
+    assert decode_manifest(encode(MANIFEST)) == MANIFEST
+    assert decode_reservation(encode(RESERVATION)) == RESERVATION
+    assert check_reservation(RESERVATION) == RESERVATION
+
+
+def test_the_seal_covers_every_field() -> None:
+    changes: list[dict[str, object]] = [
+        {"attempt": AttemptId("request-1", 2, "transfer-1")},
+        {"source_incarnation": "prefill-2"},
+        {"destination_incarnation": "decode-2"},
+        {"fingerprint": (Field("weights", "w2"),)},
+        {"pages": (PageRef(4, 7), PageRef(3, 1))},
+        {"page_digests": (b"b" * 16, b"a" * 16)},
+        {"num_bytes": 8193},
+        {"boundary": msgspec.structs.replace(MANIFEST.boundary, prompt_len=38)},
+        {"boundary": msgspec.structs.replace(MANIFEST.boundary, tail_token_ids=(1, 3))},
+        {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=b"g" * 8)},
+        {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=None)},
+        {"boundary": msgspec.structs.replace(MANIFEST.boundary, seed=0)},
+    ]
+    assert {name for change in changes for name in change} == set(MANIFEST.__struct_fields__) - {
+        "seal"
+    }
+    seals = {seal_of(msgspec.structs.replace(MANIFEST, **change)) for change in changes}
+    assert len(seals) == len(changes) and MANIFEST.seal not in seals
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20, -1])
+def test_truncated_messages_are_malformed(cut: int) -> None:
+    with pytest.raises(MalformedMessage):
+        decode_manifest(encode(MANIFEST)[:cut])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_digests": (b"short",)},
+        {"attempt": AttemptId("", 1, "t")},
+        {"attempt": AttemptId("r", 0, "t")},
+        {"attempt": AttemptId("r", 1, "t" * 129)},
+        {"num_bytes": -1},
+        {"pages": (PageRef(1 << 32, 0),)},
+        {"fingerprint": tuple(Field(str(i), "") for i in range(65))},
+    ],
+    ids=str,
+)
+def test_values_beyond_their_caps_are_malformed(change: dict[str, object]) -> None:
+    with pytest.raises(MalformedMessage):
+        decode_manifest(encode(msgspec.structs.replace(MANIFEST, **change)))
+
+
+def test_an_oversized_message_is_refused_before_it_is_read() -> None:
+    with pytest.raises(MalformedMessage, match="exceeds the cap"):
+        decode_manifest(bytes(MAX_MANIFEST_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pages": (PageRef(8, 1),)}, "outside a pool of 8"),
+        ({"pages": (PageRef(3, 1), PageRef(3, 1))}, "twice"),
+        ({"lease_s": 0.0}, "lease_s"),
+        ({"lease_s": float("nan")}, "lease_s"),
+        ({"page_bytes": 0}, "page_bytes"),
+        (
+            {"address": ReceiverAddress(connector="nixl", pool_address=(1 << 63) - 8)},
+            "beyond 63 bits",
+        ),
+        ({"address": ReceiverAddress(connector="nixl", memory_kind="TAPE")}, "memory_kind"),
+    ],
+    ids=str,
+)
+def test_a_reservation_is_checked_before_use(change: dict[str, object], message: str) -> None:
+    with pytest.raises(MalformedMessage, match=message):
+        check_reservation(msgspec.structs.replace(RESERVATION, **change))

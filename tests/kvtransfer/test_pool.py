@@ -1,0 +1,158 @@
+"""Page states are a table, references carry generations, and no page is ever lost unnoticed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.pool import (
+    TRANSITIONS,
+    AuditError,
+    PageError,
+    PageEvent,
+    PagePool,
+    PageState,
+)
+
+PATHS: dict[PageState, tuple[PageEvent, ...]] = {
+    PageState.RESERVED: (PageEvent.RESERVE,),
+    PageState.RECEIVING: (PageEvent.RESERVE, PageEvent.OPEN),
+    PageState.COMMITTED: (PageEvent.TAKE,),
+    PageState.QUARANTINED: (PageEvent.RESERVE, PageEvent.OPEN, PageEvent.QUARANTINE),
+}
+AFTER_ENTRY = [e for e in PageEvent if e not in (PageEvent.RESERVE, PageEvent.TAKE)]
+
+
+def enter(pool: PagePool, count: int, event: PageEvent) -> tuple[PageRef, ...]:
+    taken = pool.allocate(count) if event is PageEvent.RESERVE else pool.allocate_committed(count)
+    assert taken is not None
+    return taken
+
+
+def apply(pool: PagePool, pages: tuple[PageRef, ...], event: PageEvent) -> None:
+    {
+        PageEvent.OPEN: pool.open,
+        PageEvent.COMMIT: pool.commit,
+        PageEvent.QUARANTINE: pool.quarantine,
+        PageEvent.FENCE: pool.fence,
+        PageEvent.RELEASE: pool.release,
+    }[event](pages)
+
+
+def in_state(pool: PagePool, state: PageState) -> tuple[PageRef, ...]:
+    pages = enter(pool, 1, PATHS[state][0])
+    for event in PATHS[state][1:]:
+        apply(pool, pages, event)
+    return pages
+
+
+@pytest.mark.parametrize("state", PATHS, ids=lambda s: s.name)
+@pytest.mark.parametrize("event", AFTER_ENTRY, ids=lambda e: e.name)
+def test_every_state_and_event_is_the_table(state: PageState, event: PageEvent) -> None:
+    pool = PagePool(2)
+    pages = in_state(pool, state)
+    expected = TRANSITIONS.get((state, event))
+    if expected is None:
+        with pytest.raises(PageError, match=f"{state.name}: {event.name} is not allowed"):
+            apply(pool, pages, event)
+        assert pool.state(pages[0]) is state
+    else:
+        apply(pool, pages, event)
+        assert pool.state(pages[0]) is expected
+    pool.audit()
+
+
+def test_a_page_a_writer_may_reach_cannot_be_freed_without_a_fence() -> None:
+    freeing = {pair for pair, after in TRANSITIONS.items() if after is PageState.FREE}
+    assert (PageState.RECEIVING, PageEvent.RELEASE) not in freeing
+    assert (PageState.QUARANTINED, PageEvent.RELEASE) not in freeing
+    assert {s for s, e in freeing if e is PageEvent.FENCE} == {PageState.QUARANTINED}
+
+
+def test_generations_are_bumped_at_each_allocation_and_stale_references_refused() -> None:
+    pool = PagePool(1)
+    first = enter(pool, 1, PageEvent.TAKE)
+    pool.release(first)
+    second = enter(pool, 1, PageEvent.TAKE)
+    assert second[0].page_id == first[0].page_id
+    assert second[0].generation == first[0].generation + 1
+    with pytest.raises(PageError, match="generation 2, the reference is of 1"):
+        pool.release(first)
+
+
+def test_allocation_takes_the_tightest_run_that_fits() -> None:
+    pool = PagePool(10)
+    pages = enter(pool, 10, PageEvent.TAKE)
+    pool.release((pages[1], pages[2], pages[5], pages[6], pages[7], pages[9]))
+    assert [p.page_id for p in enter(pool, 2, PageEvent.TAKE)] == [1, 2]
+    assert [p.page_id for p in enter(pool, 3, PageEvent.TAKE)] == [5, 6, 7]
+
+
+def test_allocation_splits_over_the_longest_runs_when_none_fits() -> None:
+    pool = PagePool(8)
+    pages = enter(pool, 8, PageEvent.TAKE)
+    pool.release((pages[0], pages[3], pages[4], pages[5], pages[7]))
+    assert [p.page_id for p in enter(pool, 4, PageEvent.TAKE)] == [3, 4, 5, 0]
+
+
+def test_too_few_pages_is_none_and_takes_nothing() -> None:
+    pool = PagePool(3)
+    assert pool.allocate(4) is None
+    assert pool.num_free == 3
+    assert pool.allocate(0) == ()
+    pool.audit(held=())
+
+
+def test_a_page_outside_the_pool_is_refused() -> None:
+    with pytest.raises(PageError, match="outside a pool of 2"):
+        PagePool(2).release((PageRef(2, 0),))
+
+
+def test_a_planted_leak_fails_the_audit() -> None:
+    pool = PagePool(4)
+    kept = enter(pool, 2, PageEvent.TAKE)
+    pool.audit(held=kept)
+    with pytest.raises(AuditError, match=r"2 pages leaked: 0 COMMITTED, 1 COMMITTED"):
+        pool.audit(held=())
+
+
+def test_the_audit_sees_double_stale_and_freed_holders() -> None:
+    pool = PagePool(4)
+    (page,) = enter(pool, 1, PageEvent.TAKE)
+    with pytest.raises(AuditError, match="held twice"):
+        pool.audit(held=(page, page))
+    with pytest.raises(AuditError, match="earlier generation"):
+        pool.audit(held=(PageRef(page.page_id, 0),))
+    pool.release((page,))
+    with pytest.raises(AuditError, match="although free"):
+        pool.audit(held=(page,))
+
+
+def test_the_audit_sees_broken_books() -> None:
+    pool = PagePool(2)
+    pool._free.take(1)
+    with pytest.raises(AuditError, match="free list"):
+        pool.audit()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_lives_conserve_pages(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = PagePool(24)
+    groups: list[tuple[PageRef, ...]] = []
+    for _ in range(600):
+        if not groups or rng.random() < 0.4:
+            event = rng.choice((PageEvent.RESERVE, PageEvent.TAKE))
+            count = rng.randint(1, 6)
+            if count <= pool.num_free:
+                groups.append(enter(pool, count, event))
+        else:
+            pages = groups.pop(rng.randrange(len(groups)))
+            state = pool.state(pages[0])
+            event = rng.choice([e for s, e in TRANSITIONS if s is state])
+            apply(pool, pages, event)
+            if TRANSITIONS[state, event] is not PageState.FREE:
+                groups.append(pages)
+        pool.audit(held=[page for group in groups for page in group])
