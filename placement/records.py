@@ -11,6 +11,7 @@ import msgspec
 Role = Literal["prefill", "decode"]
 Algorithm = Literal["d2f", "block_diffusion"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
+WorkerState = Literal["ready", "draining", "released"]
 PlacementState = Literal["running", "finished", "failed", "cancelled"]
 
 
@@ -42,3 +43,73 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0  # forwards so far
     preemptions: int = 0
     kv_bytes: int = 0  # KV bytes pushed or received
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker can hold, fixed for an incarnation."""
+
+    total_pages: int
+    page_size: int  # tokens in a page
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker in one of its lives, as it announces itself."""
+
+    worker_id: str
+    role: Role
+    address: str  # host:port of its front
+    incarnation: str
+    state: WorkerState
+    fingerprint: tuple[tuple[str, str], ...]  # (name, value), compared field by field
+    model: ModelInfo
+    capacity: Capacity
+    load: Load
+
+
+class PlacedOn(msgspec.Struct, frozen=True, kw_only=True):
+    """The life of a worker that an attempt was placed on."""
+
+    worker_id: str
+    incarnation: str
+
+
+class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one attempt at a request lives."""
+
+    request_id: str
+    attempt: int  # from 1; an older attempt never overwrites a newer one
+    transfer_id: str
+    router_id: str
+    state: PlacementState
+    model: str
+    decode: PlacedOn
+    prefill: PlacedOn | None = None  # None where the decode worker prefills for itself
+    prompt_tokens: int = 0
+    num_tokens: int = 0  # tokens of the answer, known at its end
+
+
+class MalformedRecord(ValueError):
+    """A stored value does not follow its schema."""
+
+
+def encode(record: WorkerRecord | PlacementRecord) -> bytes:
+    """Returns the stored form: JSON, so that a person can read it with any Redis client."""
+    return msgspec.json.encode(record)
+
+
+def decode_worker(value: bytes) -> WorkerRecord:
+    """Reads a worker's stored form; raises `MalformedRecord` naming the field at fault."""
+    try:
+        return msgspec.json.decode(value, type=WorkerRecord)
+    except msgspec.DecodeError as error:
+        raise MalformedRecord(f"worker record: {error}") from error
+
+
+def decode_placement(value: bytes) -> PlacementRecord:
+    """Reads a placement's stored form; raises `MalformedRecord` naming the field at fault."""
+    try:
+        return msgspec.json.decode(value, type=PlacementRecord)
+    except msgspec.DecodeError as error:
+        raise MalformedRecord(f"placement record: {error}") from error

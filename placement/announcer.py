@@ -1,0 +1,109 @@
+"""Keeps a worker's lease in Redis for as long as the worker lives.
+
+Runs beside everything else: that Redis is gone stops nothing here. The decisions are `lease.py`'s.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from effuse.placement.lease import Action, Lease, LeaseEvent, LeaseState, LeaseTimes, advance
+from effuse.placement.records import WorkerRecord
+from effuse.placement.store import Store, StoreUnavailable
+
+LOG = logging.getLogger(__name__)
+
+
+class Superseded(Exception):
+    """Another process announces itself under this worker's id."""
+
+
+class Announcer:
+    """Announces what `describe` returns, at once after `changed`, else every `times.renew_s`.
+
+    `describe` returns None while there is nothing to announce: no engine is ready.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        describe: Callable[[], WorkerRecord | None],
+        *,
+        times: LeaseTimes | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._describe = describe
+        self._now = now
+        self._lease = Lease(times or LeaseTimes())
+        self._incarnation = ""
+        self._previous = ""  # the incarnation that we last held the lease under
+        self._wake = asyncio.Event()
+
+    @property
+    def state(self) -> LeaseState:
+        """Where the lease stands."""
+        return self._lease.state
+
+    def changed(self) -> None:
+        """Announces soon: the record has changed in a way that must not wait."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Announces until cancelled; raises `Superseded` once another life holds the lease."""
+        while self._lease.action is not Action.STOP:
+            record = self._describe()
+            if record is None:
+                await self._pause(self._lease.times.renew_s)
+                continue
+            self._follow(record.incarnation)
+            await self._announce(record)
+            await self._pause(self._lease.wait_s(self._now()))
+        raise Superseded("another process announces itself under this worker's id")
+
+    async def release(self) -> None:
+        """Says that this life is over, so that nobody waits for its lease to run out."""
+        record = self._describe()
+        if record is not None and self._lease.state is LeaseState.HELD:
+            last = msgspec.structs.replace(record, state="released", incarnation=self._incarnation)
+            try:
+                await self._store.renew(last, self._lease.times.ttl_s)
+            except StoreUnavailable as error:
+                LOG.warning("the lease was not released and will run out: %s", error)
+        self._lease = Lease(self._lease.times, LeaseState.RELEASED)
+
+    def _follow(self, incarnation: str) -> None:
+        """A new life of our own engine registers anew."""
+        if incarnation != self._incarnation:
+            self._incarnation = incarnation
+            self._lease = Lease(self._lease.times)
+
+    async def _announce(self, record: WorkerRecord) -> None:
+        before = self._lease
+        try:
+            event = await self._ask(record)
+        except StoreUnavailable as error:
+            LOG.debug("not announced: %s", error)
+            event = LeaseEvent.UNREACHABLE
+        self._lease = advance(before, event, self._now())
+        if self._lease.state is LeaseState.HELD:
+            self._previous = record.incarnation
+        if self._lease.state is not before.state:
+            LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)
+
+    async def _ask(self, record: WorkerRecord) -> LeaseEvent:
+        if self._lease.action is Action.REGISTER:
+            answer = await self._store.register(record, self._lease.times.ttl_s, self._previous)
+            return LeaseEvent(answer)
+        return LeaseEvent(await self._store.renew(record, self._lease.times.ttl_s))
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()

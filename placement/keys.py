@@ -1,0 +1,57 @@
+"""Names of the Redis keys of one fleet.
+
+All keys of a fleet share a hash tag, so that a script touches one slot and two fleets never meet.
+"""
+
+import re
+from dataclasses import dataclass
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(kind: str, name: str) -> str:
+    """Returns `name` if it may be part of a key; else ValueError states the form."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{kind} {name!r} is not a name: expected 1 to 128 letters, digits, dots, "
+            "underscores or hyphens, beginning with a letter or digit"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one fleet."""
+
+    fleet: str
+
+    def __post_init__(self) -> None:
+        check_name("fleet", self.fleet)
+
+    def worker(self, worker_id: str) -> str:
+        """Key of a worker's lease: a hash of its incarnation and its record."""
+        return f"{self.worker_prefix}{check_name('worker id', worker_id)}"
+
+    @property
+    def worker_prefix(self) -> str:
+        """What all worker keys begin with."""
+        return f"effuse:{{{self.fleet}}}:worker:"
+
+    @property
+    def workers(self) -> str:
+        """Key of the set of worker ids, dead ones included until a reader prunes them."""
+        return f"effuse:{{{self.fleet}}}:workers"
+
+    def request(self, request_id: str) -> str:
+        """Key of a request's placement: a hash of attempt, router, state and record."""
+        return f"{self.request_prefix}{request_id}"
+
+    @property
+    def request_prefix(self) -> str:
+        """What all placement keys begin with."""
+        return f"effuse:{{{self.fleet}}}:request:"
+
+    @property
+    def running(self) -> str:
+        """Key of the set of running request ids."""
+        return f"effuse:{{{self.fleet}}}:running"

@@ -1,0 +1,148 @@
+"""The Redis commands of a fleet, each one script, with a timeout and behind a circuit.
+
+Raises `StoreUnavailable` where there is no answer in time. Never retries: its callers are loops
+that come again. What the answers mean for a lease or a view is decided elsewhere.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+from typing import Literal, Self, cast
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
+from redis.exceptions import RedisError
+
+from effuse.placement.circuit import Circuit
+from effuse.placement.keys import Keys
+from effuse.placement.records import PlacementRecord, WorkerRecord, encode
+
+Registration = Literal["registered", "superseded"]
+Renewal = Literal["renewed", "missing", "superseded"]
+Placing = Literal["placed", "stale", "duplicate"]
+
+
+class StoreUnavailable(Exception):
+    """Redis did not answer in time, or refused."""
+
+
+class Store:
+    """One fleet's keys in one Redis. Make it, use it, and close it in one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        fleet: str,
+        *,
+        timeout_s: float = 0.2,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.keys = Keys(fleet)
+        self.circuit = Circuit(now)
+        self._timeout_s = timeout_s
+        self._redis = redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            max_connections=4,
+        )
+        self._register = self._script("register")
+        self._renew = self._script("renew")
+        self._workers = self._script("workers")
+        self._place = self._script("place")
+        self._running = self._script("running")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        async with asyncio.timeout(1.0):
+            await self._redis.aclose()
+
+    async def register(self, record: WorkerRecord, lease_s: float, previous: str) -> Registration:
+        """Takes the worker's lease for this incarnation.
+
+        With `previous`, an earlier incarnation of the same process, only from nobody or from that
+        one; with "" (a new process) from whoever held it.
+        """
+        args = [*_lease_args(record, lease_s), previous]
+        answer = cast(bytes, await self._ask(self._register, self._worker_keys(record), args))
+        return cast(Registration, answer.decode())
+
+    async def renew(self, record: WorkerRecord, lease_s: float) -> Renewal:
+        """Renews the lease and replaces the record, if this incarnation still holds it."""
+        args = _lease_args(record, lease_s)
+        answer = cast(bytes, await self._ask(self._renew, self._worker_keys(record), args))
+        return cast(Renewal, answer.decode())
+
+    async def workers(self) -> list[tuple[bytes, float]]:
+        """Returns every live worker: its stored record, undecoded, and seconds left."""
+        answer = await self._ask(self._workers, [self.keys.workers], [self.keys.worker_prefix])
+        flat = cast(list[bytes | int], answer)
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return [(cast(bytes, record), cast(int, left) / 1000) for record, left in pairs]
+
+    async def place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
+        """Writes a placement for `lifetime_s`; an older attempt or another router's is refused."""
+        keys = [self.keys.request(record.request_id), self.keys.running]
+        args: list[str | bytes | int] = [
+            record.request_id,
+            record.attempt,
+            record.router_id,
+            record.state,
+            encode(record),
+            _ms(lifetime_s),
+        ]
+        return cast(Placing, cast(bytes, await self._ask(self._place, keys, args)).decode())
+
+    async def placement(self, request_id: str) -> bytes | None:
+        """Returns the stored placement of a request, undecoded; None where there is none."""
+        key = self.keys.request(request_id)
+        answer = await self._guard(lambda: cast(Awaitable[object], self._redis.hget(key, "record")))
+        return cast(bytes | None, answer)
+
+    async def running(self) -> list[bytes]:
+        """Returns the stored placement of every running request, undecoded."""
+        answer = await self._ask(self._running, [self.keys.running], [self.keys.request_prefix])
+        return cast(list[bytes], answer)
+
+    def _worker_keys(self, record: WorkerRecord) -> list[str]:
+        return [self.keys.worker(record.worker_id), self.keys.workers]
+
+    def _script(self, name: str) -> AsyncScript:
+        source = resources.files(__package__).joinpath(f"{name}.lua").read_text()
+        return self._redis.register_script(source)
+
+    async def _ask(
+        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | bytes | int]
+    ) -> object:
+        return await self._guard(lambda: script(keys=list(keys), args=list(args)))
+
+    async def _guard(self, command: Callable[[], Awaitable[object]]) -> object:
+        if self.circuit.is_open:
+            raise StoreUnavailable("Redis did not answer a moment ago")
+        try:
+            # Twice the socket's timeout: an unknown script is loaded and asked again.
+            async with asyncio.timeout(2 * self._timeout_s):
+                answer = await command()
+        except (RedisError, OSError, TimeoutError) as error:
+            self.circuit.failed()
+            raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
+        self.circuit.succeeded()
+        return answer
+
+
+def _lease_args(record: WorkerRecord, lease_s: float) -> list[str | bytes | int]:
+    return [record.worker_id, record.incarnation, encode(record), _ms(lease_s)]
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,126 @@
+"""Writes placements to Redis beside the requests: a bounded queue, the newest per request.
+
+`put` never waits and never fails; what does not fit is counted and dropped, oldest first. Records
+of running requests are written again before they expire, so that a dead router's vanish.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from effuse.placement.records import PlacementRecord
+from effuse.placement.store import Placing, Store, StoreUnavailable
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterTimes:
+    """Durations of placement records, in seconds."""
+
+    running_s: float = 15.0  # a running request's record lives this long without renewal
+    renew_s: float = 5.0
+    finished_s: float = 300.0  # an ended request can be looked up this long
+    retry_s: float = 0.25
+
+
+class PlacementWriter:
+    """The only writer of this process's placements."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        times: WriterTimes | None = None,
+        most_pending: int = 4096,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._times = times or WriterTimes()
+        self._most_pending = most_pending
+        self._now = now
+        self._pending: dict[str, PlacementRecord] = {}
+        self._renew_at: dict[str, tuple[float, PlacementRecord]] = {}
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.dropped = 0  # records never written
+        self.refused = 0  # records that Redis held something newer for
+
+    def put(self, record: PlacementRecord) -> None:
+        """Writes `record` soon, instead of what still waits for the same request."""
+        self._renew_at.pop(record.request_id, None)
+        self._pending.pop(record.request_id, None)
+        self._pending[record.request_id] = record
+        if len(self._pending) > self._most_pending:
+            self._pending.pop(next(iter(self._pending)))
+            self.dropped += 1
+        self._empty.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Writes until cancelled."""
+        while True:
+            self._take_due()
+            if await self._write_all():
+                await self._pause(self._until_due())
+            else:
+                await asyncio.sleep(self._times.retry_s)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Waits until nothing is pending; False if that took too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _take_due(self) -> None:
+        now = self._now()
+        for request_id, (due, record) in list(self._renew_at.items()):
+            if due > now:
+                return  # kept in the order of their due times
+            del self._renew_at[request_id]
+            self._pending.setdefault(request_id, record)
+
+    async def _write_all(self) -> bool:
+        while self._pending:
+            request_id, record = next(iter(self._pending.items()))
+            try:
+                answer = await self._store.place(record, self._lifetime_s(record))
+            except StoreUnavailable as error:
+                LOG.debug("placement of %s waits: %s", request_id, error)
+                return False
+            self._settle(record, answer)
+        self._empty.set()
+        return True
+
+    def _settle(self, record: PlacementRecord, answer: Placing) -> None:
+        if self._pending.get(record.request_id) is record:
+            del self._pending[record.request_id]
+        if answer != "placed":
+            self.refused += 1
+            LOG.warning("placement of %s is %s", record.request_id, answer)
+        elif record.state == "running" and record.request_id not in self._pending:
+            self._renew_at[record.request_id] = (self._now() + self._times.renew_s, record)
+
+    def _lifetime_s(self, record: PlacementRecord) -> float:
+        running = record.state == "running"
+        return self._times.running_s if running else self._times.finished_s
+
+    def _until_due(self) -> float:
+        if not self._renew_at:
+            return self._times.renew_s
+        due, _ = next(iter(self._renew_at.values()))
+        return max(0.0, due - self._now())
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
