@@ -1,0 +1,302 @@
+"""Errors that cross a process border, and the one mapping between them and gRPC statuses.
+
+Scope: the exception types that servicers raise, `to_status` and `from_rpc_error`. Not here:
+catching them (`interceptor.py`), deciding what to retry (the router), logging.
+
+    EffuseError
+    ├── CallerError            the same call fails again, wherever it goes
+    │   ├── InvalidRequest     INVALID_ARGUMENT     a field is wrong; BadRequest names it
+    │   ├── NotFound           NOT_FOUND            no model or request of that name
+    │   ├── AlreadyRunning     ALREADY_EXISTS       a request of that id is running
+    │   └── NotSupported       UNIMPLEMENTED        the model or the server cannot do it
+    ├── Refused                FAILED_PRECONDITION  meant for another life, layout or role
+    ├── Aborted                ABORTED              the attempt was ended before
+    ├── Overloaded             RESOURCE_EXHAUSTED   full: again later, or elsewhere; RetryInfo
+    ├── Unavailable            UNAVAILABLE          nobody can do it now; RetryInfo
+    │   ├── Draining           UNAVAILABLE          admits nothing more
+    │   ├── PeerLost           UNAVAILABLE          the other side went away, or never was there
+    │   └── TransferFailed     UNAVAILABLE          KV did not arrive, or arrived wrong
+    ├── DeadlineExceeded       DEADLINE_EXCEEDED    the caller's time is over
+    ├── Cancelled              CANCELLED            the caller went away
+    └── Bug                    INTERNAL             ours; the caller sees a fixed text and an id
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN: Final = "effuse"
+DETAILS_KEY: Final = "grpc-status-details-bin"
+MAX_MESSAGE_CHARS: Final = 1000
+"""Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """What is wrong with one field: its path in the request, and a sentence with both sides.
+
+    The sentence names the accepted form and what was found."""
+
+    field: str
+    description: str
+
+
+class EffuseError(Exception):
+    """An outcome that the other side of a call is told about; `message` is written for it.
+
+    `retryable`: another worker, or the same one later, may do what this one did not; the class
+    says what is usual. `retry_after_s`: when to try again. `labels`: short facts for programs
+    (ErrorInfo.metadata)."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+    retryable: bool = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retryable: bool | None = None,
+        retry_after_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        if retryable is not None:
+            self.retryable = retryable
+        self.retry_after_s = retry_after_s
+        self.labels: dict[str, str] = dict(labels or {})
+
+
+class CallerError(EffuseError):
+    """The same call fails again, wherever it goes."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "CALLER_ERROR"
+
+
+class InvalidRequest(CallerError):
+    """One or more fields are wrong; every one that was found is named."""
+
+    reason = "INVALID_REQUEST"
+
+    def __init__(
+        self, violations: Sequence[FieldViolation], *, labels: Mapping[str, str] | None = None
+    ) -> None:
+        text = "; ".join(
+            f"{v.field}: {v.description}" if v.field else v.description for v in violations
+        )
+        super().__init__(text, labels=labels)
+        self.violations: tuple[FieldViolation, ...] = tuple(violations)
+
+    @classmethod
+    def of(cls, field: str, description: str) -> InvalidRequest:
+        """The error for a single field."""
+        return cls([FieldViolation(field, description)])
+
+
+class NotFound(CallerError):
+    """No model or request of that name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+
+class AlreadyRunning(CallerError):
+    """A request of that id is running."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ALREADY_RUNNING"
+
+
+class NotSupported(CallerError):
+    """The model or the server cannot do it."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "NOT_SUPPORTED"
+
+
+class Refused(EffuseError):
+    """A message meant for another life of the process, another layout, or another role."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "REFUSED"
+    retryable = True
+
+
+class Aborted(EffuseError):
+    """The attempt was ended before."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ABORTED"
+    retryable = True
+
+
+class Overloaded(EffuseError):
+    """Full: again later, or elsewhere."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "OVERLOADED"
+    retryable = True
+
+
+class Unavailable(EffuseError):
+    """Nobody can do it now."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+    retryable = True
+
+
+class Draining(Unavailable):
+    """The process admits nothing more."""
+
+    reason = "DRAINING"
+
+
+class PeerLost(Unavailable):
+    """The other side went away, or was not there."""
+
+    reason = "PEER_LOST"
+
+
+class TransferFailed(Unavailable):
+    """KV pages did not arrive, or did not arrive as they were sent."""
+
+    reason = "TRANSFER_FAILED"
+
+
+class DeadlineExceeded(EffuseError):
+    """The caller's time is over."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(EffuseError):
+    """The caller went away."""
+
+    code = grpc.StatusCode.CANCELLED
+    reason = "CANCELLED"
+
+
+class Bug(EffuseError):
+    """An invariant of ours does not hold. The caller sees only `Bug.told(id)`."""
+
+    @classmethod
+    def told(cls, correlation_id: str) -> Bug:
+        """What a caller may know of an unexpected exception: where its story is in our logs."""
+        return cls(
+            f"internal error; the server's log has it under id {correlation_id}",
+            labels={"correlation_id": correlation_id},
+        )
+
+
+_KINDS: Final[tuple[type[EffuseError], ...]] = (
+    CallerError, NotFound, AlreadyRunning, NotSupported, Refused, Aborted, Overloaded, Unavailable,
+    Draining, PeerLost, TransferFailed, DeadlineExceeded, Cancelled, Bug,
+)  # fmt: skip
+_BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
+_BY_CODE: Final[Mapping[str, type[EffuseError]]] = {
+    "ALREADY_EXISTS": AlreadyRunning,
+    "FAILED_PRECONDITION": Refused,
+    "ABORTED": Aborted,
+    "RESOURCE_EXHAUSTED": Overloaded,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "UNAVAILABLE": Unavailable,
+    "DATA_LOSS": TransferFailed,
+    "NOT_FOUND": NotFound,
+    "UNIMPLEMENTED": NotSupported,
+}
+
+
+def error_for_code(
+    code: str,
+    message: str,
+    *,
+    retryable: bool | None = None,
+    retry_after_s: float | None = None,
+    field: str | None = None,
+) -> EffuseError:
+    """Returns the error for a failure that came as a word, such as an engine's: `code` is the name
+    of a gRPC status; one that is not in the tree is a `Bug`."""
+    if code == "INVALID_ARGUMENT":
+        return InvalidRequest.of(field or "", message)
+    kind = _BY_CODE.get(code, Bug)
+    labels = {} if field is None else {"field": field}
+    return kind(message, retryable=retryable, retry_after_s=retry_after_s, labels=labels)
+
+
+def to_status(error: EffuseError) -> status_pb2.Status:
+    """Maps an error to the status that callers get: code, message, ErrorInfo, and RetryInfo or
+    BadRequest where they apply."""
+    code: int = error.code.value[0]
+    status = status_pb2.Status(code=code, message=error.message[:MAX_MESSAGE_CHARS])
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.labels)
+    info.metadata["retryable"] = "true" if error.retryable else "false"
+    status.details.add().Pack(info)
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
+    if isinstance(error, InvalidRequest):
+        bad = error_details_pb2.BadRequest()
+        for violation in error.violations[:8]:
+            bad.field_violations.add(
+                field=violation.field, description=violation.description[: MAX_MESSAGE_CHARS // 4]
+            )
+        status.details.add().Pack(bad)
+    return status
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
+    """Maps what a call of ours ended with back to the tree.
+
+    A status without our ErrorInfo was made by the library on either side: the transport broke, or
+    the answer was no message of ours. All such are `PeerLost` with `peer` in the text, but for the
+    deadline and the cancellation, which are our own doing."""
+    code, message = error.code(), error.details() or ""
+    status = _status_of(error)
+    info = error_details_pb2.ErrorInfo()
+    if status is not None and any(d.Unpack(info) for d in status.details) and info.domain == DOMAIN:
+        return _from_details(status, info)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{peer} did not end before the deadline")
+    if code is grpc.StatusCode.CANCELLED:
+        return Cancelled(f"the call to {peer} was cancelled")
+    return PeerLost(f"{peer} broke off with {code.name}: {message[:200]}")
+
+
+def _from_details(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> EffuseError:
+    labels = dict(info.metadata)
+    retryable = labels.pop("retryable", "false") == "true"
+    bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    if info.reason == InvalidRequest.reason:
+        for detail in status.details:
+            if detail.Unpack(bad):
+                found = [FieldViolation(v.field, v.description) for v in bad.field_violations]
+                return InvalidRequest(found, labels=labels)
+        return InvalidRequest([FieldViolation("", status.message)], labels=labels)
+    retry_after_s = None
+    for detail in status.details:
+        if detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    kind = _BY_REASON.get(info.reason, Bug)
+    return kind(status.message, retryable=retryable, retry_after_s=retry_after_s, labels=labels)
+
+
+def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
+    return None

@@ -1,0 +1,155 @@
+"""What stands between gRPC and every servicer: requests that do not parse, and exceptions.
+
+grpcio answers both with UNKNOWN and the exception's text. Here a request that does not parse is
+INVALID_ARGUMENT, an error of the tree is its status, and anything else is INTERNAL with a fixed
+text and an id under which the log has the traceback. Not here: what an error means (`errors.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from effuse.protos.errors import DETAILS_KEY, Bug, EffuseError, InvalidRequest, to_status
+
+LOG: Final = logging.getLogger("effuse.rpc")
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Message, Message]"
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Message, Message]"
+_Deserializer: TypeAlias = Callable[[bytes], Message]
+_Behaviour: TypeAlias = Callable[[object, _Context], object]
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Stands in for a request whose bytes are not the message that the method takes."""
+
+    num_bytes: int
+
+    def error(self) -> InvalidRequest:
+        """What the caller is told."""
+        return InvalidRequest.of(
+            "",
+            f"the {self.num_bytes} bytes received are not the protobuf message this method takes "
+            "(malformed encoding, or a string that is not UTF-8)",
+        )
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler of a server once; calls after the first find it in a table."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, _Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[_Request, _Response] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
+        """Returns the wrapped handler of the method that is called."""
+        method = str(handler_call_details.method)
+        if method not in self._wrapped:
+            handler = await continuation(handler_call_details)
+            if handler is None:  # unknown method: the library answers UNIMPLEMENTED
+                return None
+            self._wrapped[method] = _wrap(cast(_Handler, handler), method)
+        return cast("grpc.RpcMethodHandler[_Request, _Response]", self._wrapped[method])
+
+
+def _wrap(handler: _Handler, method: str) -> _Handler:
+    behaviour, make = _behaviour_of(handler)
+    take = _guard_stream if handler.request_streaming else _guard_message
+    guard = _guard_generator if inspect.isasyncgenfunction(behaviour) else _guard_coroutine
+    deserialize = handler.request_deserializer
+    return make(
+        guard(behaviour, take, method),
+        request_deserializer=None if deserialize is None else _safe(deserialize),
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _behaviour_of(handler: _Handler) -> tuple[_Behaviour, Callable[..., _Handler]]:
+    if handler.unary_unary is not None:
+        return cast(_Behaviour, handler.unary_unary), grpc.unary_unary_rpc_method_handler
+    if handler.unary_stream is not None:
+        return cast(_Behaviour, handler.unary_stream), grpc.unary_stream_rpc_method_handler
+    if handler.stream_unary is not None:
+        return cast(_Behaviour, handler.stream_unary), grpc.stream_unary_rpc_method_handler
+    return cast(_Behaviour, handler.stream_stream), grpc.stream_stream_rpc_method_handler
+
+
+def _safe(deserialize: _Deserializer) -> Callable[[bytes], Message | Malformed]:
+    def safe(data: bytes) -> Message | Malformed:
+        try:
+            return deserialize(data)
+        except (DecodeError, UnicodeDecodeError):
+            return Malformed(len(data))
+
+    return safe
+
+
+def _guard_message(request: object) -> object:
+    if isinstance(request, Malformed):
+        raise request.error()
+    return request
+
+
+async def _checked(requests: AsyncIterator[object]) -> AsyncIterator[object]:
+    async for request in requests:
+        yield _guard_message(request)
+
+
+def _guard_stream(requests: object) -> object:
+    return _checked(cast(AsyncIterator[object], requests))
+
+
+def _guard_coroutine(
+    behaviour: _Behaviour, take: Callable[[object], object], method: str
+) -> Callable[[object, _Context], Awaitable[object]]:
+    async def guarded(request: object, context: _Context) -> object:
+        try:
+            return await cast(Awaitable[object], behaviour(take(request), context))
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001  the border: nothing may pass it unmapped
+            await _abort(context, error, method)
+            return None
+
+    return guarded
+
+
+def _guard_generator(
+    behaviour: _Behaviour, take: Callable[[object], object], method: str
+) -> Callable[[object, _Context], AsyncIterator[object]]:
+    async def guarded(request: object, context: _Context) -> AsyncIterator[object]:
+        try:
+            async for response in cast(AsyncIterator[object], behaviour(take(request), context)):
+                yield response
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001  the border: nothing may pass it unmapped
+            await _abort(context, error, method)
+
+    return guarded
+
+
+async def _abort(context: _Context, error: Exception, method: str) -> None:
+    told = error if isinstance(error, EffuseError) else Bug("")
+    if isinstance(told, Bug):
+        correlation_id = secrets.token_hex(8)
+        LOG.error("%s failed, correlation id %s", method, correlation_id, exc_info=error)
+        told = Bug.told(correlation_id)
+    status = to_status(told)
+    await context.abort(told.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))

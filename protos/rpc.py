@@ -1,0 +1,198 @@
+"""The little needed to speak the wire: a server with its limits and health, and a channel.
+
+Scope: options that were measured, health and reflection, ports, SIGTERM and drain. Not here: any
+servicer, TLS, mapping of errors (`errors.py`, `interceptor.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from effuse.protos.interceptor import ErrorInterceptor
+
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a server takes from one peer."""
+
+    max_message_bytes: int
+    max_concurrent_streams: int
+    handshake_timeout_s: float = 5.0
+    min_ping_interval_s: float = 0.5
+
+
+PUBLIC_LIMITS: Final = Limits(max_message_bytes=4 * MIB, max_concurrent_streams=1024)
+"""For clients. 4 MiB is far more than the longest prompt; KV never travels here."""
+
+FLEET_LIMITS: Final = Limits(max_message_bytes=64 * MIB, max_concurrent_streams=16384)
+"""For the router's calls to workers: all of its requests share one connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepalive:
+    """How soon a silent peer counts as gone. With these values a stopped process was noticed in 1
+    to 3 s, a blocked event loop in 3.3 s, a partition in 1 s. A loop must not block that long."""
+
+    time_s: float = 1.0
+    timeout_s: float = 1.0
+    ping_timeout_s: float = 2.0
+
+
+FLEET_KEEPALIVE: Final = Keepalive()
+
+Options = list[tuple[str, int]]
+
+
+def server_options(limits: Limits) -> Options:
+    """Channel arguments of a server."""
+    return [
+        # Without this a second server on a taken port starts well and gets half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", FLEET_LIMITS.max_message_bytes),
+        ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
+        ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Options:
+    """Channel arguments of a client. Calls are never retried by the library: streams are resumed
+    by our own rule of offsets."""
+    options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+    if keepalive is not None:
+        options += [
+            ("grpc.keepalive_time_ms", _ms(keepalive.time_s)),
+            ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),
+            ("grpc.http2.ping_timeout_ms", _ms(keepalive.ping_timeout_s)),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+    return options
+
+
+def connect(
+    address: str,
+    *,
+    keepalive: Keepalive | None = FLEET_KEEPALIVE,
+    max_message_bytes: int = FLEET_LIMITS.max_message_bytes,
+) -> grpc.aio.Channel:
+    """Returns a channel to `address` ("host:port"); it connects at the first call."""
+    return grpc.aio.insecure_channel(address, channel_options(keepalive, max_message_bytes))
+
+
+class RpcServer:
+    """A gRPC server with errors mapped, health and reflection.
+
+    Use: construct, add servicers to `.server`, `await start(services)`, then `serve` or `stop`.
+    Health knows "" (the process answers) and whatever `set_serving` was told."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.server = grpc.aio.server(
+            interceptors=[ErrorInterceptor()], options=server_options(limits)
+        )
+        self._health = health.aio.HealthServicer()
+        self._serving: dict[str, bool] = {}
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+
+    async def start(self, address: str, services: Iterable[str]) -> int:
+        """Binds `address` ("host:port"; port 0 takes a free one), starts, returns the port.
+
+        `services`: full names for reflection; each begins as NOT_SERVING.
+        Raises OSError where the port is taken or the host is not ours."""
+        names = list(services)
+        reflection.enable_server_reflection(
+            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
+        )
+        for name in names:
+            await self.set_serving(name, False)
+        try:
+            port = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            text = f"cannot listen on {address}: the port is taken or the host is not ours"
+            raise OSError(text) from error
+        await self.server.start()
+        return port
+
+    async def set_serving(self, service: str, serving: bool) -> None:
+        """Says whether `service` can do its work now."""
+        if self._serving.get(service) == serving:
+            return
+        self._serving[service] = serving
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+    async def drain(self) -> None:
+        """Says NOT_SERVING for every service, from now on; calls are still taken."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets what runs end within `grace_s`, cancels what is left."""
+        await self.server.stop(grace_s)
+
+
+@contextlib.asynccontextmanager
+async def shutdown_signal() -> AsyncIterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set, for as long as the context lasts."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, event.set)
+    try:
+        yield event
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+async def serve(
+    rpc: RpcServer,
+    stop: asyncio.Event,
+    *,
+    drain_s: float,
+    on_drain: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serves until `stop` is set, then drains: unhealthy first, `on_drain`, then calls that still
+    run get what is left of `drain_s`."""
+    # Waits for ever by intent: this is the life of the process.
+    await stop.wait()
+    loop = asyncio.get_running_loop()
+    until = loop.time() + drain_s
+    await rpc.drain()
+    if on_drain is not None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await on_drain()
+    await rpc.stop(max(0.0, until - loop.time()))
+
+
+def write_ready_file(path: Path, address: str) -> None:
+    """Leaves `address` ("host:port") in `path` for whoever waits for this process; atomic."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(address + "\n")
+    partial.replace(path)
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,223 @@
+"""A server's border: what does not parse, what raises, what is too big, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from effuse.protos import errors, rpc
+from effuse.protos.stubs import decode_stub, worker_stub
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+
+SERVICE = "effuse.v1.WorkerService"
+SECRET = "the password is swordfish"
+
+
+class Worker(pb_grpc.WorkerServiceServicer):
+    """Fails in one way for each method."""
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.AbortResponse:
+        raise KeyError(SECRET)
+
+    async def GetLoad(
+        self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.GetLoadResponse:
+        return pb.GetLoadResponse(role="decode")
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.DrainResponse:
+        raise errors.Overloaded("64 requests wait already", retry_after_s=2.0)
+
+
+class Streams(pb_grpc.DecodeServiceServicer, pb_grpc.PrefillServiceServicer):
+    """Streams that break in the middle."""
+
+    async def Decode(
+        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[pb.DecodeResponse]:
+        yield pb.DecodeResponse(commit=pb.DecodeCommit(token_offset=3))
+        raise ZeroDivisionError(SECRET)
+
+    async def Prefill(
+        self,
+        request_iterator: AsyncIterator[pb.PrefillRequest],
+        context: grpc.aio.ServicerContext[object, object],
+    ) -> AsyncIterator[pb.PrefillResponse]:
+        async for _ in request_iterator:
+            yield pb.PrefillResponse(computed=pb.PrefillComputed())
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[tuple[rpc.RpcServer, grpc.aio.Channel]]:
+    server = rpc.RpcServer(rpc.PUBLIC_LIMITS)
+    streams = Streams()
+    pb_grpc.add_WorkerServiceServicer_to_server(Worker(), server.server)
+    pb_grpc.add_DecodeServiceServicer_to_server(streams, server.server)
+    pb_grpc.add_PrefillServiceServicer_to_server(streams, server.server)
+    port = await server.start("127.0.0.1:0", [SERVICE])
+    try:
+        async with rpc.connect(f"127.0.0.1:{port}") as channel:
+            yield server, channel
+    finally:
+        await server.stop(0)
+
+
+def run(body: Callable[[rpc.RpcServer, grpc.aio.Channel], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), running() as (server, channel):
+            await body(server, channel)
+
+    asyncio.run(main())
+
+
+async def failure(call: Awaitable[object]) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+MALFORMED = {
+    "random bytes": b"\xde\xad\xbe\xef" * 8,
+    "truncated": pb.AbortRequest(reason="a" * 50).SerializeToString()[:-7],
+    "invalid utf-8": b"\x12\x02\xff\xfe",
+    "surrogate": b"\x12\x03\xed\xa0\x80",
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_bytes_are_invalid_argument(data: bytes) -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        error = await failure(channel.unary_unary(f"/{SERVICE}/Abort")(data))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "not the protobuf message" in (error.details() or "")
+        assert type(errors.from_rpc_error(error, "w")) is errors.InvalidRequest
+        assert (await worker_stub(channel).GetLoad(pb.GetLoadRequest())).role
+
+    run(body)
+
+
+def test_malformed_bytes_on_streams_are_invalid_argument() -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        one = channel.unary_stream("/effuse.v1.DecodeService/Decode")(b"\xff\xff")
+        assert (await failure(one.read())).code() is grpc.StatusCode.INVALID_ARGUMENT
+        good = pb.PrefillRequest().SerializeToString()
+        both = channel.stream_stream("/effuse.v1.PrefillService/Prefill")(iter([good, b"\xff\xff"]))
+        await both.read()
+        assert (await failure(both.read())).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(body)
+
+
+def test_an_exception_never_shows_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        unary = await failure(worker_stub(channel).Abort(pb.AbortRequest()))
+        stream = decode_stub(channel).Decode(pb.DecodeRequest())
+        first = await stream.read()
+        assert isinstance(first, pb.DecodeResponse)
+        assert first.commit.token_offset == 3
+        for error in (unary, await failure(stream.read())):
+            assert error.code() is grpc.StatusCode.INTERNAL
+            assert "swordfish" not in str(error) + str(error.trailing_metadata())
+            correlation_id = errors.from_rpc_error(error, "w").labels["correlation_id"]
+            assert correlation_id in (error.details() or "")
+            assert correlation_id in caplog.text
+
+    run(body)
+    assert "swordfish" in caplog.text
+
+
+def test_an_error_of_the_tree_arrives_with_its_details() -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        error = await failure(worker_stub(channel).Drain(pb.DrainRequest()))
+        back = errors.from_rpc_error(error, "w")
+        assert type(back) is errors.Overloaded
+        assert (back.message, back.retry_after_s) == ("64 requests wait already", 2.0)
+
+    run(body)
+
+
+def test_a_message_over_the_limit_is_resource_exhausted() -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        big = pb.AbortRequest(reason="a" * (5 * rpc.MIB))
+        error = await failure(worker_stub(channel).Abort(big))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(body)
+
+
+def test_unknown_method_and_unknown_fields() -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        error = await failure(channel.unary_unary(f"/{SERVICE}/NoSuchMethod")(b""))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        unknown = b"\xfa\x7f" + b"\xa0\x8d\x06" + b"z" * 100_000  # field 2047, length-delimited
+        assert await channel.unary_unary(f"/{SERVICE}/GetLoad")(unknown)
+
+    run(body)
+
+
+def test_health_follows_set_serving_and_drain() -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def status(service: str) -> int:
+            request = health_pb2.HealthCheckRequest(service=service)
+            return int((await stub.Check(request)).status)
+
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert await status("") == serving
+        assert await status(SERVICE) != serving
+        await server.set_serving(SERVICE, True)
+        assert await status(SERVICE) == serving
+        await server.drain()
+        await server.set_serving(SERVICE, True)
+        assert await status(SERVICE) != serving
+
+    run(body)
+
+
+def test_a_taken_port_is_an_error() -> None:
+    async def main() -> None:
+        first, second = rpc.RpcServer(rpc.PUBLIC_LIMITS), rpc.RpcServer(rpc.PUBLIC_LIMITS)
+        port = await first.start("127.0.0.1:0", [])
+        with pytest.raises(OSError, match="port is taken"):
+            await second.start(f"127.0.0.1:{port}", [])
+        await first.stop(0)
+
+    asyncio.run(main())
+
+
+def test_sigterm_drains_and_lets_calls_end() -> None:
+    async def main() -> None:
+        drained = asyncio.Event()
+
+        async def on_drain() -> None:
+            drained.set()
+
+        async with running() as (server, _), rpc.shutdown_signal() as stop:
+            serving = asyncio.create_task(rpc.serve(server, stop, drain_s=5, on_drain=on_drain))
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(10):
+                await serving
+            assert drained.is_set()
+
+    asyncio.run(main())
+
+
+def test_ready_file_appears_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ready"
+    rpc.write_ready_file(path, "127.0.0.1:50051")
+    assert path.read_text() == "127.0.0.1:50051\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["ready"]
