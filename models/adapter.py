@@ -1,0 +1,117 @@
+"""A LoRA adapter directory as PEFT publishes it, and the weight change that it amounts to.
+
+Plain LoRA on linear layers (Hu et al., arXiv 2106.09685), optionally rank-stabilised. Every other
+PEFT option is refused by name: an option read over would be a silently different model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from effuse.models.checkpoint import Shape, TensorFiles, open_tensors
+from effuse.models.config_keys import CheckpointError, ConfigKeys
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+# Keys that change what a merge must compute, and the values that leave it a plain LoRA.
+_FIXED: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "alora_invocation_tokens": (None,),
+    "alpha_pattern": (None, {}),
+    "arrow_config": (None,),
+    "bias": (None, "none"),
+    "exclude_modules": (None,),
+    "fan_in_fan_out": (None, False),
+    "layer_replication": (None,),
+    "layers_to_transform": (None,),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "use_bdlora": (None,),
+    "use_dora": (None, False),
+    "use_qalora": (None, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank factors of some linear modules: `delta` is scale * B @ A."""
+
+    scale: float
+    modules: frozenset[str]
+    files: TensorFiles
+
+    def delta(self, module: str) -> Tensor | None:
+        """Change of a module's weight [out, in] in fp32, or None where it has none."""
+        if module not in self.modules:
+            return None
+        a, b = (self.files.take(name).float() for name in _factor_names(module))
+        return (b @ a).mul_(self.scale)
+
+
+@contextmanager
+def open_adapter(
+    directory: Path, base: Mapping[str, Shape], device: torch.device
+) -> Iterator[Adapter]:
+    """Open an adapter for a model whose tensors have the names and shapes of `base`.
+
+    Raises CheckpointError naming a target module that the model has not, a missing, wrongly
+    shaped or leftover factor, or an option that is not supported.
+    """
+    keys = ConfigKeys.read(directory / CONFIG_FILE)
+    for key, accepted in _FIXED.items():
+        keys.only(key, accepted)
+    rank = keys.integer("r")
+    stabilised = keys.flag("use_rslora", default=False)
+    scale = keys.number("lora_alpha") / (math.sqrt(rank) if stabilised else rank)
+    modules = _targets(keys, base)
+    with open_tensors([directory / TENSOR_FILE], device) as files:
+        _check(directory / TENSOR_FILE, files, modules, rank)
+        yield Adapter(scale, frozenset(modules), files)
+
+
+def _targets(keys: ConfigKeys, base: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Linear modules, with their weight's shape, that the configuration's names end in."""
+    linears = {
+        name.removesuffix(".weight"): shape for name, shape in base.items() if len(shape) == 2
+    }
+    chosen: dict[str, Shape] = {}
+    for target in keys.strings("target_modules"):
+        found = {n: s for n, s in linears.items() if n == target or n.endswith(f".{target}")}
+        if not found:
+            leaves = sorted({name.rsplit(".", 1)[-1] for name in linears})
+            raise keys.error(
+                "target_modules",
+                f"no module of the model is called {target!r}; it has {', '.join(leaves)}",
+            )
+        chosen |= found
+    return chosen
+
+
+def _factor_names(module: str) -> tuple[str, str]:
+    return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+def _check(path: Path, files: TensorFiles, modules: Mapping[str, Shape], rank: int) -> None:
+    expected: dict[str, Shape] = {}
+    for module, (rows, columns) in modules.items():
+        name_a, name_b = _factor_names(module)
+        expected |= {name_a: (rank, columns), name_b: (rows, rank)}
+    for name, shape in expected.items():
+        found = files.shape(name) if name in files.locations else None
+        if found != shape:
+            what = "is missing" if found is None else f"has shape {list(found)}"
+            raise CheckpointError(f"{path}: tensor {name} {what}, expected {list(shape)}")
+    for name in sorted(files.locations.keys() - expected.keys()):
+        raise CheckpointError(f"{path}: tensor {name} belongs to no target module of the adapter")

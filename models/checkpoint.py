@@ -1,0 +1,248 @@
+"""The released tensor names and shapes of each family, and reading them from safetensors files.
+
+Single or sharded files; every tensor is accounted for. Which products are merged for speed is
+`weights.py`; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from effuse.models.config import ModelConfig
+from effuse.models.config_keys import CheckpointError, read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Released module names of one layer, each with a `.weight` (and, of q, k, v, a `.bias`)."""
+
+    attn_norm: str
+    q: str
+    k: str
+    v: str
+    q_norm: str
+    k_norm: str
+    attn_out: str
+    mlp_norm: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Released module names outside the layers, and of every layer."""
+
+    embedding: str
+    norm: str
+    head: str
+    layers: tuple[LayerNames, ...]
+
+
+def module_names(config: ModelConfig) -> ModelNames:
+    """What the release of this family calls its modules."""
+    if config.architecture == "llada":
+        layers = tuple(
+            _llada_layer(f"model.transformer.blocks.{i}") for i in range(config.num_layers)
+        )
+        return ModelNames(
+            "model.transformer.wte", "model.transformer.ln_f", "model.transformer.ff_out", layers
+        )
+    layers = tuple(_qwen_layer(f"model.layers.{i}") for i in range(config.num_layers))
+    return ModelNames("model.embed_tokens", "model.norm", "lm_head", layers)
+
+
+def _qwen_layer(at: str) -> LayerNames:
+    return LayerNames(
+        attn_norm=f"{at}.input_layernorm",
+        q=f"{at}.self_attn.q_proj",
+        k=f"{at}.self_attn.k_proj",
+        v=f"{at}.self_attn.v_proj",
+        q_norm=f"{at}.self_attn.q_norm",
+        k_norm=f"{at}.self_attn.k_norm",
+        attn_out=f"{at}.self_attn.o_proj",
+        mlp_norm=f"{at}.post_attention_layernorm",
+        gate=f"{at}.mlp.gate_proj",
+        up=f"{at}.mlp.up_proj",
+        down=f"{at}.mlp.down_proj",
+    )
+
+
+def _llada_layer(at: str) -> LayerNames:
+    return LayerNames(
+        attn_norm=f"{at}.attn_norm",
+        q=f"{at}.q_proj",
+        k=f"{at}.k_proj",
+        v=f"{at}.v_proj",
+        q_norm=f"{at}.q_norm",
+        k_norm=f"{at}.k_norm",
+        attn_out=f"{at}.attn_out",
+        mlp_norm=f"{at}.ff_norm",
+        gate=f"{at}.ff_proj",
+        up=f"{at}.up_proj",
+        down=f"{at}.ff_out",
+    )
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor that the release of this configuration holds, with its shape."""
+    names = module_names(config)
+    shapes: dict[str, Shape] = {
+        f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
+        f"{names.norm}.weight": (config.hidden_size,),
+    }
+    if not config.tie_embeddings:
+        shapes[f"{names.head}.weight"] = (config.vocab_size, config.hidden_size)
+    for layer in names.layers:
+        shapes |= _layer_shapes(config, layer)
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig, layer: LayerNames) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, Shape] = {
+        f"{layer.attn_norm}.weight": (hidden,),
+        f"{layer.q}.weight": (q_dim, hidden),
+        f"{layer.k}.weight": (kv_dim, hidden),
+        f"{layer.v}.weight": (kv_dim, hidden),
+        f"{layer.attn_out}.weight": (hidden, q_dim),
+        f"{layer.mlp_norm}.weight": (hidden,),
+        f"{layer.gate}.weight": (inner, hidden),
+        f"{layer.up}.weight": (inner, hidden),
+        f"{layer.down}.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        shapes |= {f"{layer.q}.bias": (q_dim,)}
+        shapes |= {f"{name}.bias": (kv_dim,) for name in (layer.k, layer.v)}
+    if config.qk_norm:
+        shapes |= {f"{name}.weight": (config.head_dim,) for name in (layer.q_norm, layer.k_norm)}
+    return shapes
+
+
+class SafeSlice(Protocol):
+    """A tensor's description in an open file."""
+
+    def get_shape(self) -> list[int]: ...
+
+
+class SafeFile(Protocol):
+    """An open safetensors file, which has no types of its own."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> SafeSlice: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFiles:
+    """Open safetensors files; each tensor of theirs is known by name and read when taken."""
+
+    locations: Mapping[str, tuple[Path, SafeFile]]
+
+    def shape(self, name: str) -> Shape:
+        """Shape of a tensor without reading it."""
+        _, file = self.locations[name]
+        return tuple(file.get_slice(name).get_shape())
+
+    def take(self, name: str) -> Tensor:
+        """Read one tensor on the device that the files were opened for, in its stored dtype."""
+        path, file = self.locations[name]
+        tensor = file.get_tensor(name)
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{path}: tensor {name} has dtype {tensor.dtype}; "
+                f"expected one of {', '.join(map(str, _FLOATS))}"
+            )
+        return tensor
+
+
+@contextmanager
+def open_tensors(paths: list[Path], device: torch.device) -> Iterator[TensorFiles]:
+    """Open files together; a tensor that two of them hold is an error."""
+    locations: dict[str, tuple[Path, SafeFile]] = {}
+    with ExitStack() as stack:
+        for path in paths:
+            file = stack.enter_context(_open(path, device))
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if name in locations:
+                    raise CheckpointError(
+                        f"tensor {name} is in both {locations[name][0].name} and {path.name}"
+                    )
+                locations[name] = (path, file)
+        yield TensorFiles(locations)
+
+
+def _open(path: Path, device: torch.device) -> AbstractContextManager[SafeFile]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    try:
+        opened = safe_open(path, framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
+    return cast("AbstractContextManager[SafeFile]", opened)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: the single one, or the shards that its index names."""
+    if (directory / SINGLE_FILE).exists():
+        return [directory / SINGLE_FILE]
+    if not (directory / INDEX_FILE).exists():
+        raise CheckpointError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    return [directory / name for name in sorted(set(weight_map(directory).values()))]
+
+
+def weight_map(directory: Path) -> dict[str, str]:
+    """Tensor name to shard of a sharded checkpoint's index."""
+    path = directory / INDEX_FILE
+    entries = read_json_object(path).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise CheckpointError(f"{path}: weight_map: expected an object that names shards")
+    for name, shard in entries.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{path}: {name}: {shard!r} is not the name of a file beside it")
+    return entries
+
+
+def check_tensors(directory: Path, files: TensorFiles, expected: Mapping[str, Shape]) -> None:
+    """Raise CheckpointError naming the first missing, surplus or wrongly shaped tensor."""
+    for name, shape in expected.items():
+        if name not in files.locations:
+            raise CheckpointError(f"{directory}: tensor {name} of shape {list(shape)} is missing")
+        found = files.shape(name)
+        if found != shape:
+            raise CheckpointError(
+                f"{directory}: tensor {name} has shape {list(found)}, expected {list(shape)}"
+            )
+    for name in sorted(files.locations.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{directory}: tensor {name} of shape {list(files.shape(name))} is not part of "
+            "this architecture"
+        )
+
+
+def check_index(directory: Path, files: TensorFiles) -> None:
+    """Raise CheckpointError naming a tensor that is not in the shard that the index says."""
+    if (directory / SINGLE_FILE).exists():
+        return
+    for name, shard in weight_map(directory).items():
+        found = files.locations.get(name)
+        if found is None or found[0].name != shard:
+            where = "no shard" if found is None else found[0].name
+            raise CheckpointError(
+                f"{directory / INDEX_FILE}: tensor {name}: expected in {shard}, found in {where}"
+            )

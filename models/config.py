@@ -1,0 +1,205 @@
+"""What a published checkpoint's config.json says, reduced to the numbers the transformer needs.
+
+Reads the three families as their releases write them and refuses every option that would change
+the forward and is not implemented. Tensors and their names are `checkpoint.py`, not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
+
+Architecture = Literal["sdar", "dream", "llada"]
+PromptAttention = Literal["causal_blocks", "bidirectional"]
+
+# Released block size of SDAR; the block size that D2F evaluates Dream and LLaDA with.
+_DEFAULT_BLOCK_SIZE: dict[Architecture, int] = {"sdar": 4, "dream": 32, "llada": 32}
+_SDAR_MASK_TOKEN_ID = 151669  # its releases name the mask in the tokenizer only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes and conventions of one checkpoint. Sizes are element counts, `vocab_size` is the width
+    of the logits (padded rows of the released head included)."""
+
+    architecture: Architecture
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    qkv_bias: bool
+    qk_norm: bool
+    tie_embeddings: bool
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads: "
+                "the first must be a multiple of the second"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+        for name, token in (
+            ("mask_token_id", self.mask_token_id),
+            *(("eos_token_id", token) for token in self.eos_token_ids),
+        ):
+            if not 0 <= token < self.vocab_size:
+                raise CheckpointError(f"{name} {token} lies outside 0..{self.vocab_size - 1}")
+        if self.mask_token_id in self.eos_token_ids:
+            raise CheckpointError(f"mask_token_id {self.mask_token_id} is an eos_token_id too")
+        if self.block_size < 1:
+            raise CheckpointError(f"block_size must be at least 1, got {self.block_size}")
+
+    @property
+    def shift_logits(self) -> bool:
+        """Position p is predicted by the hidden row of p - 1."""
+        return self.architecture == "dream"
+
+    @property
+    def prompt_attention(self) -> PromptAttention:
+        """Whether the prompt attends to all of itself, or block by block like the answer."""
+        return "causal_blocks" if self.architecture == "sdar" else "bidirectional"
+
+    def block_origin(self, prompt_len: int) -> int:
+        """Position where the block grid starts; what lies before it is one bidirectional block."""
+        return 0 if self.prompt_attention == "causal_blocks" else prompt_len
+
+    @classmethod
+    def from_dir(cls, path: Path | str, *, block_size: int | None = None) -> ModelConfig:
+        """Read `config.json` (and `generation_config.json`'s end ids, where there is one).
+
+        `block_size` overrides the checkpoint's. Raises CheckpointError naming file and key.
+        """
+        directory = Path(path)
+        keys = ConfigKeys.read(directory / "config.json")
+        eos = dict.fromkeys((*keys.token_ids("eos_token_id"), *_generation_eos(directory)))
+        match keys.text("model_type").lower():
+            case "sdar":
+                return _sdar(keys, tuple(eos), block_size)
+            case "dream":
+                return _dream(keys, tuple(eos), block_size)
+            case "llada":
+                return _llada(keys, tuple(eos), block_size)
+            case other:
+                raise keys.error(
+                    "model_type", f"{other!r} is not served; accepted: sdar, Dream, llada"
+                )
+
+
+def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+    keys.only("attention_bias", (None, False))
+    keys.only("num_experts", (None, 0))
+    mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
+    return _qwen(keys, "sdar", mask_token_id, eos, block_size)
+
+
+def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+    keys.only("attention_bias", (None, True))
+    keys.only("use_mrope", (None, False))
+    return _qwen(keys, "dream", keys.integer("mask_token_id", least=0), eos, block_size)
+
+
+def _qwen(
+    keys: ConfigKeys,
+    architecture: Literal["sdar", "dream"],
+    mask_token_id: int,
+    eos: tuple[int, ...],
+    block_size: int | None,
+) -> ModelConfig:
+    """Qwen3 (sdar: qk-norm, no bias) and Qwen2 (dream: qkv bias, no qk-norm) share their keys."""
+    keys.only("hidden_act", ("silu",))
+    keys.only("use_sliding_window", (None, False))
+    keys.only("quantization_config", (None,))
+    keys.every("layer_types", "full_attention")
+    num_heads = keys.integer("num_attention_heads")
+    hidden_size = keys.integer("hidden_size")
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=keys.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=keys.integer("num_key_value_heads"),
+        head_dim=keys.integer("head_dim", default=hidden_size // num_heads),
+        intermediate_size=keys.integer("intermediate_size"),
+        vocab_size=keys.integer("vocab_size"),
+        max_position_embeddings=keys.integer("max_position_embeddings"),
+        rope_theta=keys.rope_theta(),
+        rms_norm_eps=keys.number("rms_norm_eps"),
+        qkv_bias=architecture == "dream",
+        qk_norm=architecture == "sdar",
+        tie_embeddings=keys.flag("tie_word_embeddings"),
+        mask_token_id=mask_token_id,
+        eos_token_ids=eos,
+        block_size=_block_size(keys, architecture, block_size),
+    )
+
+
+def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+    """LLaDA-8B's release: an OLMo configuration whose blocks are Llama's."""
+    for key, accepted in _LLADA_FIXED.items():
+        keys.only(key, accepted)
+    num_heads, hidden_size = keys.integer("n_heads"), keys.integer("d_model")
+    return ModelConfig(
+        architecture="llada",
+        num_layers=keys.integer("n_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=keys.integer("n_kv_heads", default=num_heads),
+        head_dim=hidden_size // num_heads,
+        intermediate_size=keys.integer("mlp_hidden_size"),
+        vocab_size=keys.integer("embedding_size", default=keys.integer("vocab_size")),
+        max_position_embeddings=keys.integer("max_sequence_length"),
+        rope_theta=keys.rope_theta(),
+        rms_norm_eps=keys.number("rms_norm_eps"),
+        qkv_bias=False,
+        qk_norm=False,
+        tie_embeddings=keys.flag("weight_tying"),
+        mask_token_id=keys.integer("mask_token_id", least=0),
+        eos_token_ids=eos,
+        block_size=_block_size(keys, "llada", block_size),
+    )
+
+
+_LLADA_FIXED: dict[str, tuple[object, ...]] = {
+    "activation_type": ("silu",),
+    "block_type": ("llama",),
+    "layer_norm_type": ("rms",),
+    "rope": (True,),
+    "alibi": (None, False),
+    "attention_layer_norm": (None, False),
+    "bias_for_layer_norm": (None, False),
+    "block_group_size": (None, 1),
+    "clip_qkv": (None,),
+    "include_bias": (None, False),
+    "include_qkv_bias": (None, False),
+    "input_emb_norm": (None, False),
+    "layer_norm_with_affine": (None, True),
+    "multi_query_attention": (None, False),
+    "quantization_config": (None,),
+    "scale_logits": (None, False),
+}
+
+
+def _block_size(keys: ConfigKeys, architecture: Architecture, override: int | None) -> int:
+    if override is not None:
+        return override
+    return keys.integer("block_size", default=_DEFAULT_BLOCK_SIZE[architecture])
+
+
+def _generation_eos(directory: Path) -> tuple[int, ...]:
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return ()
+    return ConfigKeys(path, read_json_object(path)).token_ids("eos_token_id", required=False)

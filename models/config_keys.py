@@ -1,0 +1,125 @@
+"""Typed reading of a JSON configuration, with errors that name the file, the key and what fits.
+
+Knows JSON and nothing of models, except how releases spell the rotary base.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class CheckpointError(ValueError):
+    """A checkpoint or adapter directory is not what it must be; the message says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKeys:
+    """One JSON object and the file it came from. A null counts as a missing key."""
+
+    path: Path
+    values: dict[str, object]
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigKeys:
+        """Raises CheckpointError where the file is missing or holds no JSON object."""
+        return cls(path, read_json_object(path))
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        """The exception that names this file and `key`."""
+        return CheckpointError(f"{self.path}: {key}: {problem}")
+
+    def integer(self, key: str, *, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`."""
+        value = self._value(key, default, "an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(key, f"expected an integer of at least {least}, found {value!r}")
+        return value
+
+    def number(self, key: str, *, default: float | None = None) -> float:
+        """A number above zero."""
+        value = self._value(key, default, "a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(key, f"expected a number above 0, found {value!r}")
+        return float(value)
+
+    def flag(self, key: str, *, default: bool | None = None) -> bool:
+        """true or false."""
+        value = self._value(key, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.error(key, f"expected true or false, found {value!r}")
+        return value
+
+    def text(self, key: str) -> str:
+        """A string."""
+        value = self._value(key, None, "a string")
+        if not isinstance(value, str):
+            raise self.error(key, f"expected a string, found {value!r}")
+        return value
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self._value(key, None, "a list of strings")
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, f"expected a list of strings, found {value!r}")
+        return tuple(value)
+
+    def token_ids(self, key: str, *, required: bool = True) -> tuple[int, ...]:
+        """One token id or a list of them."""
+        value = self.values.get(key)
+        if value is None and not required:
+            return ()
+        ids = value if isinstance(value, list) else [self._value(key, None, "a token id")]
+        if not ids or not all(isinstance(token, int) for token in ids):
+            raise self.error(key, f"expected a token id or a list of them, found {value!r}")
+        return tuple(ids)
+
+    def only(self, key: str, accepted: tuple[object, ...]) -> None:
+        """Refuse every value but the `accepted` ones; a None among them lets the key be missing."""
+        value = self.values.get(key)
+        if not any(type(value) is type(one) and value == one for one in accepted):
+            wanted = " or ".join("missing" if one is None else json.dumps(one) for one in accepted)
+            raise self.error(key, f"{json.dumps(value)} is not supported; accepted: {wanted}")
+
+    def every(self, key: str, accepted: str) -> None:
+        """Refuse a list that holds anything but `accepted`; the key may be missing."""
+        value = self.values.get(key)
+        if value is not None and (not isinstance(value, list) or set(value) - {accepted}):
+            raise self.error(key, f"{value!r} is not supported; accepted: only {accepted!r}")
+
+    def rope_theta(self) -> float:
+        """The rotary base, from `rope_theta` or the newer `rope_parameters`; no scaling."""
+        for name in ("rope_scaling", "rope_parameters"):
+            nested = self.values.get(name)
+            if nested is None:
+                continue
+            if not isinstance(nested, dict):
+                raise self.error(name, f"expected an object, found {nested!r}")
+            kind = nested.get("rope_type", nested.get("type", "default"))
+            if kind != "default":
+                raise self.error(name, f"rope type {kind!r} is not supported; accepted: 'default'")
+            if "rope_theta" in nested:
+                return ConfigKeys(self.path, nested).number("rope_theta")
+        return self.number("rope_theta")
+
+    def _value(self, key: str, default: object, wanted: str) -> object:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(key, f"missing; expected {wanted}")
+        return value
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The JSON object in `path`; CheckpointError where there is none."""
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(parsed).__name__}")
+    return parsed

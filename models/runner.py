@@ -1,0 +1,137 @@
+"""One forward over parts of many sequences: rows in, candidates out. Used by both workers.
+
+Packs parts into tensors, gathers the hidden rows that candidates need (for shifting models the row
+before each, or the boundary vector), and samples them from one head product. Which rows to run and
+what becomes of candidates is the workers' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from effuse.kernels.batch import make_attention_batch
+from effuse.kernels.confidence import RowSampling, sample_confidence
+from effuse.models.packing import PackedParts, pack_parts
+from effuse.models.part import Part, PartResult, PartSampling
+from effuse.models.transformer import LayerKV, Transformer
+
+__all__ = ["ModelRunner", "Part", "PartResult", "PartSampling"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Candidates of all parts, in their order, on the host."""
+
+    tokens: list[int]
+    confidences: list[float]
+    scores: list[float]
+
+
+class ModelRunner:
+    """Runs a transformer over the paged memory `kv`, one pair of views per layer."""
+
+    def __init__(
+        self, model: Transformer, kv: Sequence[LayerKV], *, page_size: int, block_size: int
+    ) -> None:
+        if len(kv) != model.config.num_layers:
+            raise ValueError(
+                f"K and V of {len(kv)} layers were given, the model has {model.config.num_layers}"
+            )
+        self.model = model
+        self._kv = kv
+        self._page_size = page_size
+        self._block_size = block_size
+
+    @torch.inference_mode()
+    def run(self, parts: Sequence[Part]) -> list[PartResult]:
+        """Run all parts in one forward; results are in their order.
+
+        K and V of each part's first `num_stored` rows are in its pages afterwards.
+        """
+        if not parts:
+            return []
+        config = self.model.config
+        packed = pack_parts(parts, page_size=self._page_size, shift=config.shift_logits)
+        hidden = self._forward(parts, packed)
+        drawn = self._draw(parts, packed, hidden)
+        return _results(parts, packed, drawn, hidden)
+
+    def _forward(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
+        """Hidden rows [candidates + kept boundaries, H]."""
+        attention = make_attention_batch(
+            [len(part.token_ids) for part in parts],
+            [part.start for part in parts],
+            [part.pages for part in parts],
+            [part.block_origin for part in parts],
+            block_size=self._block_size,
+            page_size=self._page_size,
+            device=self.model.device,
+            stored_lens=[part.num_stored for part in parts],
+        )
+        arrays = (packed.token_ids, packed.positions, packed.slots, packed.wanted_rows)
+        token_ids, positions, slots, wanted = self._to_device(arrays)
+        return self.model.forward(
+            token_ids, positions, attention, self._kv, slots, last_rows=wanted
+        )
+
+    def _draw(self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor) -> _Drawn:
+        if packed.num_candidates == 0:
+            return _Drawn([], [], [])
+        rows = hidden[: packed.num_candidates]
+        if packed.boundary_candidates:
+            (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
+            vectors = torch.stack([vector for _, vector in packed.boundary_candidates])
+            rows = rows.index_copy(0, at, vectors.to(rows))
+        candidates = sample_confidence(
+            self.model.logits(rows), self._sampling(packed), self.model.config.mask_token_id
+        )
+        # One copy to the host; fp64 holds token ids and fp32 values exactly.
+        columns = (candidates.token, candidates.confidence, candidates.score)
+        tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
+        return _Drawn([int(token) for token in tokens], confidences, scores)
+
+    def _sampling(self, packed: PackedParts) -> RowSampling:
+        whole, real = packed.sampling_integers, packed.sampling_floats
+        top_k, seed, answer_index, position, denoise_count, score = self._to_device(list(whole))
+        temperature, top_p = torch.from_numpy(real).to(self.model.device)
+        return RowSampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k.int(),
+            seed=seed,
+            answer_index=answer_index,
+            position=position,
+            denoise_count=denoise_count,
+            score=score.to(torch.int8),
+        )
+
+    def _to_device(self, arrays: Sequence[np.ndarray]) -> Sequence[Tensor]:
+        """int64 arrays as tensors; other devices get them all in a single copy."""
+        if self.model.device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        joined = torch.from_numpy(np.concatenate(arrays)).pin_memory()
+        copied = joined.to(self.model.device, non_blocking=True)
+        return torch.split(copied, [len(array) for array in arrays])
+
+
+def _results(
+    parts: Sequence[Part], packed: PackedParts, drawn: _Drawn, hidden: Tensor
+) -> list[PartResult]:
+    results = []
+    candidate, kept = 0, packed.num_candidates
+    for part in parts:
+        span = slice(candidate, candidate + len(part.candidates))
+        boundary = None
+        if packed.keeps_boundary(part):
+            boundary = hidden[kept].clone()
+            kept += 1
+        results.append(
+            PartResult(drawn.tokens[span], drawn.confidences[span], drawn.scores[span], boundary)
+        )
+        candidate = span.stop
+    return results

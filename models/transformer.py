@@ -1,0 +1,174 @@
+"""The one transformer behind all three families: pre-norm, grouped queries, rotary, SwiGLU.
+
+A forward over packed rows of many sequences with paged K and V; the families differ only in which
+optional tensors are there. Loading is `weights.py`; batching, sampling and the logits shift are
+`runner.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from effuse.kernels.attention import block_attention
+from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.kv_pages import store_kv
+from effuse.kernels.norm import rms_norm, rms_norm_residual
+from effuse.kernels.rotary import make_cos_sin_cache, rotary
+from effuse.kernels.swiglu import swiglu
+from effuse.models.config import ModelConfig
+
+# fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.
+MIN_ROWS = 4
+
+LayerKV = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Q = num_heads * head_dim, K = num_kv_heads * head_dim, H hidden, I inner."""
+
+    attn_norm: Tensor  # [H]
+    qkv: Tensor  # [Q + 2K, H]
+    qkv_bias: Tensor | None  # [Q + 2K]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    attn_out: Tensor  # [H, Q]
+    mlp_norm: Tensor  # [H]
+    gate_up: Tensor  # [2I, H], the gate first
+    down: Tensor  # [H, I]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All tensors, on one device in one dtype. A tied head is the embedding itself."""
+
+    embedding: Tensor  # [V, H]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [H]
+    head: Tensor  # [V, H]
+
+
+class Transformer:
+    """Weights with a forward; holds no state between calls."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self._scale = 1 / math.sqrt(config.head_dim)
+        self._q_dim = config.num_heads * config.head_dim
+        self._kv_dim = config.num_kv_heads * config.head_dim
+        # The last block may reach past the last position of the text.
+        num_positions = config.max_position_embeddings + config.block_size
+        self._cos_sin = make_cos_sin_cache(
+            config.head_dim, num_positions, config.rope_theta, self.device
+        )
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBatch,
+        kv: Sequence[LayerKV],
+        slot_mapping: Tensor,
+        *,
+        last_rows: Tensor | None,
+    ) -> Tensor:
+        """Hidden rows after the final norm, in the model's dtype.
+
+        token_ids, positions and slot_mapping are [T] int64; kv holds each layer's two views
+        [pages, page_size, Hkv, D]; rows whose slot is not -1 have their K and V stored there.
+        `last_rows` [R] int64 picks the rows that are wanted: [R, H] is returned, and the last
+        layer computes no more than it must (none: only its K and V). None means all: [T, H].
+        """
+        layers = self.weights.layers
+        rows = _Rows(positions, attention, slot_mapping)
+        residual = functional.embedding(token_ids, self.weights.embedding)
+        normed = rms_norm(residual, layers[0].attn_norm, self.config.rms_norm_eps)
+        for layer, layer_kv, following in zip(layers[:-1], kv[:-1], layers[1:], strict=True):
+            mixed = self._attend(layer, normed, layer_kv, rows)
+            update, residual = self._mlp(layer, mixed, residual)
+            normed, residual = self._add_norm(update, residual, following.attn_norm)
+        return self._last_layer(normed, residual, kv[-1], rows, last_rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of hidden rows [R, H], both in the model's dtype."""
+        return _linear(hidden, self.weights.head)
+
+    def _last_layer(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        layer_kv: LayerKV,
+        rows: _Rows,
+        last_rows: Tensor | None,
+    ) -> Tensor:
+        layer = self.weights.layers[-1]
+        if last_rows is not None and len(last_rows) == 0:
+            self._store_only(layer, normed, layer_kv, rows)
+            return normed[:0]
+        mixed = self._attend(layer, normed, layer_kv, rows)
+        if last_rows is not None:
+            mixed, residual = mixed[last_rows], residual[last_rows]
+        update, residual = self._mlp(layer, mixed, residual)
+        return self._add_norm(update, residual, self.weights.norm)[0]
+
+    def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
+        """Attention output before its projection, [T, Q]; stores K and V."""
+        config, num_rows = self.config, len(x)
+        qkv = _linear(x, layer.qkv, layer.qkv_bias)
+        q, k, v = torch.split(qkv, [self._q_dim, self._kv_dim, self._kv_dim], dim=-1)
+        q = q.view(num_rows, config.num_heads, config.head_dim)
+        k, v = self._heads(k), self._heads(v)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        q, k = rotary(q, k, self._cos_sin, rows.positions)
+        store_kv(k, v, *layer_kv, rows.slot_mapping)
+        mixed = block_attention(q, k, v, *layer_kv, rows.attention, scale=self._scale)
+        return mixed.view(num_rows, self._q_dim)
+
+    def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[self._q_dim :]
+        k, v = map(self._heads, _linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
+        if layer.k_norm is not None:
+            k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
+        _, k = rotary(k, k, self._cos_sin, rows.positions)  # there is no q to rotate
+        store_kv(k, v, *layer_kv, rows.slot_mapping)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(len(x), self.config.num_kv_heads, self.config.head_dim)
+
+    def _mlp(self, layer: LayerWeights, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(MLP output, residual with the attention's output added), both [rows, H]."""
+        projected = _linear(mixed, layer.attn_out)
+        normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
+        return _linear(swiglu(_linear(normed, layer.gate_up)), layer.down), residual
+
+    def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What every layer needs to know of the packed rows."""
+
+    positions: Tensor
+    attention: AttentionBatch
+    slot_mapping: Tensor
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] times weight [out, in], never computed with fewer than MIN_ROWS rows."""
+    num_rows = len(x)
+    if num_rows >= MIN_ROWS:
+        return functional.linear(x, weight, bias)
+    padded = torch.cat([x, x.new_zeros(MIN_ROWS - num_rows, x.shape[1])])
+    return functional.linear(padded, weight, bias)[:num_rows]

@@ -1,0 +1,137 @@
+"""From a checkpoint directory, and optionally a LoRA adapter beside it, to a transformer.
+
+Checks that every tensor is there, merges adapters in fp32, and lays q, k, v and gate, up side by
+side so that each is one product. Names and files are `checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from effuse.models.adapter import Adapter, open_adapter
+from effuse.models.checkpoint import (
+    LayerNames,
+    ModelNames,
+    TensorFiles,
+    check_index,
+    check_tensors,
+    module_names,
+    open_tensors,
+    tensor_shapes,
+    weight_files,
+)
+from effuse.models.config import ModelConfig
+from effuse.models.config_keys import CheckpointError, ConfigKeys
+from effuse.models.digest import weights_digest
+from effuse.models.transformer import LayerWeights, ModelWeights, Transformer
+
+__all__ = ["DTYPES", "load_model", "select_dtype", "weights_digest"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path: Path | str,
+    *,
+    adapter: Path | str | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    block_size: int | None = None,
+) -> Transformer:
+    """Load a published checkpoint directory; `block_size` overrides the configuration's.
+
+    Raises CheckpointError naming the configuration key, or the missing, surplus or wrongly shaped
+    tensor, with what was expected and what was found.
+    """
+    directory, device = Path(path), torch.device(device)
+    config = ModelConfig.from_dir(directory, block_size=block_size)
+    shapes = tensor_shapes(config)
+    with ExitStack() as stack:
+        files = stack.enter_context(open_tensors(weight_files(directory), device))
+        check_index(directory, files)
+        files = _drop_tied_head(directory, config, files)
+        check_tensors(directory, files, shapes)
+        merged = None
+        if adapter is not None:
+            merged = stack.enter_context(open_adapter(Path(adapter), shapes, device))
+        weights = _Loader(files, merged, dtype).model(config, module_names(config))
+    return Transformer(config, weights)
+
+
+def select_dtype(name: str, path: Path | str) -> torch.dtype:
+    """The dtype called `name`, one of DTYPES; `auto` is what the checkpoint's config.json states.
+
+    Raises CheckpointError for any other name.
+    """
+    if name == "auto":
+        keys = ConfigKeys.read(Path(path) / "config.json")
+        stated = [keys.values[key] for key in ("dtype", "torch_dtype") if keys.values.get(key)]
+        name = str(stated[0]) if stated else "float32"
+    if name not in DTYPES:
+        raise CheckpointError(
+            f"dtype {name!r} is not supported; accepted: auto, {', '.join(DTYPES)}"
+        )
+    return DTYPES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    """Takes tensors by name: adapter added in fp32, then cast."""
+
+    files: TensorFiles
+    adapter: Adapter | None
+    dtype: torch.dtype
+
+    def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
+        embedding = self.matrix(names.embedding)
+        return ModelWeights(
+            embedding=embedding,
+            layers=tuple(self.layer(config, layer) for layer in names.layers),
+            norm=self.take(f"{names.norm}.weight"),
+            head=embedding if config.tie_embeddings else self.matrix(names.head),
+        )
+
+    def layer(self, config: ModelConfig, names: LayerNames) -> LayerWeights:
+        qkv = (names.q, names.k, names.v)
+        biases = [self.take(f"{name}.bias") for name in qkv] if config.qkv_bias else None
+        return LayerWeights(
+            attn_norm=self.take(f"{names.attn_norm}.weight"),
+            qkv=torch.cat([self.matrix(name) for name in qkv]),
+            qkv_bias=None if biases is None else torch.cat(biases),
+            q_norm=self.take(f"{names.q_norm}.weight") if config.qk_norm else None,
+            k_norm=self.take(f"{names.k_norm}.weight") if config.qk_norm else None,
+            attn_out=self.matrix(names.attn_out),
+            mlp_norm=self.take(f"{names.mlp_norm}.weight"),
+            gate_up=torch.cat([self.matrix(names.gate), self.matrix(names.up)]),
+            down=self.matrix(names.down),
+        )
+
+    def matrix(self, module: str) -> Tensor:
+        """A module's weight with its adapter merged."""
+        weight = self.files.take(f"{module}.weight")
+        delta = None if self.adapter is None else self.adapter.delta(module)
+        if delta is not None:
+            weight = weight.float() + delta
+        return weight.to(self.dtype)
+
+    def take(self, name: str) -> Tensor:
+        return self.files.take(name).to(self.dtype)
+
+
+def _drop_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -> TensorFiles:
+    """Some releases of tied models store the head as well; it may stay if it is the embedding."""
+    names = module_names(config)
+    head = f"{names.head}.weight"
+    if not config.tie_embeddings or head not in files.locations:
+        return files
+    if not torch.equal(files.take(head), files.take(f"{names.embedding}.weight")):
+        raise CheckpointError(
+            f"{directory}: tensor {head} differs from {names.embedding}.weight, "
+            "though the configuration ties them"
+        )
+    return TensorFiles({name: at for name, at in files.locations.items() if name != head})
