@@ -34,8 +34,7 @@ def block_attention(
     if out is None:
         out = torch.empty_like(q)
     assert batch.gather is not None, "the batch was not built for the CPU"
-    _attention_torch(q, k, v, k_cache, v_cache, batch.gather, scale, out)
-    return out
+    return _attention_torch(q, k, v, k_cache, v_cache, batch.gather, scale, out)
 
 
 def block_attention_ref(
@@ -78,40 +77,63 @@ def _attention_torch(
     plan: GatherPlan,
     scale: float,
     out: Tensor,
-) -> None:
-    cached_k = _gather_cached(k_cache, plan)
-    cached_v = _gather_cached(v_cache, plan)
-    k, v = k.transpose(0, 1), v.transpose(0, 1)
-    for sequence in plan.sequences:
-        rows = slice(sequence.row_begin, sequence.row_end)
-        cached = slice(sequence.cached_begin, sequence.cached_end)
-        keys = torch.cat([cached_k[:, cached], k[:, rows]], dim=1)[None]
-        values = torch.cat([cached_v[:, cached], v[:, rows]], dim=1)[None]
-        for part in sequence.segments:
+) -> Tensor:
+    index = _row_index(k_cache, plan)
+    keys = _keys_by_sequence(k_cache, k, index, plan)
+    if v_cache.stride() != k_cache.stride():
+        index = _row_index(v_cache, plan)
+    values = _keys_by_sequence(v_cache, v, index, plan)
+    queries = iter(torch.split(q.transpose(0, 1)[None], plan.segment_lens, dim=2))
+    results = []
+    for key, value, segment_keys in zip(keys, values, plan.segment_keys, strict=True):
+        for count in segment_keys:
             result = functional.scaled_dot_product_attention(
-                q[part.row_begin : part.row_end].transpose(0, 1)[None],
-                keys[:, :, : part.num_keys],
-                values[:, :, : part.num_keys],
+                next(queries),
+                key.narrow(2, 0, count),
+                value.narrow(2, 0, count),
                 scale=scale,
                 enable_gqa=True,
             )
-            out[part.row_begin : part.row_end] = result[0].transpose(0, 1)
+            results.append(result[0].transpose(0, 1))
+    return torch.cat(results, out=out) if results else out
 
 
-def _gather_cached(cache: Tensor, plan: GatherPlan) -> Tensor:
-    """Cached tokens of all sequences in plan order, [Hkv, sum(context_lens), D]."""
+def _keys_by_sequence(
+    cache: Tensor, in_flight: Tensor, index: Tensor | None, plan: GatherPlan
+) -> tuple[Tensor, ...]:
+    """Each sequence's cached tokens, then its rows: [1, Hkv, context + rows, D]."""
+    if index is None:
+        cached = cache[plan.token_pages, plan.token_offsets].transpose(0, 1)
+    else:
+        cached = _as_rows(cache).index_select(0, index).view(cache.shape[2], -1, cache.shape[3])
+    pieces = zip(
+        torch.split(cached, plan.context_lens, dim=1),
+        torch.split(in_flight.transpose(0, 1), plan.seq_lens, dim=1),
+        strict=True,
+    )
+    joined = torch.cat([piece for pair in pieces for piece in pair], dim=1)
+    return torch.split(joined[None], plan.key_lens, dim=2)
+
+
+def _row_index(cache: Tensor, plan: GatherPlan) -> Tensor | None:
+    """Where `_as_rows` has the planned tokens, head by head; None if it cannot see the memory so.
+
+    One index_select of whole rows is several times faster than indexing by page and offset.
+    """
     _, _, heads, dim = cache.shape
     page_stride, token_stride, head_stride, unit = cache.stride()
-    rows_aligned = all(x % dim == 0 for x in (page_stride, token_stride, head_stride))
-    if unit != 1 or not rows_aligned:
-        return cache[plan.token_pages, plan.token_offsets].transpose(0, 1).contiguous()
-    # The memory seen as rows of D elements, so that one index_select copies whole rows.
-    span = sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True)) + 1
-    rows = cache.as_strided((span // dim, dim), (dim, 1))
+    if unit != 1 or page_stride % dim or token_stride % dim or head_stride % dim:
+        return None
     index = plan.token_pages * (page_stride // dim) + plan.token_offsets * (token_stride // dim)
     head_rows = torch.arange(heads) * (head_stride // dim)
-    flat = (head_rows[:, None] + index[None, :]).view(-1)
-    return rows.index_select(0, flat).view(heads, -1, dim)
+    return (head_rows[:, None] + index).view(-1)
+
+
+def _as_rows(cache: Tensor) -> Tensor:
+    """The memory of a cache view as rows of head_dim elements."""
+    dim = cache.shape[3]
+    span = sum((n - 1) * s for n, s in zip(cache.shape, cache.stride(), strict=True)) + 1
+    return cache.as_strided((span // dim, dim), (dim, 1))
 
 
 def _check(

@@ -6,38 +6,28 @@ segments derived from them. It knows nothing of layers, heads or the memory that
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import add
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive rows of one diffusion block: all of them see the same prefix of the keys."""
-
-    row_begin: int
-    row_end: int
-    num_keys: int
-
-
-@dataclass(frozen=True, slots=True)
-class SequencePlan:
-    """One sequence on the CPU path: its packed rows, its range of gathered tokens, its segments."""
-
-    row_begin: int
-    row_end: int
-    cached_begin: int
-    cached_end: int
-    segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """CPU only. Cached tokens of all sequences, one after another, in position order."""
+    """CPU only: the gather order of cached tokens, and the rows cut into segments.
 
-    token_pages: Tensor  # [sum(context_lens)] int64
+    A segment is a run of rows of one sequence in one diffusion block: all of them see the same
+    prefix of the sequence's keys (cached tokens, then rows), so none needs a mask.
+    """
+
+    token_pages: Tensor  # [sum(context_lens)] int64, sequence after sequence, by position
     token_offsets: Tensor  # [sum(context_lens)] int64
-    sequences: tuple[SequencePlan, ...]
+    seq_lens: list[int]
+    context_lens: list[int]
+    key_lens: list[int]  # context + rows of each sequence
+    segment_lens: list[int]  # rows of each segment, all sequences after one another
+    segment_keys: tuple[tuple[int, ...], ...]  # by sequence: keys that each of its segments sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +78,13 @@ def make_attention_batch(
     packed = torch.tensor([*cu_seqlens, *context_lens, *block_origins, *padded], dtype=torch.int32)
     if device.type != "cpu":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    cu, contexts, origins, pages_flat = packed.split(
-        [num_seqs + 1, num_seqs, num_seqs, num_seqs * width]
+    cu, contexts, origins, pages_flat = torch.split(
+        packed, [num_seqs + 1, num_seqs, num_seqs, num_seqs * width]
     )
     table = pages_flat.view(num_seqs, width)
     gather = None
     if device.type == "cpu":
-        plans = _plan_sequences(seq_lens, context_lens, block_origins, block_size)
-        token_pages, token_offsets = _gather_order(table, contexts, page_size)
-        gather = GatherPlan(token_pages, token_offsets, plans)
+        gather = _gather_plan(seq_lens, context_lens, table, block_origins, block_size, page_size)
     return AttentionBatch(
         cu_seqlens=cu,
         context_lens=contexts,
@@ -117,38 +105,50 @@ def block_end(position: int, block_origin: int, block_size: int) -> int:
     return position + block_size - (position - block_origin) % block_size
 
 
-def _plan_sequences(
+def _gather_plan(
     seq_lens: Sequence[int],
     context_lens: Sequence[int],
+    table: Tensor,
     block_origins: Sequence[int],
     block_size: int,
-) -> tuple[SequencePlan, ...]:
-    plans = []
-    row = cached = 0
-    for length, context, origin in zip(seq_lens, context_lens, block_origins, strict=True):
-        segments = _segments(row, length, context, origin, block_size)
-        plans.append(SequencePlan(row, row + length, cached, cached + context, segments))
-        row += length
-        cached += context
-    return tuple(plans)
+    page_size: int,
+) -> GatherPlan:
+    ends = [
+        _segment_ends(*sequence, block_size)
+        for sequence in zip(seq_lens, context_lens, block_origins, strict=True)
+    ]
+    segment_lens = [
+        end - begin
+        for context, seen in zip(context_lens, ends, strict=True)
+        for begin, end in pairwise((context, *seen))
+    ]
+    token_pages, token_offsets = _gather_order(table, context_lens, page_size)
+    return GatherPlan(
+        token_pages=token_pages,
+        token_offsets=token_offsets,
+        seq_lens=list(seq_lens),
+        context_lens=list(context_lens),
+        key_lens=list(map(add, seq_lens, context_lens)),
+        segment_lens=segment_lens,
+        segment_keys=tuple(ends),
+    )
 
 
-def _segments(
-    first_row: int, length: int, context: int, origin: int, block_size: int
-) -> tuple[Segment, ...]:
-    segments = []
-    begin, stop = context, context + length
-    while begin < stop:
-        end = min(block_end(begin, origin, block_size), stop)
-        segments.append(Segment(first_row + begin - context, first_row + end - context, end))
-        begin = end
-    return tuple(segments)
+def _segment_ends(length: int, context: int, origin: int, block_size: int) -> tuple[int, ...]:
+    """Positions at which the segments of rows context .. context + length - 1 end, ascending."""
+    ends = []
+    position, stop = context, context + length
+    while position < stop:
+        position = min(block_end(position, origin, block_size), stop)
+        ends.append(position)
+    return tuple(ends)
 
 
-def _gather_order(table: Tensor, contexts: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    longest = int(contexts.max()) if len(contexts) else 0
-    position = torch.arange(longest)
-    is_cached = position < contexts[:, None]
+def _gather_order(
+    table: Tensor, context_lens: Sequence[int], page_size: int
+) -> tuple[Tensor, Tensor]:
+    position = torch.arange(max(context_lens, default=0))
+    is_cached = position < torch.tensor(context_lens, dtype=torch.int64)[:, None]
     page = table[:, position // page_size].long()
     offset = (position % page_size).expand(page.shape)
     return page[is_cached], offset[is_cached]

@@ -107,13 +107,20 @@ def _choose(kept: Tensor, sampling: RowSampling, mask_token_id: int) -> Tensor:
     best, token = kept.max(dim=-1)
     drawn = (sampling.temperature > 0).nonzero().squeeze(1)
     if drawn.numel():
-        counters = (sampling.position, sampling.denoise_count, sampling.answer_index)
-        noise = gumbel_noise(
-            sampling.seed[drawn], *(counter[drawn] for counter in counters), kept.shape[1]
-        )
+        noise = _noise(sampling, drawn, kept.shape[1])
         token[drawn] = (kept[drawn] + noise).argmax(dim=-1)
     # Among nothing but -inf the first id wins, which may be the mask.
     return torch.where(best == float("-inf"), int(mask_token_id == 0), token)
+
+
+def _noise(sampling: RowSampling, rows: Tensor, vocab_size: int) -> Tensor:
+    return gumbel_noise(
+        sampling.seed[rows],
+        sampling.position[rows],
+        sampling.denoise_count[rows],
+        sampling.answer_index[rows],
+        vocab_size,
+    )
 
 
 def _scores(probability: Tensor, confidence: Tensor, kind: Tensor) -> Tensor:
@@ -153,10 +160,7 @@ def _row_ref(
     probability = [p / sum(probability[:kept]) for p in probability[:kept]]
     chosen = 0
     if temperature > 0:
-        counters = (sampling.position, sampling.denoise_count, sampling.answer_index)
-        noise = gumbel_noise(
-            sampling.seed[row : row + 1], *(c[row : row + 1] for c in counters), len(values)
-        )
+        noise = _noise(sampling, torch.tensor([row]), len(values))
         noisy = [float(values[token] + noise[0, token]) for token in order[:kept]]
         chosen = min(range(kept), key=lambda i: (-noisy[i], order[i]))
     confidence = probability[chosen]

@@ -59,8 +59,8 @@ def gumbel_noise(
     largest u would round to 1, and the noise that decides a draw is made of u close to 1.
     """
     quads = torch.arange((vocab_size + 3) // 4, device=seed.device)
-    columns = (x.long()[:, None] for x in (position, denoise_count, answer_index))
-    words = philox_4x32((quads[None, :], *columns), seed[:, None])
+    columns = [x.long()[:, None] for x in (position, denoise_count, answer_index)]
+    words = philox_4x32((quads[None, :], columns[0], columns[1], columns[2]), seed[:, None])
     word = torch.stack(words, dim=-1).view(len(seed), -1)[:, :vocab_size]
     uniform = (word >> 8).double() * 2.0**-24 + 2.0**-25
     return -(-uniform.log()).log().float()

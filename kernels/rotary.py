@@ -21,6 +21,7 @@ def make_cos_sin_cache(
 def rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate q [T, Hq, D] and k [T, Hkv, D] by ``positions`` [T] int64; new tensors, same dtype."""
     cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
@@ -33,6 +34,6 @@ def rotary_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([pairs.real, pairs.imag], dim=-1).to(x.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return (x * cos).add_(swapped.mul_(signed_sin))

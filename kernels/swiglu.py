@@ -7,7 +7,7 @@ from torch.nn import functional
 def swiglu(gate_up: Tensor) -> Tensor:
     """``gate_up`` [T, 2I] holds the gate, then the up projection; returns [T, I] in its dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return functional.silu(gate).mul_(up)
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
