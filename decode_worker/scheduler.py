@@ -1,0 +1,160 @@
+"""Who takes part in the next step: admission, growth, preemption and the token budget.
+
+Pure policy on numbers: requests are indices into what the engine lists, oldest first. It neither
+holds pages nor knows tokens. The oldest running request always advances, unless a remote writer
+still holds pages that it needs; those writers have a lease.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from effuse.decode_worker.settings import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine can hold and do in one step."""
+
+    max_num_batched_tokens: int  # rows of one forward: prompt chunks and blocks in flight
+    max_num_seqs: int  # requests that hold pages
+    max_model_len: int  # tokens of prompt and answer
+    num_pages: int
+    page_size: int  # tokens
+    block_size: int  # tokens
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_model_len", self.max_model_len),
+            ("num_pages", self.num_pages),
+            ("page_size", self.page_size),
+            ("block_size", self.block_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_num_batched_tokens < 2 * self.block_size:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than "
+                f"{2 * self.block_size}: a settled and an active block of {self.block_size}"
+            )
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold the KV of the first `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """The most that one request can ever need, known at its start."""
+
+    prompt_len: int
+    max_tokens: int
+    most_cached: int  # tokens before its last block
+    most_rows: int  # of one denoise step
+    first_chunk: int  # rows that its prefill cannot split; 0 where nothing is prefilled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one running request wants of the next step."""
+
+    rows: int  # all it could take
+    whole: bool  # all or nothing: a denoise step takes every block in flight
+    least: int  # smallest chunk of a prefill; 0 where whole
+    pages_held: int
+    pages_wanted: int  # with this step's KV stored
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Rows granted to each running request, 0 where it waits; and who loses its pages first."""
+
+    rows: tuple[int, ...]
+    preempted: tuple[int, ...]
+
+
+def check_fits(footprint: Footprint, limits: Limits) -> None:
+    """Raises RequestError, with the numbers, where a request could never finish here."""
+    length = footprint.prompt_len + footprint.max_tokens
+    if length > limits.max_model_len:
+        raise RequestError(
+            f"prompt of {footprint.prompt_len} and max_tokens of {footprint.max_tokens} make "
+            f"{length} tokens; max_model_len is {limits.max_model_len}"
+        )
+    pages = limits.pages_for(footprint.most_cached)
+    if pages > limits.num_pages:
+        raise RequestError(
+            f"the request may need {pages} pages of {limits.page_size} tokens; "
+            f"the pool has {limits.num_pages}"
+        )
+    if footprint.most_rows > limits.max_num_batched_tokens:
+        raise RequestError(
+            f"one denoise step may take {footprint.most_rows} tokens (blocks of "
+            f"{limits.block_size}); max_num_batched_tokens is {limits.max_num_batched_tokens}"
+        )
+    if footprint.first_chunk > limits.max_num_batched_tokens:
+        raise RequestError(
+            f"a bidirectional prompt of {footprint.first_chunk} tokens cannot be split; "
+            f"max_num_batched_tokens is {limits.max_num_batched_tokens}"
+        )
+
+
+def admit(
+    waiting_pages: Iterable[int],
+    *,
+    num_holding: int,
+    num_free: int,
+    growth: int,
+    limits: Limits,
+) -> int:
+    """How many of the waiting requests get their pages now, first come first served.
+
+    waiting_pages: pages each needs to begin, oldest first. num_holding: requests that hold pages.
+    growth: pages that the running ones take in the coming step. While others hold pages a block's
+    growth is kept free for each of them, so that a newcomer is not preempted at once.
+    """
+    num_admitted = 0
+    per_block = limits.pages_for(limits.block_size)
+    num_free -= growth
+    for pages in waiting_pages:
+        headroom = num_holding * per_block
+        if num_holding >= limits.max_num_seqs or pages + headroom > num_free:
+            break
+        num_admitted += 1
+        num_holding += 1
+        num_free -= pages
+    return num_admitted
+
+
+def schedule(running: Sequence[Demand], *, num_free: int, limits: Limits) -> Schedule:
+    """Grants rows, oldest first, within one budget; preempts the youngest where pages run out."""
+    rows = [0] * len(running)
+    preempted: list[int] = []
+    budget = limits.max_num_batched_tokens
+    youngest = len(running) - 1
+    for index, demand in enumerate(running):
+        if index > youngest:
+            break
+        granted = _grant(demand, budget, limits.block_size)
+        if not granted:
+            continue
+        growth = max(0, demand.pages_wanted - demand.pages_held)
+        while growth > num_free and youngest > index:
+            num_free += running[youngest].pages_held
+            preempted.append(youngest)
+            youngest -= 1
+        if growth > num_free:
+            continue  # it keeps its pages and waits for an older one to finish
+        num_free -= growth
+        budget -= granted
+        rows[index] = granted
+    return Schedule(tuple(rows), tuple(preempted))
+
+
+def _grant(demand: Demand, budget: int, block_size: int) -> int:
+    """Rows of this demand that fit: all of a denoise step, or a chunk cut at a block's end."""
+    if demand.rows <= budget:
+        return demand.rows
+    if demand.whole or demand.least > budget:
+        return 0
+    return demand.least + (budget - demand.least) // block_size * block_size

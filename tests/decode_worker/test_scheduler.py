@@ -1,0 +1,145 @@
+"""Scheduling policy as data: demands in, grants out; and the promise that the oldest advances."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from effuse.decode_worker.scheduler import Demand, Footprint, Limits, admit, check_fits, schedule
+from effuse.decode_worker.settings import RequestError
+
+LIMITS = Limits(
+    max_num_batched_tokens=64,
+    max_num_seqs=4,
+    max_model_len=200,
+    num_pages=10,
+    page_size=16,
+    block_size=8,
+)
+
+
+def denoise(rows: int, held: int = 2, wanted: int = 2) -> Demand:
+    return Demand(rows=rows, whole=True, least=0, pages_held=held, pages_wanted=wanted)
+
+
+def prefill(rows: int, least: int = 8, held: int = 2) -> Demand:
+    return Demand(rows=rows, whole=False, least=least, pages_held=held, pages_wanted=held)
+
+
+@pytest.mark.parametrize(
+    ("running", "num_free", "rows", "preempted"),
+    [
+        pytest.param([], 10, (), (), id="nothing"),
+        pytest.param([denoise(16), denoise(24)], 0, (16, 24), (), id="all-fit"),
+        pytest.param([denoise(40), denoise(32), denoise(16)], 0, (40, 0, 16), (), id="budget"),
+        pytest.param([denoise(40), prefill(100)], 0, (40, 24), (), id="chunk-takes-the-rest"),
+        pytest.param([prefill(100), denoise(16)], 0, (64, 0), (), id="older-prompt-goes-first"),
+        pytest.param([denoise(44), prefill(100)], 0, (44, 16), (), id="chunk-cut-at-a-block"),
+        pytest.param([denoise(40), prefill(12, least=12)], 0, (40, 12), (), id="odd-last-chunk"),
+        pytest.param([denoise(40), prefill(45, least=37)], 0, (40, 0), (), id="unsplittable-waits"),
+        pytest.param([prefill(69, least=37)], 0, (61,), (), id="prompt-whole-then-blocks"),
+        pytest.param([denoise(16, 2, 3), denoise(16)], 1, (16, 16), (), id="grows"),
+        pytest.param([denoise(16, 2, 3), denoise(16)], 0, (16, 0), (1,), id="preempts-youngest"),
+        pytest.param(
+            [denoise(8, 2, 3), denoise(8), denoise(8)], 0, (8, 8, 0), (2,), id="only-as-needed"
+        ),
+        pytest.param(
+            [denoise(8, 2, 5), denoise(8), denoise(8)], 0, (8, 0, 0), (2, 1), id="two-victims"
+        ),
+        pytest.param(
+            [denoise(8, 2, 2), denoise(8, 2, 3)], 0, (8, 0), (), id="youngest-waits-for-older"
+        ),
+        pytest.param([denoise(8, 2, 3)], 0, (0,), (), id="waits-for-writers-only"),
+    ],
+)
+def test_schedule(
+    running: list[Demand], num_free: int, rows: tuple[int, ...], preempted: tuple[int, ...]
+) -> None:
+    result = schedule(running, num_free=num_free, limits=LIMITS)
+    assert (result.rows, result.preempted) == (rows, preempted)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "holding", "free", "growth", "admitted"),
+    [
+        pytest.param([], 0, 10, 0, 0, id="nobody"),
+        pytest.param([10], 0, 10, 0, 1, id="whole-pool"),
+        pytest.param([3, 3, 3], 0, 10, 0, 2, id="headroom-for-those-admitted"),
+        pytest.param([0, 0, 0, 0, 0], 0, 10, 0, 4, id="max-num-seqs"),
+        pytest.param([1], 4, 10, 0, 0, id="full-house"),
+        pytest.param([9, 1], 1, 9, 0, 0, id="first-come-first-served"),
+        pytest.param([4], 1, 6, 2, 0, id="growth-comes-first"),
+        pytest.param([3], 1, 6, 2, 1, id="beside-growth"),
+    ],
+)
+def test_admit(waiting: list[int], holding: int, free: int, growth: int, admitted: int) -> None:
+    result = admit(waiting, num_holding=holding, num_free=free, growth=growth, limits=LIMITS)
+    assert result == admitted
+
+
+def footprint(
+    prompt: int = 10, tokens: int = 10, cached: int = 8, rows: int = 16, chunk: int = 8
+) -> Footprint:
+    return Footprint(
+        prompt_len=prompt, max_tokens=tokens, most_cached=cached, most_rows=rows, first_chunk=chunk
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "numbers"),
+    [
+        pytest.param(footprint(prompt=150, tokens=51), ("150", "51", "201", "200"), id="length"),
+        pytest.param(footprint(cached=161), ("11 pages of 16", "10"), id="pages"),
+        pytest.param(footprint(rows=72), ("72", "64"), id="rows"),
+        pytest.param(footprint(chunk=65), ("65", "64"), id="prompt-in-one-chunk"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_numbers(
+    asked: Footprint, numbers: tuple[str, ...]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_fits(asked, LIMITS)
+    assert all(number in str(caught.value) for number in numbers)
+
+
+def test_what_just_fits_is_accepted() -> None:
+    check_fits(footprint(prompt=150, tokens=50, cached=160, rows=64, chunk=64), LIMITS)
+
+
+def test_limits_name_the_value_at_fault() -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens 15 is less than 16"):
+        Limits(
+            max_num_batched_tokens=15,
+            max_num_seqs=1,
+            max_model_len=1,
+            num_pages=1,
+            page_size=1,
+            block_size=8,
+        )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_oldest_always_advances_and_nothing_is_overdrawn(seed: int) -> None:
+    draw = random.Random(seed)
+    held = [draw.randint(0, 3) for _ in range(draw.randint(1, 6))]
+    running = [
+        denoise(draw.choice((8, 16, 40)), pages, pages + draw.randint(0, 2))
+        if draw.random() < 0.6
+        else prefill(draw.choice((8, 24, 100)), held=pages)
+        for pages in held
+    ]
+    num_free = draw.randint(0, 2) if len(running) > 1 else 2
+    result = schedule(running, num_free=num_free, limits=LIMITS)
+    grown = sum(
+        demand.pages_wanted - demand.pages_held
+        for demand, rows in zip(running, result.rows, strict=True)
+        if rows
+    )
+    freed = sum(held[index] for index in result.preempted)
+    assert sum(result.rows) <= LIMITS.max_num_batched_tokens
+    assert grown <= num_free + freed
+    assert not any(result.rows[index] for index in result.preempted)
+    reachable = num_free + sum(held[1:])
+    if running[0].pages_wanted - held[0] <= reachable:
+        assert result.rows[0]
