@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.decode_worker.settings import RequestError, Stopping
+from effuse.worker import messages
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -43,16 +44,6 @@ class Block:
         """Share of the masks it was born with that are written, as float32."""
         written = self.masks_at_birth - self.masks_left
         return float(np.float32(written / self.masks_at_birth))
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSnapshot:
-    """One ACTIVE block as another attempt needs it to go on: the wire's BlockState."""
-
-    token_ids: tuple[int, ...]
-    masks: bytes  # one bit a position, lowest first: set where a mask is left
-    full: bool
-    denoise_count: int
 
 
 class Sequence:
@@ -107,7 +98,7 @@ class Sequence:
         cls,
         prompt: Ids[int],
         committed: Ids[int],
-        frontier: Ids[BlockSnapshot],
+        frontier: Ids[messages.BlockState],
         *,
         origin: int,
         block_size: int,
@@ -213,15 +204,15 @@ class Sequence:
         """Preempts: tokens, flags and counters stay, the stored KV is gone."""
         self.committed_len = 0
 
-    def frontier(self) -> tuple[BlockSnapshot, ...]:
+    def frontier(self) -> tuple[messages.BlockState, ...]:
         """The ACTIVE blocks as they are now; with the final tokens, all that resuming needs."""
         return tuple(
             self.snapshot(block) for block in self.blocks if block.state is BlockState.ACTIVE
         )
 
-    def snapshot(self, block: Block) -> BlockSnapshot:
+    def snapshot(self, block: Block) -> messages.BlockState:
         masked = self.masked[block.start : block.end]
-        return BlockSnapshot(
+        return messages.BlockState(
             token_ids=tuple(self.token_ids[block.start : block.end].tolist()),
             masks=np.packbits(masked, bitorder="little").tobytes(),
             full=block.full,
@@ -242,7 +233,7 @@ class Sequence:
         self.token_ids[self.prompt_len : final_len] = committed
         self.final_len = final_len
 
-    def _restore_block(self, snapshot: BlockSnapshot) -> None:
+    def _restore_block(self, snapshot: messages.BlockState) -> None:
         if self.in_flight_end >= self.last_block_end:
             raise RequestError("the frontier holds more blocks than the answer has left")
         num_bytes = (self.block_size + 7) // 8

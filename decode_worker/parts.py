@@ -1,0 +1,57 @@
+"""What one request sends into a forward, and what comes back, in the model runner's terms."""
+
+import numpy as np
+
+from effuse.decode_worker.candidates import Candidates
+from effuse.decode_worker.denoise import StepPlan
+from effuse.decode_worker.request import Request
+from effuse.decode_worker.settings import Score
+from effuse.models.part import Part, PartResult, PartSampling
+
+_SCORES = {Score.CONFIDENCE: 0, Score.MARGIN: 1, Score.NEG_ENTROPY: 2}
+
+
+def prefill_part(request: Request, num_rows: int) -> Part:
+    """The next `num_rows` tokens of what precedes the blocks in flight; all are stored."""
+    sequence = request.sequence
+    start = sequence.committed_len
+    return Part(
+        token_ids=sequence.token_ids[start : start + num_rows].tolist(),
+        start=start,
+        pages=request.page_ids,
+        num_stored=num_rows,
+        block_origin=sequence.origin,
+        keep_boundary=num_rows == request.num_to_prefill,
+    )
+
+
+def denoise_part(request: Request, plan: StepPlan) -> Part:
+    """All blocks in flight; the settled ones are stored, the masks want candidates."""
+    sampling = request.sampling
+    return Part(
+        token_ids=request.sequence.token_ids[plan.start : plan.end].tolist(),
+        start=plan.start,
+        pages=request.page_ids,
+        num_stored=plan.num_stored,
+        block_origin=request.sequence.origin,
+        candidates=plan.candidates.tolist(),
+        boundary=request.boundary,
+        keep_boundary=plan.num_stored > 0,
+        sampling=PartSampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            score=_SCORES[request.settings.score],
+            denoise_counts=plan.denoise_counts.tolist(),
+        ),
+    )
+
+
+def candidates_of(result: PartResult) -> Candidates:
+    """The runner's lists as arrays."""
+    return Candidates(
+        np.asarray(result.tokens, dtype=np.int64),
+        np.asarray(result.confidences, dtype=np.float32),
+        np.asarray(result.scores, dtype=np.float32),
+    )
