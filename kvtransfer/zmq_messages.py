@@ -1,0 +1,99 @@
+"""What the two ends of the ZMQ connector say; every message is one header frame and its payload.
+
+A sender begins, sends pages in chunks and finishes; each is answered. Schemas only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from effuse.kvtransfer.messages import (
+    MAX_MANIFEST_BYTES,
+    U32,
+    AttemptId,
+    Field,
+    MalformedMessage,
+    Manifest,
+    Name,
+    PageRef,
+    Text,
+)
+
+MAX_CHUNK_PAGES = 4096
+
+
+class Begin(Struct, frozen=True, tag=True):
+    """A sender names itself, the life it means, and its model."""
+
+    attempt: AttemptId
+    source: Name
+    destination: Name
+    fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
+
+
+class Pages(Struct, frozen=True, tag=True):
+    """Pages [first, first + n) of the reservation; their bytes follow in frames."""
+
+    attempt: AttemptId
+    source: Name
+    destination: Name
+    first: U32
+    pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
+
+
+class Finish(Struct, frozen=True, tag=True):
+    """All pages were sent; the manifest says what they are."""
+
+    manifest: Manifest
+
+
+class Placed(Struct, frozen=True, tag=True):
+    """A chunk lies in the pool."""
+
+    transfer_id: Name
+    first: U32
+
+
+class Accepted(Struct, frozen=True, tag=True):
+    """The handoff is verified."""
+
+    transfer_id: Name
+
+
+class Rejected(Struct, frozen=True, tag=True):
+    """A message was refused; `first` names the chunk if it was one."""
+
+    transfer_id: Name
+    cause: Name
+    message: Text
+    first: U32 | None = None
+
+
+ToReceiver = Begin | Pages | Finish
+ToSender = Placed | Accepted | Rejected
+
+_to_receiver = msgspec.msgpack.Decoder(ToReceiver)
+_to_sender = msgspec.msgpack.Decoder(ToSender)
+
+
+def decode_to_receiver(data: memoryview) -> ToReceiver:
+    """A sender's header. Raises MalformedMessage."""
+    if data.nbytes > MAX_MANIFEST_BYTES:
+        raise MalformedMessage(f"a header of {data.nbytes} bytes exceeds {MAX_MANIFEST_BYTES}")
+    try:
+        message: ToReceiver = _to_receiver.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"not a message to a receiver: {error}") from error
+    return message
+
+
+def decode_to_sender(data: bytes) -> ToSender:
+    """A receiver's answer. Raises MalformedMessage."""
+    try:
+        message: ToSender = _to_sender.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"not a message to a sender: {error}") from error
+    return message

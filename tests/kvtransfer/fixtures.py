@@ -1,0 +1,83 @@
+"""What the handoff tests share: a small layout, its fingerprint, and reservations on it."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+
+import torch
+from effuse.kvtransfer.connector import Connector, ConnectorEvent
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import AttemptId, Field, PageRef, ReceiverAddress, Reservation
+
+SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
+LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page
+DEADLINE_S = 20.0
+
+
+def facts(weights: str = "w1") -> ModelFacts:
+    """Facts of a model that does not exist."""
+    return ModelFacts(
+        weights=weights,
+        architecture="sdar",
+        block_size=8,
+        mask_token_id=3,
+        prompt_attention="causal_blocks",
+        commit_rule="clean",
+    )
+
+
+def print_of(layout: KVLayout, weights: str = "w1") -> Fingerprint:
+    """Fingerprint of a layout."""
+    return fingerprint(layout, facts(weights))
+
+
+def changed(fields: Fingerprint, name: str) -> Fingerprint:
+    """The fingerprint with one field changed."""
+    return tuple(Field(f.name, f.value + "x") if f.name == name else f for f in fields)
+
+
+def filled(layout: KVLayout, num_pages: int, seed: int = 0) -> PageMemory:
+    """A pool whose pages all differ."""
+    memory = PageMemory(layout, num_pages)
+    generator = torch.Generator().manual_seed(seed)
+    memory.tensor.copy_(torch.rand(memory.tensor.shape, generator=generator))
+    return memory
+
+
+def reservation(
+    memory: PageMemory,
+    address: ReceiverAddress,
+    pages: Sequence[PageRef],
+    *,
+    incarnation: str = "decode-1",
+    number: int = 1,
+    fields: Fingerprint | None = None,
+    lease_s: float = 10.0,
+) -> Reservation:
+    """A reservation of these pages."""
+    return Reservation(
+        attempt=AttemptId(f"request-{number}", 1, f"transfer-{number}"),
+        incarnation=incarnation,
+        address=address,
+        num_pool_pages=memory.num_pages,
+        page_bytes=memory.page_bytes,
+        pages=tuple(pages),
+        fingerprint=fields if fields is not None else print_of(memory.layout),
+        lease_s=lease_s,
+    )
+
+
+def next_event(connector: Connector, within_s: float = DEADLINE_S) -> ConnectorEvent:
+    """Waits for the connector's next event; exactly one may be there."""
+    deadline = time.monotonic() + within_s
+    while True:
+        events = connector.poll()
+        if events:
+            assert len(events) == 1, events
+            return events[0]
+        left = deadline - time.monotonic()
+        assert left > 0, "no event came"
+        select.select([connector.fileno()], [], [], left)

@@ -1,0 +1,84 @@
+"""The test's side of receiver_process.py: starts it, asks it, hears it, and ends it for certain."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from effuse.kvtransfer.messages import Reservation, decode_reservation
+
+from kvtransfer.fixtures import DEADLINE_S
+
+TESTS = Path(__file__).parents[1]
+
+
+class RemoteReceiver:
+    """A receiving pool in another process."""
+
+    def __init__(
+        self, kind: str, layout: str, num_pages: int, incarnation: str = "decode-1"
+    ) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvtransfer.receiver_process"]
+            + [kind, layout, str(num_pages), incarnation],
+            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._heard: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def ask(self, **command: object) -> None:
+        """Sends one command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """The next line it says."""
+        return self._heard.get(timeout=DEADLINE_S)
+
+    def reserve(
+        self,
+        pages: Sequence[int],
+        *,
+        number: int = 1,
+        writer: str | None = "prefill-1",
+        lease_s: float = 10.0,
+    ) -> Reservation:
+        """Has it expect a transfer into these pages."""
+        refs = [(page, 1) for page in pages]
+        self.ask(do="reserve", pages=refs, number=number, writer=writer, lease_s=lease_s)
+        return decode_reservation(base64.b64decode(self.hear()["reservation"]))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(b"{"):
+                self._heard.put(json.loads(line))
