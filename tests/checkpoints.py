@@ -45,6 +45,7 @@ def write_tiny_checkpoint(
     seed: int = 0,
     *,
     head_scale: float = 8.0,
+    gain: float = 1.0,
     block_size: int = 4,
     tied: bool = False,
     shards: int = 1,
@@ -54,7 +55,8 @@ def write_tiny_checkpoint(
 ) -> Path:
     """Write a checkpoint directory at `path` and return it. Equal arguments, equal bytes.
 
-    With `head_scale` 8 about half of the greedy confidences pass 0.9; with 1 none does.
+    With `head_scale` 8 about a third of the greedy confidences pass 0.9; with 1 none does.
+    `gain` scales what layers add: smaller ones round less, and make positions more alike.
     """
     sizes = sizes or TinySizes()
     path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,7 @@ def write_tiny_checkpoint(
     config |= _llada_config(sizes, tied) if architecture == "llada" else {}
     config |= _qwen_config(architecture, sizes, tied) if architecture != "llada" else {}
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    tensors = random_tensors(architecture, sizes, seed, head_scale=head_scale, tied=tied)
+    tensors = random_tensors(architecture, sizes, seed, head_scale, gain, tied)
     write_tensors(path, {name: tensor.to(dtype) for name, tensor in tensors.items()}, shards)
     build_tokenizer(sizes.vocab_size).save(str(path / "tokenizer.json"))
     return path
@@ -89,8 +91,8 @@ def random_tensors(
     architecture: Architecture,
     sizes: TinySizes,
     seed: int,
-    *,
     head_scale: float = 1.0,
+    gain: float = 1.0,
     tied: bool = False,
 ) -> dict[str, Tensor]:
     """All tensors in fp32 under their released names. Attention is sharp and its output strong, so
@@ -99,8 +101,8 @@ def random_tensors(
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     q_dim, kv_dim = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
 
-    def matrix(rows: int, columns: int, gain: float) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
+    def matrix(rows: int, columns: int, scale: float) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)
 
     def near(value: float, size: int) -> Tensor:
         return value + 0.1 * torch.randn(size, generator=generator)
@@ -117,14 +119,18 @@ def random_tensors(
         attention, mlp = (at, at) if llada else (f"{at}.self_attn", f"{at}.mlp")
         tensors |= {
             f"{at}.{'attn_norm' if llada else 'input_layernorm'}.weight": near(1, hidden),
-            f"{attention}.q_proj.weight": matrix(q_dim, hidden, 2.0),
-            f"{attention}.k_proj.weight": matrix(kv_dim, hidden, 2.0),
-            f"{attention}.v_proj.weight": matrix(kv_dim, hidden, 1.5),
-            f"{attention}.{'attn_out' if llada else 'o_proj'}.weight": matrix(hidden, q_dim, 2.0),
+            f"{attention}.q_proj.weight": matrix(q_dim, hidden, 2.0 * gain),
+            f"{attention}.k_proj.weight": matrix(kv_dim, hidden, 2.0 * gain),
+            f"{attention}.v_proj.weight": matrix(kv_dim, hidden, 1.5 * gain),
+            f"{attention}.{'attn_out' if llada else 'o_proj'}.weight": matrix(
+                hidden, q_dim, 2.0 * gain
+            ),
             f"{at}.{'ff_norm' if llada else 'post_attention_layernorm'}.weight": near(1, hidden),
-            f"{mlp}.{'ff_proj' if llada else 'gate_proj'}.weight": matrix(inner, hidden, 1.5),
-            f"{mlp}.up_proj.weight": matrix(inner, hidden, 1.5),
-            f"{mlp}.{'ff_out' if llada else 'down_proj'}.weight": matrix(hidden, inner, 1.5),
+            f"{mlp}.{'ff_proj' if llada else 'gate_proj'}.weight": matrix(
+                inner, hidden, 1.5 * gain
+            ),
+            f"{mlp}.up_proj.weight": matrix(inner, hidden, 1.5 * gain),
+            f"{mlp}.{'ff_out' if llada else 'down_proj'}.weight": matrix(hidden, inner, 1.5 * gain),
         }
         if architecture == "dream":
             for name, size in (("q_proj", q_dim), ("k_proj", kv_dim), ("v_proj", kv_dim)):

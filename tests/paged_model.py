@@ -1,0 +1,81 @@
+"""A transformer over paged memory whose page ids are scattered and whose free slots hold NaN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.batch import make_attention_batch
+from effuse.models.runner import ModelRunner
+from effuse.models.transformer import Transformer
+from effuse.models.weights import load_model
+
+NUM_PAGES = 64
+
+
+class PagedModel:
+    """One checkpoint with its own pool memory, in fp32 on the CPU."""
+
+    def __init__(self, path: Path, *, page_size: int, block_size: int) -> None:
+        self.model: Transformer = load_model(path, block_size=block_size)
+        self.page_size, self.block_size = page_size, block_size
+        config = self.model.config
+        shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
+        self.memory = torch.full(shape, float("nan"))
+        self.kv = [
+            (self.memory[:, layer, 0].transpose(1, 2), self.memory[:, layer, 1].transpose(1, 2))
+            for layer in range(config.num_layers)
+        ]
+        self._free = torch.randperm(
+            NUM_PAGES, generator=torch.Generator().manual_seed(page_size)
+        ).tolist()
+
+    def runner(self) -> ModelRunner:
+        """A runner over this memory."""
+        return ModelRunner(
+            self.model, self.kv, page_size=self.page_size, block_size=self.block_size
+        )
+
+    def pages(self, num_tokens: int) -> list[int]:
+        """Page ids that nobody else has, enough for `num_tokens`."""
+        return [self._free.pop() for _ in range(-(-num_tokens // self.page_size))]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: list[int],
+        start: int,
+        pages: list[int],
+        num_stored: int,
+        origin: int,
+        last_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden rows of one sequence's rows at positions from `start`."""
+        positions = torch.arange(start, start + len(token_ids))
+        slots = (
+            torch.tensor(pages)[
+                positions.clamp(max=len(pages) * self.page_size - 1) // self.page_size
+            ]
+            * self.page_size
+            + positions % self.page_size
+        )
+        slots[num_stored:] = -1
+        attention = make_attention_batch(
+            [len(token_ids)],
+            [start],
+            [pages],
+            [origin],
+            block_size=self.block_size,
+            page_size=self.page_size,
+            device=torch.device("cpu"),
+        )
+        return self.model.forward(
+            torch.tensor(token_ids), positions, attention, self.kv, slots, last_rows=last_rows
+        )
+
+    def stored(self, layer: int, pages: list[int], num_tokens: int) -> tuple[Tensor, Tensor]:
+        """K and V [num_tokens, Hkv, D] as they lie in the pages."""
+        k, v = (view[torch.tensor(pages)].flatten(0, 1)[:num_tokens] for view in self.kv[layer])
+        return k, v
