@@ -145,7 +145,11 @@ class Fleet:
         if name in self.processes:
             self._ended.append(self.processes.pop(name))
         self._spawn(name)
-        self._addresses[name] = self._await_address(name, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if name == "redis":
+            self._await_redis(deadline)
+        else:
+            self._addresses[name] = self._await_address(name, deadline)
 
     def dead(self) -> list[Process]:
         """Processes that have ended without being asked to by `kill` or `terminate`."""
@@ -207,7 +211,8 @@ class Fleet:
         if not self._wait(deadline, ready.exists):
             process = self.processes[name]
             raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
-        return str(json.loads(ready.read_text())["address"])
+        text = ready.read_text().strip()
+        return str(json.loads(text)["address"]) if text.startswith("{") else text
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
@@ -215,6 +220,9 @@ class Fleet:
             self.redis_url = f"redis://127.0.0.1:{port}/0"
             self._commands["redis"] = _redis_command(port, self._home)
             self._spawn("redis")
+        self._await_redis(deadline)
+
+    def _await_redis(self, deadline: float) -> None:
         with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:
             if not self._wait(deadline, lambda: _answers(client)):
                 raise FleetError(f"no Redis answers at {self.redis_url}")

@@ -1,0 +1,120 @@
+"""`effuse demo`: starts a real fleet, solves fresh problems on it and shows how.
+
+The problems are drawn now, from the split that training never saw. The exit status is 0 only if
+every answer is right.
+"""
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from rich.console import Console
+
+from effuse.cli.arguments import command, whole
+from effuse.cli.client import Answer, ask, explain
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.knobs import Knobs, make_request
+from effuse.cli.watch import watch
+from effuse.models.problems import Problem, check, problem
+from effuse.protos.rpc import connect
+from effuse.protos.stubs import generation_stub
+
+_TIMEOUT_S = 60.0
+_MAX_TOKENS = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """What to show."""
+
+    problems: int
+    seed: int
+    connector: str
+    prefill: int
+    decode: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit status."""
+    demo = parse(argv)
+    console = Console(highlight=False)
+    config = FleetConfig(prefill=demo.prefill, decode=demo.decode, connector=demo.connector)
+    try:
+        with console.status("starting a fleet"):
+            fleet = Fleet(config)
+            fleet.start()
+    except FleetError as error:
+        print(f"effuse demo: {error}", file=sys.stderr)
+        return 1
+    try:
+        _introduce(console, fleet)
+        right = asyncio.run(solve(console, fleet.address, demo))
+    except grpc.aio.AioRpcError as error:
+        print(f"effuse demo: {explain(error)}", file=sys.stderr)
+        return 1
+    finally:
+        fleet.stop()
+    console.print(f"\n{right} of {demo.problems} answers are right.", style="bold")
+    return 0 if right == demo.problems else 1
+
+
+def parse(argv: Sequence[str]) -> Demo:
+    """The demo that the flags describe; exits with status 2 on bad ones."""
+    parser = command("demo", "Start a fleet, solve fresh problems on it, show blocks filling in.")
+    add = parser.add_argument
+    add("--problems", type=whole(1), default=3, metavar="N", help="problems to draw (default: 3)")
+    add("--seed", type=whole(0), metavar="N", help="draw these problems; new ones if absent")
+    add("--connector", choices=("nixl", "zmq"), default="zmq", help="how KV pages move")
+    add("--prefill", type=whole(0), default=1, metavar="X", help="prefill workers (default: 1)")
+    add("--decode", type=whole(1), default=1, metavar="Y", help="decode workers (default: 1)")
+    found = parser.parse_args(argv)
+    return Demo(
+        problems=found.problems,
+        seed=secrets.randbits(32) if found.seed is None else found.seed,
+        connector=found.connector,
+        prefill=found.prefill,
+        decode=found.decode,
+    )
+
+
+async def solve(console: Console, address: str, demo: Demo) -> int:
+    """Send the problems one after the other; how many answers are right."""
+    right = 0
+    async with connect(address, keepalive=None) as channel:
+        stub = generation_stub(channel)
+        for index in range(demo.problems):
+            drawn = problem(demo.seed, index, "held_out")
+            console.print(f"\nProblem {index + 1} (seed {demo.seed})", style="bold blue")
+            console.print(drawn.prompt, markup=False)
+            request = make_request(drawn.prompt, Knobs(max_tokens=_MAX_TOKENS), drafts=True)
+            with watch(console) as show:
+                answer = await ask(stub, request, timeout_s=_TIMEOUT_S, on_event=show)
+            right += _judge(console, drawn, answer)
+    return right
+
+
+def _introduce(console: Console, fleet: Fleet) -> None:
+    console.print(f"A fleet is ready on {fleet.address} after {fleet.ready_s:.1f} s:")
+    for name, process in fleet.processes.items():
+        console.print(f"  {name:<10} pid {process.pid}")
+
+
+def _judge(console: Console, drawn: Problem, answer: Answer) -> bool:
+    verdict = check(drawn, answer.text)
+    stats, usage = answer.stats, answer.usage
+    for name, value in (
+        ("prompt", f"{usage.prompt_tokens} tokens"),
+        ("first block", f"after {answer.first_block_s * 1e3:.0f} ms"),
+        ("answer", f"{usage.completion_tokens} tokens after {answer.total_s * 1e3:.0f} ms"),
+        ("forward passes", f"{stats.forward_passes}, {stats.tokens_per_forward:.1f} tokens each"),
+        ("handed over", f"{stats.kv_bytes:,} KV bytes over {stats.connector or 'nothing'}"),
+    ):
+        console.print(f"  {name:<15} {value}", style="dim")
+    if verdict.final:
+        console.print("  right", style="bold green")
+    else:
+        console.print(f"  wrong; the right answer is:\n{drawn.answer}", style="bold red")
+    return verdict.final

@@ -1,0 +1,106 @@
+"""`effuse generate`: sends prompts to a running fleet and prints the answers.
+
+Text goes to standard output as it becomes final; figures and errors go to standard error.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from rich.console import Console
+
+from effuse.cli.arguments import DEFAULT_TARGET, command, number, target
+from effuse.cli.client import Answer, Event, ask, explain
+from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
+from effuse.cli.watch import watch
+from effuse.protos.rpc import connect
+from effuse.protos.stubs import generation_stub
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to ask for, and how to show it."""
+
+    prompts: tuple[str, ...]
+    knobs: Knobs
+    target: str
+    timeout_s: float
+    watch: bool
+    stats: bool
+    request_id: str | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit status."""
+    job = parse(argv)
+    try:
+        asyncio.run(run(job))
+    except grpc.aio.AioRpcError as error:
+        print(f"effuse generate: {explain(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(argv: Sequence[str]) -> Job:
+    """The job that the flags describe; exits with status 2 on bad ones."""
+    parser = command("generate", "Send prompts to a running fleet and print the answers.")
+    add = parser.add_argument
+    add("prompt", nargs="+", metavar="PROMPT", help="text to answer; - reads standard input")
+    add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
+    add("--watch", action="store_true", help="show the blocks as they are denoised")
+    add("--stats", action="store_true", help="print each answer's figures to standard error")
+    add("--timeout", type=number(0, open_left=True), default=120.0, metavar="S")
+    add("--request-id", metavar="ID", help="id of the request; for one prompt only")
+    add_knobs(parser)
+    return _job(parser, parser.parse_args(argv))
+
+
+def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Job:
+    prompts = tuple(sys.stdin.read() if one == "-" else one for one in found.prompt)
+    if found.request_id is not None and len(prompts) > 1:
+        parser.error(f"--request-id: expected one prompt, got {len(prompts)}")
+    return Job(
+        prompts=prompts,
+        knobs=knobs_from(found),
+        target=found.target,
+        timeout_s=found.timeout,
+        watch=found.watch,
+        stats=found.stats,
+        request_id=found.request_id,
+    )
+
+
+async def run(job: Job) -> None:
+    """Ask for the prompts, one after the other."""
+    async with connect(job.target, keepalive=None) as channel:
+        stub = generation_stub(channel)
+        for prompt in job.prompts:
+            request = make_request(prompt, job.knobs, request_id=job.request_id, drafts=job.watch)
+            if job.watch:
+                with watch(Console(), indent=0) as show:
+                    answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show)
+            else:
+                answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=_print_text)
+                print()
+            if job.stats:
+                print(figures(answer), file=sys.stderr)
+
+
+def _print_text(event: Event) -> None:
+    if event.HasField("commit"):
+        print(event.commit.text, end="", flush=True)
+
+
+def figures(answer: Answer) -> str:
+    """The figures of one answer, on one line."""
+    stats = answer.stats
+    moved = f"{stats.kv_bytes:,} KV bytes over {stats.connector}" if stats.connector else "no KV"
+    return (
+        f"{answer.usage.prompt_tokens} prompt tokens, first block after "
+        f"{answer.first_block_s * 1e3:.0f} ms, {answer.usage.completion_tokens} tokens in "
+        f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), "
+        f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all"
+    )

@@ -1,0 +1,136 @@
+"""`effuse up`: a whole fleet on this machine until Ctrl-C or SIGTERM.
+
+Flags that are not its own are the workers' (`worker/config.py`), checked here and passed on.
+A process that ends by itself is reported and started again, unless it keeps ending.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from effuse.cli.arguments import command, directory, whole
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.logs import LogFollower
+from effuse.cli.process import Process
+from effuse.worker.config import WorkerConfig
+from effuse.worker.flags import parse as parse_worker_flags
+
+_POLL_S = 0.2
+_MOST_ENDS = 5
+_WITHIN_S = 60.0
+# Flags of a worker that the fleet itself gives to each of them.
+_GIVEN = ("--worker-id", "--ready-file", "--advertise-host", "--connector-host", "--metrics-port")
+
+
+@dataclass(slots=True)
+class Endings:
+    """Counts processes that ended, to tell an accident from a fleet that cannot work."""
+
+    times: deque[float] = field(default_factory=deque)
+
+    def too_many(self, now: float) -> bool:
+        """Note one ending at `now`, in seconds; whether there were too many of late."""
+        self.times.append(now)
+        while self.times and self.times[0] < now - _WITHIN_S:
+            self.times.popleft()
+        return len(self.times) > _MOST_ENDS
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit status."""
+    config, quiet = parse(argv)
+    # SIGTERM ends the fleet exactly as Ctrl-C does, also while it starts.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    fleet = Fleet(config)
+    if quiet:
+        return run(fleet)
+    with LogFollower(fleet.log_dir, sys.stderr):
+        return run(fleet)
+
+
+def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
+    """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
+    parser = command("up", "Start a fleet on this machine. Any flag of a worker is taken too.")
+    add = parser.add_argument
+    add("--prefill", type=whole(0, 64), default=1, metavar="X", help="prefill workers")
+    add("--decode", type=whole(1, 64), default=1, metavar="Y", help="decode workers")
+    add("--connector", choices=("nixl", "zmq"), default="zmq", help="how KV pages move")
+    add("--model", type=directory, metavar="DIR", help="checkpoint; the bundled model if absent")
+    add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=whole(0, 65535), default=50051, help="the router's port; 0 is any free one")
+    add("--redis-url", metavar="URL", help="a running Redis; an embedded one is started if absent")
+    add("--fleet", metavar="NAME", help="namespace in Redis; a new one if absent")
+    add("--log-dir", type=Path, metavar="DIR", help="keep one log file a process here")
+    add("--quiet", action="store_true", help="do not show the processes' logs")
+    found, rest = parser.parse_known_args(argv)
+    _check_worker_flags(parser, rest)
+    config = FleetConfig(
+        prefill=found.prefill,
+        decode=found.decode,
+        connector=found.connector,
+        model=found.model,
+        adapter=found.adapter,
+        host=found.host,
+        port=found.port,
+        redis_url=found.redis_url,
+        name=found.fleet,
+        worker_flags=tuple(rest),
+        log_dir=found.log_dir,
+    )
+    return config, found.quiet
+
+
+def _check_worker_flags(parser: argparse.ArgumentParser, rest: Sequence[str]) -> None:
+    for flag in rest:
+        if flag.split("=")[0] in _GIVEN:
+            parser.error(f"{flag}: the fleet gives each worker its own")
+    parse_worker_flags(WorkerConfig, rest, prog="effuse up", about="Flags of a worker.")
+
+
+def run(fleet: Fleet) -> int:
+    """Start the fleet, watch over it until it is told to end; the exit status."""
+    try:
+        fleet.start()
+        print(_greeting(fleet), flush=True)
+        return watch_over(fleet)
+    except FleetError as error:
+        print(f"effuse up: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        fleet.stop()
+
+
+def watch_over(fleet: Fleet) -> int:
+    """Report each process that ends and start it again; returns when they end too often."""
+    endings = Endings()
+    while True:
+        for process in fleet.dead():
+            _report(process)
+            if endings.too_many(time.monotonic()):
+                print("effuse up: processes keep ending; giving up", file=sys.stderr)
+                return 1
+            fleet.restart(process.name)
+            print(f"effuse up: {process.name} is back", file=sys.stderr)
+        time.sleep(_POLL_S)
+
+
+def _report(process: Process) -> None:
+    print(f"effuse up: {process.ending()}; its log ends:\n{process.tail()}", file=sys.stderr)
+
+
+def _greeting(fleet: Fleet) -> str:
+    config = fleet.config
+    return (
+        f"effuse is ready on {fleet.address} after {fleet.ready_s:.1f} s: {config.prefill} prefill "
+        f"and {config.decode} decode workers, {config.connector}, Redis at {fleet.redis_url}"
+    )
