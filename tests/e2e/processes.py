@@ -1,0 +1,26 @@
+"""What the kernel says of a process and its children: open files and resident memory."""
+
+from __future__ import annotations
+
+import psutil
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """The process and all that it started."""
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def open_files(pid: int) -> int:
+    """File descriptors of the process and its children."""
+    return sum(process.num_fds() for process in tree(pid))
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of the process and its children, shared pages counted for each."""
+    return sum(process.memory_info().rss for process in tree(pid))
+
+
+def pids(pid: int) -> set[int]:
+    """Ids of the process and its children."""
+    return {process.pid for process in tree(pid)}

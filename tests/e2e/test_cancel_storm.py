@@ -1,0 +1,112 @@
+"""Requests that are cancelled at random moments leave nothing behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import grpc
+import redis
+from e2e.client import Client, connect, load_of
+from e2e.processes import open_files, resident_bytes
+from e2e.tiny import TINY, tiny_fleet
+from e2e.workload import Job, draw_jobs
+
+from effuse.cli.fleet import Fleet
+
+REQUESTS = 500
+IN_FLIGHT = 24
+SETTLE_S = 30.0
+RSS_SLACK_BYTES = 24 << 20
+
+
+def test_five_hundred_requests_a_third_cancelled() -> None:
+    with tiny_fleet("sdar", connector="nixl", prefill=1, decode=1) as fleet:
+        with connect(fleet.address) as client:
+            jobs = draw_jobs(
+                7, REQUESTS + 100, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids
+            )
+            _storm(client, jobs[:100], seed=1)  # caches, arenas and connections are grown by then
+            _wait(lambda: _idle(fleet), "the warm-up leaves something running")
+            before = _resources(fleet)
+            cancelled, finished = _storm(client, jobs[100:], seed=2)
+        assert cancelled >= REQUESTS // 4, "the fault did not happen often enough"
+        assert cancelled + finished == REQUESTS
+        _wait(lambda: _idle(fleet), "pages, requests or quarantine are left")
+        _wait(lambda: not _running_keys(fleet), "Redis holds keys of running requests")
+        _wait(lambda: _files_and_tasks(fleet) <= before[0], "tasks or file descriptors are left")
+        grown = sum(resident_bytes(one.pid) for one in _members(fleet)) - before[1]
+        assert grown < RSS_SLACK_BYTES, f"resident memory grew by {grown >> 20} MiB"
+
+
+def _storm(client: Client, jobs: list[Job], seed: int) -> tuple[int, int]:
+    """Sends all, `IN_FLIGHT` at a time, every third one cancelled at a random moment."""
+    chance = random.Random(seed)
+    waiting: list[tuple[grpc.Future, float | None]] = []
+    cancelled = finished = 0
+    for number, job in enumerate(jobs):
+        call = client.stub.Generate.future(job.message(), timeout=60)
+        now = time.monotonic()
+        waiting.append((call, now + chance.expovariate(20.0) if number % 3 == 0 else None))
+        while len(waiting) >= IN_FLIGHT or (number == len(jobs) - 1 and waiting):
+            ended = _sweep(waiting)
+            cancelled += sum(call.cancelled() for call in ended)
+            finished += sum(not call.cancelled() and call.code().value[0] == 0 for call in ended)
+            time.sleep(0.002)
+    return cancelled, finished
+
+
+def _sweep(waiting: list[tuple[grpc.Future, float | None]]) -> list[grpc.Future]:
+    for call, when in waiting:
+        if when is not None and time.monotonic() >= when:
+            call.cancel()
+    ended = [call for call, _ in waiting if call.done()]
+    waiting[:] = [(call, when) for call, when in waiting if not call.done()]
+    for call in ended:
+        if not call.cancelled() and call.exception(timeout=0) is not None:
+            raise AssertionError(f"a request failed: {call.code()} {call.details()}")
+    return ended
+
+
+def _members(fleet: Fleet) -> list[object]:
+    return [fleet.processes[name] for name in fleet.processes if name != "redis"]
+
+
+def _idle(fleet: Fleet) -> bool:
+    loads = [load_of(fleet.address_of(name)) for name in fleet.processes if "-" in name]
+    return all(
+        load.running == load.waiting == load.quarantined_pages == 0
+        and load.free_pages == load.total_pages
+        for load in loads
+    )
+
+
+def _files_and_tasks(fleet: Fleet) -> tuple[int, int]:
+    files = sum(open_files(one.pid) for one in _members(fleet))
+    tasks = sum(load_of(fleet.address_of(name)).tasks for name in fleet.processes if "-" in name)
+    return files, tasks
+
+
+def _resources(fleet: Fleet) -> tuple[tuple[int, int], int]:
+    return _files_and_tasks(fleet), sum(resident_bytes(one.pid) for one in _members(fleet))
+
+
+def _running_keys(fleet: Fleet) -> list[bytes]:
+    """Keys of placement records that do not say that their request ended."""
+    with redis.Redis.from_url(fleet.redis_url, socket_timeout=5) as client:
+        keys = [key for key in client.scan_iter(match="*request*") if client.type(key) != b"none"]
+        return [key for key in keys if b"running" in _content(client, key)]
+
+
+def _content(client: redis.Redis, key: bytes) -> bytes:
+    if client.type(key) == b"hash":
+        return b" ".join(part for pair in client.hgetall(key).items() for part in pair)
+    return client.get(key) or b""
+
+
+def _wait(done: Callable[[], bool], complaint: str) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while not done():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.1)

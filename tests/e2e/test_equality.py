@@ -1,0 +1,156 @@
+"""The fleet's tokens are the reference decoder's, whatever moves pages and whoever is preempted.
+
+Jobs whose decisions hang on the last bits of a float are left out, so that another processor's
+rounding does not turn the comparison red; the cases that must occur are counted by the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Architecture
+from e2e.client import all_at_once, connect, load_of
+from e2e.tiny import TINY, tiny_fleet
+from e2e.workload import Job, draw_jobs
+from oracle.decode import decode_with
+from oracle.forward import RawModel, load_raw
+from oracle.settings import Occurrences, OracleResult, Settings
+
+from effuse.cli.fleet import Fleet
+from effuse.v1 import generation_pb2 as pb
+
+CONCURRENT = 16
+DRAWN = 36
+MARGIN = 2e-5
+FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+Pair = tuple[Job, OracleResult]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("architecture", ["sdar", "dream"])
+@pytest.mark.parametrize("connector", ["zmq", "nixl"])
+def test_tokens_equal_the_oracles(connector: str, architecture: Architecture) -> None:
+    with tiny_fleet(architecture, connector=connector) as fleet:
+        raw = load_raw(_model(fleet))
+        for algorithm in ("d2f", "block_diffusion"):
+            pairs = solid_jobs(raw, algorithm, seed=2)
+            answers = _ask(fleet, [job for job, _ in pairs])
+            _compare(pairs, answers)
+            _all_handed_over(answers, connector)
+            _cases_occurred(pairs, algorithm, architecture)
+        _counted_the_same_bytes(fleet)
+
+
+@pytest.mark.parametrize("architecture", ["sdar", "dream"])
+def test_tokens_equal_the_oracles_while_requests_are_preempted(architecture: Architecture) -> None:
+    with tiny_fleet(architecture, connector="nixl", decode_flags=("--num-pages", "20")) as fleet:
+        raw = load_raw(_model(fleet))
+        for algorithm in ("d2f", "block_diffusion"):
+            pairs = solid_jobs(raw, algorithm, seed=3)
+            answers = _ask(fleet, [job for job, _ in pairs])
+            _compare(pairs, answers)
+            assert sum(answer.stats.preemptions for answer in answers) > 0, "nobody was preempted"
+        load = load_of(fleet.address_of("decode-0"))
+        assert load.preemptions > 0
+        assert load.free_pages == load.total_pages
+
+
+def solid_jobs(raw: RawModel, algorithm: str, seed: int) -> list[Pair]:
+    """Jobs with the oracle's answers; every second one ends at a token that it would write."""
+    pairs: list[Pair] = []
+    for number, job in enumerate(
+        draw_jobs(seed, DRAWN, algorithm, block_size=TINY.block_size, ids=TINY.plain_ids)
+    ):
+        answer = decode_with(raw, job.prompt, settings_of(job))
+        if number % 2 == 0 and len(answer.token_ids) > 4:
+            job = _stopping_at(job, answer.token_ids[len(answer.token_ids) // 2])
+            answer = decode_with(raw, job.prompt, settings_of(job, raw))
+        if _margin(job, answer) > MARGIN:
+            pairs.append((job, answer))
+    assert len(pairs) >= CONCURRENT, f"only {len(pairs)} of {DRAWN} jobs are far from every edge"
+    return pairs[:CONCURRENT]
+
+
+def settings_of(job: Job, raw: RawModel | None = None) -> Settings:
+    """The job in the oracle's words; its stop ids join the model's own where the model is given."""
+    shared = {field.name for field in fields(Settings)} & {field.name for field in fields(Job)}
+    values = {name: getattr(job, name) for name in shared}
+    stops = (*raw.eos_token_ids, *job.stop_token_ids) if raw else None
+    return Settings(**(values | {"stop_token_ids": stops}))
+
+
+def _stopping_at(job: Job, token: int) -> Job:
+    return Job(
+        **(
+            {field.name: getattr(job, field.name) for field in fields(Job)}
+            | {"stop_token_ids": (token,)}
+        )
+    )
+
+
+def _margin(job: Job, answer: OracleResult) -> float:
+    """How far the closest confidence lies from the threshold."""
+    return min(
+        (
+            abs(candidate.confidence - job.confidence_threshold)
+            for step in answer.steps
+            for candidate in step.candidates.values()
+        ),
+        default=1.0,
+    )
+
+
+def _ask(fleet: Fleet, jobs: list[Job]) -> list[pb.GenerateResponse]:
+    with connect(fleet.address) as client:
+        return all_at_once(lambda job: client.generate(job.message()), jobs)
+
+
+def _compare(pairs: list[Pair], answers: list[pb.GenerateResponse]) -> None:
+    for (job, expected), answer in zip(pairs, answers, strict=True):
+        assert tuple(answer.token_ids) == expected.token_ids, job
+        assert answer.finish_reason == FINISH[expected.finish], job
+        assert answer.usage.prompt_tokens == len(job.prompt)
+        assert answer.usage.completion_tokens == len(expected.token_ids)
+
+
+def _all_handed_over(answers: list[pb.GenerateResponse], connector: str) -> None:
+    """Nobody prefilled locally, and what moved is pages times page bytes."""
+    for answer in answers:
+        stats = answer.stats
+        assert (stats.connector, stats.prefill_worker) == (connector, "prefill-0")
+        assert stats.kv_bytes == stats.kv_pages * TINY.page_bytes
+    assert sum(answer.stats.kv_pages for answer in answers) > CONCURRENT
+
+
+def _counted_the_same_bytes(fleet: Fleet) -> None:
+    pushed = load_of(fleet.address_of("prefill-0")).kv_bytes
+    assert pushed == load_of(fleet.address_of("decode-0")).kv_bytes > 0
+    assert pushed % TINY.page_bytes == 0
+
+
+def _cases_occurred(pairs: list[Pair], algorithm: str, architecture: Architecture) -> None:
+    seen = Occurrences()
+    for _, answer in pairs:
+        seen.add(answer.occurred)
+    assert seen.cut_last_blocks > 0
+    if architecture == "sdar":
+        assert seen.prompts_shorter_than_block > 0
+        assert seen.ragged_tails > 0
+    if algorithm == "d2f":
+        assert seen.semi_active_writes > 0
+        assert seen.steps_settling_several > 0
+        assert seen.blocks_waiting > 0
+        assert seen.stops_before_later_blocks > 0, "no end in the middle of the pipeline"
+
+
+def _model(fleet: Fleet) -> Path:
+    assert fleet.config.model is not None
+    return fleet.config.model

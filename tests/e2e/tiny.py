@@ -1,0 +1,67 @@
+"""A tiny random checkpoint and fleets that serve it, shared by the end-to-end tests."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoints import MASK_TOKEN_ID, VOCAB_SIZE, Architecture, TinySizes, write_tiny_checkpoint
+
+from effuse.cli.fleet import Fleet, FleetConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiny:
+    """Numbers of the checkpoint and of the flags its fleets are started with."""
+
+    block_size: int = 8
+    page_size: int = 16
+    max_model_len: int = 256
+    mask_token_id: int = MASK_TOKEN_ID
+    vocab_size: int = VOCAB_SIZE
+    plain_ids: Sequence[int] = range(250)
+
+    @property
+    def page_bytes(self) -> int:
+        sizes = TinySizes()
+        token = sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim * 4
+        return token * self.page_size
+
+
+TINY = Tiny()
+
+
+def tiny_checkpoint(path: Path, architecture: Architecture) -> Path:
+    return write_tiny_checkpoint(
+        path, architecture, seed=11, head_scale=8.0, gain=0.6, block_size=TINY.block_size
+    )
+
+
+@contextlib.contextmanager
+def tiny_fleet(
+    architecture: Architecture,
+    *,
+    connector: str,
+    prefill: int = 1,
+    decode: int = 1,
+    num_pages: int = 512,
+    decode_flags: tuple[str, ...] = (),
+) -> Iterator[Fleet]:
+    """A running fleet; its checkpoint is at `fleet.config.model`."""
+    with tempfile.TemporaryDirectory(prefix="effuse-tiny-") as home:
+        config = FleetConfig(
+            prefill=prefill,
+            decode=decode,
+            connector=connector,
+            model=tiny_checkpoint(Path(home) / architecture, architecture),
+            worker_flags=(
+                *("--dtype", "float32", "--page-size", str(TINY.page_size)),
+                *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
+            ),
+            decode_flags=decode_flags,
+        )
+        with Fleet(config) as fleet:
+            yield fleet
