@@ -1,0 +1,283 @@
+"""A decode engine in this process on a tiny checkpoint, and requests of many shapes for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import oracle.settings
+import torch
+from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
+
+from effuse.decode_worker.boundary import Boundary
+from effuse.decode_worker.engine import DecodeEngine, Forward
+from effuse.decode_worker.handoffs import Handoffs, Identity
+from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.scheduler import Limits
+from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.pool import PagePool
+from effuse.models.runner import ModelRunner
+from effuse.models.transformer import Transformer
+from effuse.models.weights import load_model
+from effuse.worker import messages
+from effuse.worker.messages import CoreEvent, Settings, StartDecode
+
+INCARNATION = "decode-1"
+
+
+@dataclass
+class Clock:
+    """Time that a test moves."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Answer:
+    """What the engine said of one attempt."""
+
+    events: list[CoreEvent] = field(default_factory=list)
+
+    def of(self, kind: type[CoreEvent]) -> list[CoreEvent]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def commits(self) -> list[messages.Committed]:
+        return [event for event in self.events if isinstance(event, messages.Committed)]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All committed tokens; checks that each commit begins where the last one ended."""
+        tokens: list[int] = []
+        for commit in self.commits:
+            assert commit.token_offset == len(tokens)
+            tokens += commit.token_ids
+        return tuple(tokens)
+
+    @property
+    def finished(self) -> messages.Finished:
+        last = self.events[-1]
+        assert isinstance(last, messages.Finished), last
+        return last
+
+    @property
+    def failed(self) -> messages.Failed:
+        last = self.events[-1]
+        assert isinstance(last, messages.Failed), last
+        return last
+
+
+class Rig:
+    """An engine, its parts, and everything that it said by transfer id."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_pages: int = 256,
+        page_size: int = 4,
+        budget: int = 4096,
+        max_num_seqs: int = 64,
+        max_model_len: int = 512,
+        forward: Forward | None = None,
+        lease_s: float = 10.0,
+        max_request_s: float = 1000.0,
+    ) -> None:
+        config = model.config
+        self.clock = Clock()
+        self.layout = layout_of(model, page_size)
+        self.memory = PageMemory(self.layout, num_pages)
+        self.pool = PagePool(num_pages)
+        self.fingerprint = fingerprint_of(model, self.layout)
+        self.connector: Connector | None = None
+        self.answers: dict[str, Answer] = {}
+        self.limits = Limits(
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            num_pages=num_pages,
+            page_size=page_size,
+            block_size=config.block_size,
+        )
+        self.forward = forward or ModelRunner(
+            model, self.memory.layer_views(), page_size=page_size, block_size=config.block_size
+        )
+        self._model, self._lease_s, self._max_request_s = model, lease_s, max_request_s
+        self.connect(None)
+
+    def connect(self, connector: Connector | None) -> None:
+        """Makes the engine, anew, with this connector."""
+        config = self._model.config
+        identity = Identity(
+            incarnation=INCARNATION,
+            fingerprint=self.fingerprint,
+            page_bytes=self.layout.page_bytes,
+            lease_s=self._lease_s,
+        )
+        self.engine = DecodeEngine(
+            self.forward,
+            self.pool,
+            Intake(config, self.limits),
+            Handoffs(self.pool, identity, connector),
+            Boundary(
+                config.hidden_size if config.shift_logits else None,
+                self._model.dtype,
+                self._model.device,
+            ),
+            now=self.clock,
+            max_request_s=self._max_request_s,
+        )
+
+    def start(self, request: StartDecode) -> Answer:
+        self.engine.handle(request)
+        self.collect()
+        return self.answers[request.attempt.transfer_id]
+
+    def step(self) -> bool:
+        """One step; the pool's books are checked after it."""
+        worked = self.engine.step()
+        self.collect()
+        self.engine.audit()
+        return worked
+
+    def run(self, most_steps: int = 5000) -> None:
+        """Steps until nothing moves."""
+        for _ in range(most_steps):
+            if not self.step():
+                return
+        raise AssertionError(f"still busy after {most_steps} steps")
+
+    def collect(self) -> None:
+        for event in self.engine.outbox():
+            attempt = (
+                event.reservation.attempt if isinstance(event, messages.Reserved) else event.attempt
+            )
+            self.answers.setdefault(attempt.transfer_id, Answer()).events.append(event)
+
+
+def layout_of(model: Transformer, page_size: int) -> KVLayout:
+    config = model.config
+    return KVLayout(
+        "unified", config.num_layers, config.num_kv_heads, config.head_dim, page_size, "float32"
+    )
+
+
+def fingerprint_of(model: Transformer, layout: KVLayout) -> Fingerprint:
+    config = model.config
+    facts = ModelFacts(
+        weights="test",
+        architecture=config.architecture,
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        prompt_attention=config.prompt_attention,
+        commit_rule="settled",
+    )
+    return fingerprint(layout, facts)
+
+
+def load_tiny(directory: Path) -> Transformer:
+    torch.set_num_threads(1)
+    return load_model(directory)
+
+
+def make_request(
+    name: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 16,
+    writer: str | None = None,
+    drafts: bool = False,
+    resume: messages.Resume | None = None,
+    sampling: messages.Sampling | None = None,
+    stop_token_ids: Sequence[int] = (EOS_TOKEN_ID,),
+    **settings: object,
+) -> StartDecode:
+    """A request with the published defaults; settings by their names."""
+    asked = {
+        "algorithm": "d2f",
+        "window": 4,
+        "confidence_threshold": 0.9,
+        "block_add_threshold": 0.1,
+        "full_activation_threshold": 0.95,
+        "score": "confidence",
+        "remasking": "low_confidence_dynamic",
+        "denoising_steps": 4,
+    } | settings
+    return StartDecode(
+        attempt=AttemptId(f"request-{name}", 1, f"transfer-{name}"),
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        sampling=sampling or messages.Sampling(),
+        settings=Settings(**asked),  # type: ignore[arg-type]
+        writer=writer,
+        drafts=drafts,
+        resume=resume,
+    )
+
+
+def random_requests(
+    count: int, algorithm: str, *, block_size: int, seed: int = 0, sampled: bool = False
+) -> list[StartDecode]:
+    """Requests of different lengths and settings; the first prompt is shorter than a block."""
+    draw = random.Random(f"{seed}/{algorithm}/{block_size}")
+    requests = []
+    for index in range(count):
+        length = 1 if index == 0 else draw.randint(1, 6 * block_size)
+        requests.append(
+            make_request(
+                f"{seed}-{index}",
+                [draw.choice(_PLAIN_IDS) for _ in range(length)],
+                max_tokens=draw.randint(1, 8 * block_size),
+                sampling=messages.Sampling(
+                    temperature=draw.choice((0.5, 1.0)) if sampled else 0.0,
+                    top_p=draw.choice((0.9, 1.0)) if sampled else 1.0,
+                    top_k=draw.choice((0, 20)) if sampled else 0,
+                    seed=draw.randrange(2**64),
+                ),
+                stop_token_ids=draw.sample(_PLAIN_IDS, draw.choice((0, 8, 16))),
+                algorithm=algorithm,
+                window=draw.choice((1, 2, 4, 6)),
+                confidence_threshold=draw.choice((0.6, 0.9, 0.95)),
+                block_add_threshold=draw.choice((0.0, 0.1, 0.5)),
+                full_activation_threshold=draw.choice((0.5, 0.95, 1.0)),
+                score=draw.choice(("confidence", "margin", "neg_entropy")),
+                remasking=draw.choice(
+                    ("low_confidence_dynamic", "low_confidence_static", "sequential")
+                ),
+                denoising_steps=draw.randint(1, block_size),
+            )
+        )
+    return requests
+
+
+_PLAIN_IDS = [i for i in range(VOCAB_SIZE) if i not in (EOS_TOKEN_ID, MASK_TOKEN_ID)]
+
+
+def oracle_settings(request: StartDecode) -> oracle.settings.Settings:
+    """The same request in the oracle's terms."""
+    asked, sampling = request.settings, request.sampling
+    return oracle.settings.Settings(
+        algorithm=asked.algorithm,
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        score=asked.score,
+        confidence_threshold=asked.confidence_threshold,
+        window=asked.window,
+        block_add_threshold=asked.block_add_threshold,
+        full_activation_threshold=asked.full_activation_threshold,
+        remasking=asked.remasking,
+        denoising_steps=asked.denoising_steps,
+    )
