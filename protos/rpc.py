@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -188,9 +190,9 @@ async def serve(
 
 
 def write_ready_file(path: Path, address: str) -> None:
-    """Leaves `address` ("host:port") in `path` for whoever waits for this process; atomic."""
+    """Leaves {"address": "host:port", "pid": ...} in `path` for whoever waits; atomic."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(address + "\n")
+    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
     partial.replace(path)
 
 

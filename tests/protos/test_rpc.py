@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -83,6 +84,11 @@ def run(body: Callable[[rpc.RpcServer, grpc.aio.Channel], Awaitable[None]]) -> N
     asyncio.run(main())
 
 
+def raw(channel: grpc.aio.Channel, method: str) -> grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]:
+    """Calls `method` with bytes as they are."""
+    return channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
+
+
 async def failure(call: Awaitable[object]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -100,7 +106,7 @@ MALFORMED = {
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed_bytes_are_invalid_argument(data: bytes) -> None:
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
-        error = await failure(channel.unary_unary(f"/{SERVICE}/Abort")(data))
+        error = await failure(raw(channel, f"/{SERVICE}/Abort")(data))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "not the protobuf message" in (error.details() or "")
         assert type(errors.from_rpc_error(error, "w")) is errors.InvalidRequest
@@ -111,10 +117,14 @@ def test_malformed_bytes_are_invalid_argument(data: bytes) -> None:
 
 def test_malformed_bytes_on_streams_are_invalid_argument() -> None:
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
-        one = channel.unary_stream("/effuse.v1.DecodeService/Decode")(b"\xff\xff")
+        one = channel.unary_stream(
+            "/effuse.v1.DecodeService/Decode", bytes, pb.DecodeResponse.FromString
+        )(b"\xff\xff")
         assert (await failure(one.read())).code() is grpc.StatusCode.INVALID_ARGUMENT
         good = pb.PrefillRequest().SerializeToString()
-        both = channel.stream_stream("/effuse.v1.PrefillService/Prefill")(iter([good, b"\xff\xff"]))
+        both = channel.stream_stream(
+            "/effuse.v1.PrefillService/Prefill", bytes, pb.PrefillResponse.FromString
+        )(iter([good, b"\xff\xff"]))
         await both.read()
         assert (await failure(both.read())).code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -160,10 +170,10 @@ def test_a_message_over_the_limit_is_resource_exhausted() -> None:
 
 def test_unknown_method_and_unknown_fields() -> None:
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
-        error = await failure(channel.unary_unary(f"/{SERVICE}/NoSuchMethod")(b""))
+        error = await failure(raw(channel, f"/{SERVICE}/NoSuchMethod")(b""))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
         unknown = b"\xfa\x7f" + b"\xa0\x8d\x06" + b"z" * 100_000  # field 2047, length-delimited
-        assert await channel.unary_unary(f"/{SERVICE}/GetLoad")(unknown)
+        assert await raw(channel, f"/{SERVICE}/GetLoad")(unknown)
 
     run(body)
 
@@ -219,5 +229,5 @@ def test_sigterm_drains_and_lets_calls_end() -> None:
 def test_ready_file_appears_whole(tmp_path: Path) -> None:
     path = tmp_path / "ready"
     rpc.write_ready_file(path, "127.0.0.1:50051")
-    assert path.read_text() == "127.0.0.1:50051\n"
+    assert json.loads(path.read_text()) == {"address": "127.0.0.1:50051", "pid": os.getpid()}
     assert [p.name for p in tmp_path.iterdir()] == ["ready"]

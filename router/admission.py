@@ -1,0 +1,91 @@
+"""Who may run now, who waits, who is refused: a bounded queue in front of the fleet.
+
+No workers, no text: slots and ids only. A waiting request is bounded by its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from effuse.protos.errors import AlreadyRunning, Draining, Overloaded
+
+
+class Admission:
+    """`max_running` requests at once; `max_waiting` behind them, first come first served."""
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self._ids: set[str] = set()
+        self._running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_draining = False
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return self._running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    def drain(self) -> None:
+        """Admits nothing from now on; what waits already still gets its turn."""
+        self._is_draining = True
+
+    @asynccontextmanager
+    async def slot(self, request_id: str) -> AsyncIterator[None]:
+        """Holds a slot. Waits in the queue; the caller bounds how long.
+
+        Raises `AlreadyRunning`, `Overloaded` or `Draining` at once, before anything is held."""
+        self._check(request_id)
+        self._ids.add(request_id)
+        try:
+            await self._acquire()
+            try:
+                yield
+            finally:
+                self._release()
+        finally:
+            self._ids.discard(request_id)
+
+    def _check(self, request_id: str) -> None:
+        if self._is_draining:
+            raise Draining("the router is shutting down; ask another one", retry_after_s=1.0)
+        if request_id in self._ids:
+            raise AlreadyRunning(f"a request with id {request_id!r} is running; choose another id")
+        if self._running >= self.max_running and len(self._waiting) >= self.max_waiting:
+            raise Overloaded(
+                f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
+                "is all this router takes; try again later",
+                retry_after_s=1.0,
+            )
+
+    async def _acquire(self) -> None:
+        if self._running < self.max_running and not self._waiting:
+            self._running += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._release()  # its turn came in the same moment
+            elif turn in self._waiting:
+                self._waiting.remove(turn)
+            raise
+
+    def _release(self) -> None:
+        """Hands the slot to who waits longest, or frees it."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._running -= 1

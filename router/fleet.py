@@ -1,0 +1,134 @@
+"""The router's own account of the fleet: what it has placed where, whom it suspects, and channels.
+
+The view of who is alive is placement's; choosing is `policy.py`'s; calling is `attempt.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol
+
+import grpc.aio
+
+from effuse.placement.records import WorkerRecord
+from effuse.protos.rpc import connect
+from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
+from effuse.router.policy import Candidate, InFlight, Placement, PrefillMode, WorkerLife, place
+
+if TYPE_CHECKING:
+    from effuse.v1 import worker_pb2_grpc
+
+SUSPICION_S: Final = 6.0
+"""A little longer than a lease (5 s): by then a dead worker has left the view."""
+
+
+class View(Protocol):
+    """Who is alive; placement.fleet.FleetView is one."""
+
+    def workers(self) -> Sequence[WorkerRecord]:
+        """Live workers, draining ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A channel to one address, with the stubs that calls need."""
+
+    channel: grpc.aio.Channel
+    prefill: worker_pb2_grpc.PrefillServiceAsyncStub
+    decode: worker_pb2_grpc.DecodeServiceAsyncStub
+    worker: worker_pb2_grpc.WorkerServiceAsyncStub
+
+
+class Fleet:
+    """One per router, used from its event loop. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, view: View, mode: PrefillMode, now: Callable[[], float]) -> None:
+        self._view = view
+        self._mode: PrefillMode = mode
+        self._now = now
+        self._in_flight: dict[WorkerLife, InFlight] = {}
+        self._suspected_until: dict[WorkerLife, float] = {}
+        self._peers: dict[str, Peer] = {}
+
+    @property
+    def mode(self) -> PrefillMode:
+        """Who prefills."""
+        return self._mode
+
+    def candidates(self) -> list[Candidate]:
+        """Every live worker with our account of it."""
+        now = self._now()
+        return [self._candidate(record, now) for record in self._view.workers()]
+
+    def place(self, model: str, excluded: Collection[WorkerLife]) -> Placement | None:
+        """Picks workers for an attempt; nothing is counted yet."""
+        return place(self.candidates(), model, self._mode, excluded)
+
+    @contextmanager
+    def counted(self, placement: Placement, prompt_len: int, max_tokens: int) -> Iterator[None]:
+        """Counts an attempt on its workers as long as it lasts."""
+        decode = _life(placement.decode)
+        prefill = None if placement.prefill is None else _life(placement.prefill)
+        self._add(decode, 1, prompt_len + max_tokens)
+        if prefill is not None:
+            self._add(prefill, 1, prompt_len)
+        try:
+            yield
+        finally:
+            self._add(decode, -1, -prompt_len - max_tokens)
+            if prefill is not None:
+                self._add(prefill, -1, -prompt_len)
+
+    def suspect(self, record: WorkerRecord) -> None:
+        """It broke off: others come first until its lease must have run out."""
+        self._suspected_until[_life(record)] = self._now() + SUSPICION_S
+
+    def peer(self, address: str) -> Peer:
+        """The channel to a worker; one for all of its requests."""
+        peer = self._peers.get(address)
+        if peer is None:
+            channel = connect(address)
+            peer = self._peers[address] = Peer(
+                channel, prefill_stub(channel), decode_stub(channel), worker_stub(channel)
+            )
+        return peer
+
+    async def forget_gone(self) -> None:
+        """Drops what is kept of workers that are neither alive nor in use."""
+        alive = self._view.workers()
+        lives, addresses = {_life(r) for r in alive}, {r.address for r in alive}
+        for life, in_flight in list(self._in_flight.items()):
+            if life not in lives and in_flight.requests == 0:
+                del self._in_flight[life]
+        now = self._now()
+        self._suspected_until = {k: t for k, t in self._suspected_until.items() if t > now}
+        in_use = bool(any(f.requests for f in self._in_flight.values()))
+        if not in_use:
+            for address in self._peers.keys() - addresses:
+                await self._peers.pop(address).channel.close(0)
+
+    async def close(self) -> None:
+        """Closes every channel."""
+        for peer in self._peers.values():
+            await peer.channel.close(0)
+        self._peers.clear()
+
+    def _candidate(self, record: WorkerRecord, now: float) -> Candidate:
+        life = _life(record)
+        suspected = self._suspected_until.get(life, 0.0) > now
+        return Candidate(record, self._in_flight.get(life, InFlight()), suspected)
+
+    def _add(self, life: WorkerLife, requests: int, tokens: int) -> None:
+        before = self._in_flight.get(life, InFlight())
+        self._in_flight[life] = replace(
+            before,
+            requests=before.requests + requests,
+            tokens=before.tokens + tokens,
+            placed=before.placed + max(0, requests),
+        )
+
+
+def _life(record: WorkerRecord) -> WorkerLife:
+    return record.worker_id, record.incarnation

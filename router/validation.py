@@ -1,0 +1,239 @@
+"""From a client's request to one in which every setting is resolved, or to all that is wrong.
+
+Pure: the request and what is known of the model in, values out. Done before anything is reserved,
+before the prompt is tokenised. Not here: whether the model exists or has room (`server.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+from effuse.placement.records import ModelInfo
+from effuse.router.checks import Findings
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import worker_pb2
+
+MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
+MAX_WINDOW: Final = 64
+DEFAULT_MAX_TOKENS: Final = 256
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0
+MAX_BYTES_PER_TOKEN: Final = 16
+"""No prose comes near it; text above it cannot fit the context and is refused before it costs."""
+
+ALGORITHMS: Final = ("unspecified", "d2f", "block_diffusion")
+REMASKINGS: Final = (
+    "low_confidence_dynamic",
+    "low_confidence_dynamic",
+    "low_confidence_static",
+    "sequential",
+)
+SCORES: Final = ("confidence", "confidence", "margin", "neg_entropy")
+
+D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
+BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request whose settings are resolved and right. Its prompt is text or ids, not both."""
+
+    model: ModelInfo
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int | None  # None takes the default, cut to the room that the prompt leaves
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
+    sampling: worker_pb2.DecodeSampling
+    settings: worker_pb2.DecodeSettings
+    wants_token_ids: bool
+    wants_drafts: bool
+
+
+def validate(
+    request: pb.GenerateRequest,
+    model: ModelInfo,
+    reserved_ids: Collection[int] = (),
+    *,
+    is_stream: bool,
+) -> Asked:
+    """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
+
+    `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding."""
+    findings = Findings()
+    refused = {*reserved_ids}.difference(model.eos_token_ids) | {model.mask_token_id}
+    _check_prompt(request, model, refused, findings)
+    _check_sampling(request.sampling, model, findings)
+    _check_stopping(request.stopping, model, findings)
+    algorithm = _check_decoding(request.decoding, model, findings)
+    if request.output.drafts and not is_stream:
+        findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
+    findings.raise_any()
+    return Asked(
+        model=model,
+        prompt=request.prompt if request.HasField("prompt") else None,
+        prompt_token_ids=tuple(request.prompt_token_ids.ids),
+        max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
+        stops=tuple(request.stopping.stop),
+        stop_token_ids=_stop_ids(request.stopping, model),
+        sampling=_sampling(request.sampling),
+        settings=_settings(request.decoding, algorithm, model),
+        wants_token_ids=request.output.token_ids,
+        wants_drafts=request.output.drafts,
+    )
+
+
+def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
+    """Returns how many tokens to generate; raises `InvalidRequest` with the numbers where prompt
+    and answer exceed the model's context."""
+    room = model.max_model_len - prompt_len
+    findings = Findings()
+    if prompt_len == 0:
+        findings.add("prompt", "text that makes at least one token", "none")
+    elif room < 1:
+        limit = f"at most {model.max_model_len - 1} prompt tokens, so that one can be generated"
+        findings.add("prompt", limit, f"{prompt_len} tokens")
+    elif max_tokens is not None and max_tokens > room:
+        limit = (
+            f"at most {room}: the prompt has {prompt_len} tokens and "
+            f"the model takes {model.max_model_len} in all"
+        )
+        findings.add("stopping.max_tokens", limit, max_tokens)
+    findings.raise_any()
+    return min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
+
+
+def _check_prompt(
+    request: pb.GenerateRequest, model: ModelInfo, refused: Collection[int], findings: Findings
+) -> None:
+    kind = request.WhichOneof("input")
+    if kind is None:
+        findings.add("prompt", "either prompt or prompt_token_ids", "neither")
+    elif kind == "prompt":
+        num_bytes = len(request.prompt.encode())
+        most = MAX_BYTES_PER_TOKEN * model.max_model_len
+        if num_bytes == 0:
+            findings.add("prompt", "text of at least one character", "an empty string")
+        elif num_bytes > most:
+            context = f"the model takes {model.max_model_len} tokens"
+            findings.add("prompt", f"at most {most} bytes ({context})", f"{num_bytes} bytes")
+    else:
+        _check_prompt_ids(request.prompt_token_ids, model, refused, findings)
+
+
+def _check_prompt_ids(
+    token_ids: pb.TokenIds, model: ModelInfo, refused: Collection[int], findings: Findings
+) -> None:
+    name, num_ids = "prompt_token_ids.ids", len(token_ids.ids)
+    if num_ids == 0:
+        findings.add(name, "at least one id", "none")
+    elif num_ids >= model.max_model_len:
+        findings.add(name, f"at most {model.max_model_len - 1} ids", f"{num_ids} ids")
+    else:
+        findings.token_ids(name, token_ids.ids, model.vocab_size, refused)
+
+
+def _check_sampling(sampling: pb.SamplingParams, model: ModelInfo, findings: Findings) -> None:
+    if sampling.HasField("temperature") and sampling.temperature != 0:
+        findings.number(
+            "sampling.temperature",
+            sampling.temperature,
+            MIN_TEMPERATURE * 0.999,  # the client's is rounded to 32 bits
+            MAX_TEMPERATURE,
+            ", or 0 for greedy",
+        )
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        findings.add("sampling.top_p", "a number above 0, at most 1", f"{sampling.top_p:g}")
+    if sampling.HasField("top_k"):
+        findings.integer("sampling.top_k", sampling.top_k, 0, model.vocab_size, "; 0 keeps all")
+
+
+def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Findings) -> None:
+    if stopping.HasField("max_tokens"):
+        findings.integer("stopping.max_tokens", stopping.max_tokens, 1, model.max_model_len - 1)
+    if len(stopping.stop) > MAX_STOPS:
+        findings.add("stopping.stop", f"at most {MAX_STOPS} strings", len(stopping.stop))
+    else:
+        for at, stop in enumerate(stopping.stop):
+            num_bytes = len(stop.encode())
+            if not 1 <= num_bytes <= MAX_STOP_BYTES:
+                form = f"a string of 1 to {MAX_STOP_BYTES} bytes"
+                findings.add(f"stopping.stop[{at}]", form, f"{num_bytes} bytes")
+        if len(set(stopping.stop)) < len(stopping.stop):
+            findings.add("stopping.stop", "strings that differ", "one of them twice")
+    if len(stopping.stop_token_ids) > MAX_STOP_IDS:
+        form = f"at most {MAX_STOP_IDS} ids"
+        findings.add("stopping.stop_token_ids", form, len(stopping.stop_token_ids))
+    else:
+        findings.token_ids(
+            "stopping.stop_token_ids", stopping.stop_token_ids, model.vocab_size,
+            {model.mask_token_id},
+        )  # fmt: skip
+
+
+def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Findings) -> str:
+    """Checks the knobs and returns the algorithm they are for."""
+    findings.choice("decoding.algorithm", decoding.algorithm, pb.Algorithm.keys())
+    findings.choice("decoding.score", decoding.score, pb.Score.keys())
+    findings.choice("decoding.remasking", decoding.remasking, pb.Remasking.keys())
+    # A threshold that is not set reads as 0, which is in range.
+    findings.number("decoding.confidence_threshold", decoding.confidence_threshold, 0, 1)
+    findings.number("decoding.block_add_threshold", decoding.block_add_threshold, 0, 1)
+    findings.number("decoding.full_activation_threshold", decoding.full_activation_threshold, 0, 1)
+    if decoding.HasField("window"):
+        findings.integer("decoding.window", decoding.window, 1, MAX_WINDOW)
+    if decoding.HasField("denoising_steps"):
+        note = ", the model's block size"
+        steps = decoding.denoising_steps
+        findings.integer("decoding.denoising_steps", steps, 1, model.block_size, note)
+    if not 0 < decoding.algorithm < len(ALGORITHMS):
+        algorithm: str = model.default_algorithm
+    else:
+        algorithm = ALGORITHMS[decoding.algorithm]
+    _check_conflicts(decoding, algorithm, findings)
+    return algorithm
+
+
+def _check_conflicts(decoding: pb.DecodingParams, algorithm: str, findings: Findings) -> None:
+    """A knob without effect is a mistake that would pass in silence."""
+    foreign = BLOCK_DIFFUSION_ONLY if algorithm == "d2f" else D2F_ONLY
+    set_fields = {field.name for field, _ in decoding.ListFields()}
+    for name in foreign:
+        if name in set_fields:
+            form = f"it unset with {algorithm}, which does not use it"
+            findings.add(f"decoding.{name}", form, "a value")
+
+
+def _stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[int, ...]:
+    eos = () if stopping.ignore_eos else model.eos_token_ids
+    return tuple(sorted({*eos, *stopping.stop_token_ids}))
+
+
+def _sampling(sampling: pb.SamplingParams) -> worker_pb2.DecodeSampling:
+    return worker_pb2.DecodeSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+    )
+
+
+def _settings(
+    decoding: pb.DecodingParams, algorithm: str, model: ModelInfo
+) -> worker_pb2.DecodeSettings:
+    def given(name: str, value: float, default: float) -> float:
+        return value if decoding.HasField(name) else default
+
+    return worker_pb2.DecodeSettings(
+        algorithm=algorithm,
+        window=int(given("window", decoding.window, 4)),
+        confidence_threshold=given("confidence_threshold", decoding.confidence_threshold, 0.9),
+        block_add_threshold=given("block_add_threshold", decoding.block_add_threshold, 0.1),
+        full_activation_threshold=given(
+            "full_activation_threshold", decoding.full_activation_threshold, 0.95
+        ),
+        score=SCORES[decoding.score],
+        remasking=REMASKINGS[decoding.remasking],
+        denoising_steps=int(given("denoising_steps", decoding.denoising_steps, model.block_size)),
+    )
