@@ -1,0 +1,225 @@
+"""config.json of the three releases, and what is refused with the key's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import EOS_TOKEN_ID, Architecture, write_tiny_checkpoint
+
+from effuse.models.config import ModelConfig
+from effuse.models.config_keys import CheckpointError
+
+# The published configurations, shortened to the keys that matter and some that must not.
+SDAR_8B = {
+    "architectures": ["SDARForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 151643,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "model_type": "sdar",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+DREAM_7B = {
+    "architectures": ["DreamModel"],
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "mask_token_id": 151666,
+    "max_position_embeddings": 131072,
+    "model_type": "Dream",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+LLADA_8B = {
+    "activation_type": "silu",
+    "alibi": False,
+    "architectures": ["LLaDAModelLM"],
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": 4096,
+    "embedding_size": 126464,
+    "eos_token_id": 126081,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "mask_token_id": 126336,
+    "max_sequence_length": 4096,
+    "mlp_hidden_size": 12288,
+    "mlp_ratio": 4,
+    "model_type": "llada",
+    "multi_query_attention": None,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "n_layers": 32,
+    "rms_norm_eps": 1e-05,
+    "rope": True,
+    "rope_full_precision": True,
+    "rope_theta": 500000.0,
+    "scale_logits": False,
+    "vocab_size": 126464,
+    "weight_tying": False,
+}
+RELEASES = {"sdar": SDAR_8B, "dream": DREAM_7B, "llada": LLADA_8B}
+
+
+def write(path: Path, config: object) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_sdar_release(tmp_path: Path) -> None:
+    write(tmp_path, SDAR_8B)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}')
+    config = ModelConfig.from_dir(tmp_path)
+    assert config.qk_norm and not config.qkv_bias and not config.shift_logits
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (36, 32, 8)
+    assert (config.block_size, config.mask_token_id) == (4, 151669)
+    assert config.eos_token_ids == (151643, 151645)
+    assert config.prompt_attention == "causal_blocks" and config.block_origin(13) == 0
+
+
+def test_dream_release(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(write(tmp_path, DREAM_7B))
+    assert config.qkv_bias and config.shift_logits and not config.qk_norm
+    assert (config.head_dim, config.block_size, config.mask_token_id) == (128, 32, 151666)
+    assert config.prompt_attention == "bidirectional" and config.block_origin(13) == 13
+
+
+def test_llada_release(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(write(tmp_path, LLADA_8B))
+    assert not (config.qkv_bias or config.qk_norm or config.shift_logits)
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (4096, 12288, 128)
+    assert (config.rope_theta, config.rms_norm_eps, config.vocab_size) == (5e5, 1e-5, 126464)
+    assert config.block_origin(7) == 7
+
+
+def test_block_size_can_be_chosen(tmp_path: Path) -> None:
+    assert ModelConfig.from_dir(write(tmp_path, DREAM_7B), block_size=16).block_size == 16
+    with pytest.raises(CheckpointError, match="block_size must be at least 1, got 0"):
+        ModelConfig.from_dir(tmp_path, block_size=0)
+
+
+def test_newer_spelling_of_the_rotary_base(tmp_path: Path) -> None:
+    config = {key: value for key, value in SDAR_8B.items() if key != "rope_theta"}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    assert ModelConfig.from_dir(write(tmp_path, config)).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("release", "key", "value", "message"),
+    [
+        ("sdar", "model_type", "llama", "'llama' is not served; accepted: sdar, Dream, llada"),
+        ("sdar", "model_type", "sdar_moe", "'sdar_moe' is not served"),
+        ("sdar", "attention_bias", True, "true is not supported; accepted: missing or false"),
+        ("sdar", "num_experts", 128, "128 is not supported"),
+        ("sdar", "hidden_act", "gelu", 'accepted: "silu"'),
+        ("sdar", "use_sliding_window", True, "true is not supported"),
+        ("sdar", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "'yarn' is not supported"),
+        ("sdar", "rope_scaling", "linear", "expected an object"),
+        ("sdar", "layer_types", ["full_attention", "sliding_attention"], "only 'full_attention'"),
+        ("sdar", "quantization_config", {"bits": 4}, "accepted: missing"),
+        ("sdar", "num_hidden_layers", 0, "expected an integer of at least 1, found 0"),
+        ("sdar", "num_hidden_layers", True, "found True"),
+        ("sdar", "rms_norm_eps", "tiny", "expected a number above 0, found 'tiny'"),
+        ("sdar", "tie_word_embeddings", "yes", "expected true or false"),
+        ("sdar", "eos_token_id", ["a"], "expected a token id or a list of them"),
+        ("dream", "attention_bias", False, "accepted: missing or true"),
+        ("dream", "use_mrope", True, "accepted: missing or false"),
+        ("llada", "alibi", True, "accepted: missing or false"),
+        ("llada", "block_type", "sequential", 'accepted: "llama"'),
+        ("llada", "include_qkv_bias", True, "accepted: missing or false"),
+        ("llada", "layer_norm_type", "default", 'accepted: "rms"'),
+        ("llada", "rope", False, "accepted: true"),
+        ("llada", "multi_query_attention", True, "accepted: missing or false"),
+    ],
+)
+def test_unsupported_values_name_the_key(
+    tmp_path: Path, release: str, key: str, value: object, message: str
+) -> None:
+    write(tmp_path, RELEASES[release] | {key: value})
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_dir(tmp_path)
+    assert f"config.json: {key}: " in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("release", "key"),
+    [
+        ("sdar", "model_type"),
+        ("sdar", "rope_theta"),
+        ("sdar", "tie_word_embeddings"),
+        ("sdar", "eos_token_id"),
+        ("dream", "mask_token_id"),
+        ("dream", "num_key_value_heads"),
+        ("llada", "mlp_hidden_size"),
+        ("llada", "weight_tying"),
+        ("llada", "max_sequence_length"),
+    ],
+)
+def test_missing_keys_are_named(tmp_path: Path, release: str, key: str) -> None:
+    write(tmp_path, {k: v for k, v in RELEASES[release].items() if k != key})
+    with pytest.raises(CheckpointError, match=f"{key}: missing; expected "):
+        ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": 152064}, r"mask_token_id 152064 lies outside 0\.\.152063"),
+        ({"eos_token_id": [5, -1]}, "eos_token_id -1 lies outside"),
+        ({"eos_token_id": 151666}, "mask_token_id 151666 is an eos_token_id too"),
+        ({"num_key_value_heads": 5}, "28 attention heads cannot share 5 KV heads"),
+        ({"head_dim": 3}, "head_dim 3 is odd"),
+    ],
+)
+def test_numbers_that_do_not_fit(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_dir(write(tmp_path, DREAM_7B | changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[1]", "expected a JSON object, found list"), (b"{", "not JSON"), (b"\xff", "not JSON")],
+)
+def test_files_that_hold_no_object(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["sdar", "dream", "llada"])
+def test_tiny_checkpoints_are_read(tmp_path: Path, architecture: Architecture) -> None:
+    config = ModelConfig.from_dir(write_tiny_checkpoint(tmp_path, architecture, block_size=8))
+    assert (config.architecture, config.block_size) == (architecture, 8)
+    assert config.eos_token_ids == (EOS_TOKEN_ID,)

@@ -1,0 +1,192 @@
+"""Checkpoint directories: shards, dtypes, and every tensor accounted for by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, Architecture, write_tensors, write_tiny_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor
+
+from effuse.models.config_keys import CheckpointError
+from effuse.models.transformer import ModelWeights
+from effuse.models.weights import load_model, select_dtype, weights_digest
+
+Tensors = dict[str, Tensor]
+
+
+def all_tensors(weights: ModelWeights) -> list[Tensor]:
+    layers = [
+        tensor
+        for layer in weights.layers
+        for tensor in (layer.attn_norm, layer.qkv, layer.attn_out, layer.gate_up, layer.down)
+    ]
+    return [weights.embedding, weights.norm, weights.head, *layers]
+
+
+def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
+    file = path / "model.safetensors"
+    write_tensors(path, change(load_file(file)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shards_hold_the_same_model(tmp_path: Path, architecture: Architecture) -> None:
+    whole = load_model(write_tiny_checkpoint(tmp_path / "one", architecture))
+    parts = load_model(write_tiny_checkpoint(tmp_path / "three", architecture, shards=3))
+    pairs = zip(all_tensors(whole.weights), all_tensors(parts.weights), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_products_are_merged_in_order(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "dream")
+    raw, layer = load_file(path / "model.safetensors"), load_model(path).weights.layers[1]
+    at = "model.layers.1"
+    qkv = [raw[f"{at}.self_attn.{name}_proj.weight"] for name in "qkv"]
+    bias = [raw[f"{at}.self_attn.{name}_proj.bias"] for name in "qkv"]
+    gate_up = [raw[f"{at}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert layer.qkv_bias is not None and torch.equal(layer.qkv_bias, torch.cat(bias))
+    assert torch.equal(layer.qkv, torch.cat(qkv))
+    assert torch.equal(layer.gate_up, torch.cat(gate_up))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype_is_chosen_at_load(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = load_model(write_tiny_checkpoint(tmp_path, "sdar"), dtype=dtype)
+    assert model.dtype is dtype
+    assert {tensor.dtype for tensor in all_tensors(model.weights)} == {dtype}
+
+
+def test_dtype_by_name(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", dtype=torch.bfloat16)
+    assert select_dtype("auto", path) is torch.bfloat16
+    assert select_dtype("float16", path) is torch.float16
+    with pytest.raises(CheckpointError, match="'int8' is not supported; accepted: auto, float32"):
+        select_dtype("int8", path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("sdar", "model.layers.2.self_attn.k_norm.weight"),
+        ("dream", "model.layers.0.self_attn.v_proj.bias"),
+        ("llada", "model.transformer.blocks.1.ff_out.weight"),
+        ("llada", "model.transformer.ff_out.weight"),
+    ],
+)
+def test_missing_tensor_is_named(tmp_path: Path, architecture: Architecture, name: str) -> None:
+    path = write_tiny_checkpoint(tmp_path, architecture)
+    rewrite(path, lambda tensors: {k: v for k, v in tensors.items() if k != name})
+    with pytest.raises(CheckpointError, match=f"tensor {name} of shape .* is missing"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("sdar", "model.layers.0.self_attn.q_proj.bias"),
+        ("sdar", "model.layers.3.mlp.up_proj.weight"),
+        ("llada", "model.transformer.wpe.weight"),
+    ],
+)
+def test_surplus_tensor_is_named(tmp_path: Path, architecture: Architecture, name: str) -> None:
+    path = write_tiny_checkpoint(tmp_path, architecture)
+    rewrite(path, lambda tensors: tensors | {name: torch.zeros(3)})
+    with pytest.raises(CheckpointError, match=rf"tensor {name} of shape \[3\] is not part"):
+        load_model(path)
+
+
+def test_wrong_shape_names_both(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    name = "model.layers.1.mlp.down_proj.weight"
+    rewrite(path, lambda tensors: tensors | {name: tensors[name].T.contiguous()})
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[48, 32\], expected \[32, 48\]"):
+        load_model(path)
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    rewrite(path, lambda tensors: tensors | {"model.norm.weight": torch.ones(32).int()})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has dtype torch\.int32"):
+        load_model(path)
+
+
+def test_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", tied=True)
+    embedding = "model.embed_tokens.weight"
+    rewrite(path, lambda tensors: tensors | {"lm_head.weight": tensors[embedding].clone()})
+    assert load_model(path).config.tie_embeddings
+    rewrite(path, lambda tensors: tensors | {"lm_head.weight": tensors[embedding] + 1})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        load_model(path)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(b"a pickle is not looked at")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor model\.safetensors"):
+        load_model(path)
+
+
+def test_file_that_is_no_safetensors(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    (path / "model.safetensors").write_bytes(b"\x80\x04pickle, or garbage")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a safetensors file"):
+        load_model(path)
+
+
+def change_index(path: Path, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    file.write_text(json.dumps(index | {"weight_map": change(index["weight_map"])}))
+
+
+def test_index_must_agree_with_its_shards(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", shards=2)
+    second = "model-00002-of-00002.safetensors"
+    change_index(path, lambda entries: entries | {"model.norm.weight": second})
+    change_index(path, lambda entries: entries | {"lm_head.weight": second})
+    with pytest.raises(CheckpointError, match=f"tensor .* expected in {second}, found in model-00"):
+        load_model(path)
+
+
+def test_shards_stay_beside_their_index(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", shards=2)
+    change_index(path, lambda entries: entries | {"lm_head.weight": "../elsewhere.safetensors"})
+    with pytest.raises(CheckpointError, match="is not the name of a file beside it"):
+        load_model(path)
+
+
+def test_missing_and_doubled_shards(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", shards=2)
+    first, second = (path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    content = second.read_bytes()
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: no such file"):
+        load_model(path)
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match="is in both model-00001-of-00002"):
+        load_model(path)
+    second.write_bytes(content)
+    assert load_model(path).config.num_layers == 3
+
+
+def test_digest_covers_weights_configuration_and_adapter(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path / "a", "sdar")
+    same = write_tiny_checkpoint(tmp_path / "b", "sdar")
+    digest = weights_digest(path)
+    assert digest == weights_digest(same) and len(digest) == 32
+    assert digest != weights_digest(write_tiny_checkpoint(tmp_path / "c", "sdar", seed=1))
+    config = (same / "config.json").read_text()
+    (same / "config.json").write_text(config.replace("1e-06", "1e-05"))
+    assert digest != weights_digest(same)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: no such file"):
+        weights_digest(path, adapter)
+    (adapter / "adapter_config.json").write_text("{}")
+    assert weights_digest(path, adapter) != digest
