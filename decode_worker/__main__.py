@@ -1,0 +1,22 @@
+"""`effuse-decode`: the front of a decode worker, from its flags to its exit status."""
+
+import sys
+
+from effuse.decode_worker.config import DecodeConfig
+from effuse.decode_worker.server import make_role
+from effuse.worker import flags, front
+
+
+def main() -> int:
+    """Runs a decode worker until it is told to end."""
+    config = flags.parse(
+        DecodeConfig,
+        sys.argv[1:],
+        prog="effuse-decode",
+        about="KV pages in, committed tokens out.",
+    )
+    return front.run(config, make_role())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""DecodeService: a request in, its reservation, commits and drafts out, to the end or an error.
+
+Forms are checked here, fit is checked by the engine. However a stream ends, its attempt is ended in
+the engine, and no prefill worker writes for it any more before its pages are used again.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc.aio
+
+from effuse.protos.errors import Bug, InvalidRequest
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+from effuse.worker import peer, wire
+from effuse.worker.attempts import Attempt
+from effuse.worker.failures import deadline_passed, to_error
+from effuse.worker.front import Role
+from effuse.worker.messages import (
+    Committed,
+    CoreEvent,
+    Draft,
+    Failed,
+    Finished,
+    Reserved,
+    StartDecode,
+    Verified,
+    WriterGone,
+)
+from effuse.worker.shell import Shell
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]"
+_MOST_TOKENS = (1 << 31) - 1
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is known of one Decode call while it runs."""
+
+    attempt: Attempt
+    writer: wire.Writer | None  # the prefill worker that pushes; None prefills here
+    began_at: float
+    is_relayed: bool = False  # the reservation is known outside
+    is_verified: bool = False  # the writer is done
+    num_commits: int = 0
+
+
+class DecodeServicer(pb_grpc.DecodeServiceServicer):
+    """Answers for one shell."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+
+    async def Decode(  # type: ignore[override]  # writes to the context: its end is never in doubt
+        self, request: pb.DecodeRequest, context: _Context
+    ) -> None:
+        """Runs one attempt."""
+        life = self._shell.admit(request.incarnation)
+        start = start_of(request, life.ready.model.block_size)
+        writer = writer_of(request)
+        attempt = self._shell.begin(start.attempt, life.incarnation, start)
+        stream = _Stream(attempt, writer, time.monotonic())
+        self._shell.metrics.prompt_tokens += len(start.prompt_token_ids)
+        try:
+            async with asyncio.timeout(self._shell.time_left(context.time_remaining())):
+                await self._relay(stream, context)
+        except TimeoutError:
+            raise deadline_passed("the answer was finished") from None
+        finally:
+            if not attempt.ended.is_set():
+                self._shell.spawn(self._end(stream))
+
+    async def _relay(self, stream: _Stream, context: _Context) -> None:
+        while True:
+            event = await stream.attempt.next_event()
+            self._note(stream, event)
+            await context.write(_response(event))
+            if isinstance(event, Finished):
+                return
+
+    def _note(self, stream: _Stream, event: CoreEvent) -> None:
+        metrics, elapsed_s = self._shell.metrics, time.monotonic() - stream.began_at
+        if isinstance(event, Reserved):
+            stream.is_relayed = True
+        elif isinstance(event, Verified):
+            stream.is_verified = True
+        elif isinstance(event, Committed):
+            metrics.generation_tokens += len(event.token_ids)
+            if not stream.num_commits:
+                metrics.time_to_first_block.observe(elapsed_s)
+            stream.num_commits += 1
+        elif isinstance(event, Finished):
+            metrics.finished["stop" if event.stopped else "length"] += 1
+            metrics.request_latency.observe(elapsed_s)
+            self._shell.attempts.close(stream.attempt)
+        elif isinstance(event, Failed):
+            raise to_error(event)
+
+    async def _end(self, stream: _Stream) -> None:
+        """Ends an attempt whose stream broke off, failed or ran out of time."""
+        attempt = stream.attempt
+        try:
+            await self._shell.end_in_engine(attempt, "the stream ended")
+            if stream.writer is not None and not stream.is_verified:
+                if stream.is_relayed and not attempt.engine_gone:
+                    await peer.until_gone(stream.writer, attempt.id, "its decode ended")
+                self._shell.send(attempt, WriterGone(transfer_id=attempt.id.transfer_id))
+        finally:
+            self._shell.attempts.close(attempt)
+
+
+def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
+    """Reads a request; raises `InvalidRequest` naming the field at fault."""
+    if not 1 <= request.max_tokens <= _MOST_TOKENS:
+        raise InvalidRequest.of("max_tokens", f"expected 1 or more, got {request.max_tokens}")
+    writer = writer_of(request)
+    return StartDecode(
+        attempt=wire.attempt_id(request.attempt),
+        prompt_token_ids=wire.prompt(request.prompt_token_ids),
+        max_tokens=request.max_tokens,
+        stop_token_ids=tuple(request.stop_token_ids),
+        sampling=wire.sampling(request.sampling),
+        settings=wire.settings(request.settings),
+        writer=None if writer is None else writer.incarnation,
+        drafts=request.drafts,
+        resume=wire.resume(request.resume, block_size) if request.HasField("resume") else None,
+    )
+
+
+def writer_of(request: pb.DecodeRequest) -> wire.Writer | None:
+    """Reads who prefills; None is this worker itself."""
+    which = request.WhichOneof("prefill")
+    if which is None:
+        raise InvalidRequest.of("prefill", "expected remote or local, got neither")
+    if which == "local":
+        return None
+    return wire.writer(request.remote)
+
+
+def _response(event: CoreEvent) -> pb.DecodeResponse:
+    match event:
+        case Reserved():
+            return pb.DecodeResponse(reservation=wire.reservation_to_proto(event.reservation))
+        case Verified():
+            return pb.DecodeResponse(
+                verified=pb.PrefillVerified(
+                    bytes=event.bytes, pages=event.pages, handoff_s=event.handoff_s
+                )
+            )
+        case Committed():
+            return pb.DecodeResponse(
+                commit=pb.DecodeCommit(
+                    token_offset=event.token_offset,
+                    token_ids=event.token_ids,
+                    forward_passes=event.forward_passes,
+                    frontier=[wire.block_to_proto(block) for block in event.frontier],
+                )
+            )
+        case Draft():
+            return pb.DecodeResponse(
+                draft=pb.DecodeDraft(
+                    token_offset=event.token_offset, block=wire.block_to_proto(event.block)
+                )
+            )
+        case Finished():
+            return pb.DecodeResponse(
+                finished=pb.DecodeFinished(
+                    stopped=event.stopped,
+                    num_tokens=event.num_tokens,
+                    forward_passes=event.forward_passes,
+                    preemptions=event.preemptions,
+                )
+            )
+        case _:
+            raise Bug(f"a decode engine said {type(event).__name__}")
+
+
+def make_role() -> Role:
+    """Returns what makes a front a decode worker's."""
+
+    def add(shell: Shell, server: grpc.aio.Server) -> None:
+        pb_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(shell), server)
+
+    return Role(
+        name="decode",
+        engine_module="effuse.decode_worker.build",
+        service="effuse.v1.DecodeService",
+        add=add,
+    )

@@ -1,0 +1,22 @@
+"""`effuse-prefill`: the front of a prefill worker, from its flags to its exit status."""
+
+import sys
+
+from effuse.prefill_worker.config import PrefillConfig
+from effuse.prefill_worker.server import make_role
+from effuse.worker import flags, front
+
+
+def main() -> int:
+    """Runs a prefill worker until it is told to end."""
+    config = flags.parse(
+        PrefillConfig,
+        sys.argv[1:],
+        prog="effuse-prefill",
+        about="Prompt in, KV pages out.",
+    )
+    return front.run(config, make_role(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

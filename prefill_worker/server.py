@@ -1,0 +1,156 @@
+"""PrefillService: a prompt in, then the reservation on the same stream; computed and pushed out.
+
+Computing begins at once, only the push waits for the reservation. However a stream ends, its
+attempt is ended in the engine.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc.aio
+
+from effuse.prefill_worker.config import PrefillConfig
+from effuse.protos.errors import Bug, EffuseError, InvalidRequest, TransferFailed
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+from effuse.worker import wire
+from effuse.worker.attempts import Attempt
+from effuse.worker.failures import deadline_passed, to_error
+from effuse.worker.front import Role
+from effuse.worker.messages import CoreEvent, Failed, PrefillDone, Pushed, PushTo, StartPrefill
+from effuse.worker.shell import Shell
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]"
+_Requests: TypeAlias = AsyncIterator[pb.PrefillRequest]
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is known of one Prefill call while it runs."""
+
+    attempt: Attempt
+    began_at: float
+    is_reserved: bool = False
+
+    def require_reservation(self, waited_s: float) -> None:
+        """Ends the attempt if its reservation has not come."""
+        if not self.is_reserved and not self.attempt.ended.is_set():
+            self.attempt.fail(
+                TransferFailed(f"no reservation came within {waited_s:g} s of the computed prompt")
+            )
+
+
+class PrefillServicer(pb_grpc.PrefillServiceServicer):
+    """Answers for one shell. A computed prompt waits `reservation_s` for its reservation."""
+
+    def __init__(self, shell: Shell, reservation_s: float) -> None:
+        self._shell = shell
+        self._reservation_s = reservation_s
+
+    async def Prefill(  # type: ignore[override]  # writes to the context: its end is never in doubt
+        self, request_iterator: _Requests, context: _Context
+    ) -> None:
+        """Runs one attempt."""
+        limit_s = self._shell.time_left(context.time_remaining())
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._run(request_iterator, context)
+        except TimeoutError:
+            raise deadline_passed("the prompt was pushed") from None
+
+    async def _run(self, requests: _Requests, context: _Context) -> None:
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("message") != "start":
+            raise InvalidRequest.of("start", "expected the start first, got none")
+        start = StartPrefill(
+            attempt=wire.attempt_id(first.start.attempt),
+            prompt_token_ids=wire.prompt(first.start.prompt_token_ids),
+        )
+        attempt = self._shell.begin(start.attempt, first.start.incarnation, start)
+        self._shell.metrics.prompt_tokens += len(start.prompt_token_ids)
+        stream = _Stream(attempt, time.monotonic())
+        reader = self._shell.spawn(self._take_reservation(stream, requests))
+        try:
+            await self._relay(stream, context)
+        finally:
+            reader.cancel()
+            if not attempt.ended.is_set():
+                self._shell.spawn(self._end(attempt))
+
+    async def _relay(self, stream: _Stream, context: _Context) -> None:
+        while True:
+            event = await stream.attempt.next_event()
+            self._note(stream, event)
+            await context.write(_response(event))
+            if isinstance(event, Pushed):
+                return
+
+    def _note(self, stream: _Stream, event: CoreEvent) -> None:
+        if isinstance(event, PrefillDone):
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._reservation_s, stream.require_reservation, self._reservation_s)
+        elif isinstance(event, Pushed):
+            metrics = self._shell.metrics
+            metrics.finished["pushed"] += 1
+            metrics.request_latency.observe(time.monotonic() - stream.began_at)
+            self._shell.attempts.close(stream.attempt)
+        elif isinstance(event, Failed):
+            raise to_error(event)
+
+    async def _take_reservation(self, stream: _Stream, requests: _Requests) -> None:
+        """Reads what follows the start; the time for it is the call's."""
+        try:
+            async for message in requests:
+                if stream.is_reserved or message.WhichOneof("message") != "reservation":
+                    raise InvalidRequest.of("", "expected one reservation after the start")
+                reservation = wire.reservation(message.reservation)
+                if reservation.attempt != stream.attempt.id:
+                    raise InvalidRequest.of(
+                        "reservation.attempt",
+                        f"expected {stream.attempt.id}, got {reservation.attempt}",
+                    )
+                stream.is_reserved = True
+                self._shell.send(stream.attempt, PushTo(reservation=reservation))
+            if not stream.is_reserved:
+                raise InvalidRequest.of("reservation", "the stream was closed before it came")
+        except EffuseError as error:
+            stream.attempt.fail(error)
+
+    async def _end(self, attempt: Attempt) -> None:
+        """Ends an attempt whose stream broke off, failed or ran out of time."""
+        try:
+            await self._shell.end_in_engine(attempt, "the stream ended")
+        finally:
+            self._shell.attempts.close(attempt)
+
+
+def _response(event: CoreEvent) -> pb.PrefillResponse:
+    match event:
+        case PrefillDone():
+            return pb.PrefillResponse(
+                computed=pb.PrefillComputed(queue_s=event.queue_s, compute_s=event.compute_s)
+            )
+        case Pushed():
+            return pb.PrefillResponse(
+                pushed=pb.PrefillPushed(pages=event.pages, bytes=event.bytes, push_s=event.push_s)
+            )
+        case _:
+            raise Bug(f"a prefill engine said {type(event).__name__}")
+
+
+def make_role(config: PrefillConfig) -> Role:
+    """Returns what makes a front a prefill worker's."""
+
+    def add(shell: Shell, server: grpc.aio.Server) -> None:
+        servicer = PrefillServicer(shell, config.reservation_s)
+        pb_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+
+    return Role(
+        name="prefill",
+        engine_module="effuse.prefill_worker.build",
+        service="effuse.v1.PrefillService",
+        add=add,
+    )

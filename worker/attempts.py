@@ -1,0 +1,141 @@
+"""The attempts that run in this worker, and those that ended here not long ago.
+
+Carries the engine's events to whoever handles an attempt. No I/O; the clock is injected. An attempt
+stays in the table until nothing of it is left in the engine; after that its transfer id is refused.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from effuse.kvtransfer.messages import AttemptId
+from effuse.protos.errors import AlreadyRunning, EffuseError, Refused
+from effuse.worker.messages import CoreEvent, Draft, Reserved
+
+_MOST_QUEUED_DRAFTS = 64  # a slow reader misses drafts, never commits
+
+
+class Attempt:
+    """One attempt, from its admission until nothing of it is left here."""
+
+    def __init__(self, attempt_id: AttemptId, incarnation: str) -> None:
+        self.id = attempt_id
+        self.incarnation = incarnation  # of the engine that runs it
+        self.ended = asyncio.Event()  # nothing of it is left here
+        self.engine_gone = False  # the engine died, and with it its memory
+        self._events: asyncio.Queue[CoreEvent | EffuseError] = asyncio.Queue()
+
+    async def next_event(self) -> CoreEvent:
+        """Returns what the engine says next; raises the error that ended the attempt instead.
+
+        Waits without a deadline of its own by intent: callers bring theirs.
+        """
+        event = await self._events.get()
+        if isinstance(event, EffuseError):
+            raise event
+        return event
+
+    def deliver(self, event: CoreEvent) -> None:
+        """Hands over an event of the engine."""
+        if isinstance(event, Draft) and self._events.qsize() > _MOST_QUEUED_DRAFTS:
+            return
+        self._events.put_nowait(event)
+
+    def fail(self, error: EffuseError) -> None:
+        """Ends the attempt for whoever handles it."""
+        self._events.put_nowait(error)
+
+
+class Attempts:
+    """All attempts of a worker, by transfer id."""
+
+    def __init__(
+        self,
+        *,
+        remember_s: float = 600.0,
+        most_remembered: int = 65536,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._running: dict[str, Attempt] = {}
+        self._tries: set[tuple[str, int]] = set()  # request id and attempt of those that run
+        self._over: OrderedDict[str, float] = OrderedDict()  # transfer id: when to forget it
+        self._remember_s = remember_s
+        self._most_remembered = most_remembered
+        self._now = now
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def open(self, attempt_id: AttemptId, incarnation: str) -> Attempt:
+        """Admits an attempt; raises `AlreadyRunning` or, for one that is over, `Refused`."""
+        self._forget()
+        if attempt_id.transfer_id in self._over:
+            raise Refused(f"transfer {attempt_id.transfer_id!r} has ended here already")
+        if attempt_id.transfer_id in self._running or _try(attempt_id) in self._tries:
+            raise AlreadyRunning(
+                f"attempt {attempt_id.attempt} of request {attempt_id.request_id!r} "
+                f"or transfer {attempt_id.transfer_id!r} is running here"
+            )
+        attempt = Attempt(attempt_id, incarnation)
+        self._running[attempt_id.transfer_id] = attempt
+        self._tries.add(_try(attempt_id))
+        self._idle.clear()
+        return attempt
+
+    def find(self, transfer_id: str) -> Attempt | None:
+        """Returns a running attempt."""
+        return self._running.get(transfer_id)
+
+    def close(self, attempt: Attempt) -> None:
+        """Nothing of the attempt is left here; its transfer id is refused for a while."""
+        self.bury(attempt.id.transfer_id)
+        self._running.pop(attempt.id.transfer_id, None)
+        self._tries.discard(_try(attempt.id))
+        attempt.ended.set()
+        if not self._running:
+            self._idle.set()
+
+    def bury(self, transfer_id: str) -> None:
+        """Refuses a transfer id from now on, known or not."""
+        self._over[transfer_id] = self._now() + self._remember_s
+        self._over.move_to_end(transfer_id)
+        if len(self._over) > self._most_remembered:
+            self._over.popitem(last=False)
+
+    def deliver(self, event: CoreEvent) -> None:
+        """Hands an event to its attempt; that of an attempt that is gone is dropped."""
+        attempt = self._running.get(attempt_of(event).transfer_id)
+        if attempt is not None:
+            attempt.deliver(event)
+
+    def lose_engine(self, error: EffuseError) -> None:
+        """The engine's process is gone: ends every attempt, of which nothing is left there."""
+        for attempt in self._running.values():
+            attempt.engine_gone = True
+            attempt.fail(error)
+
+    def fail_all(self, error: EffuseError) -> None:
+        """Ends every attempt for its handler, which then ends it in the engine."""
+        for attempt in self._running.values():
+            attempt.fail(error)
+
+    async def wait_idle(self) -> None:
+        """Returns when no attempt runs. The caller brings the deadline."""
+        await self._idle.wait()
+
+    def _forget(self) -> None:
+        now = self._now()
+        while self._over and next(iter(self._over.values())) <= now:
+            self._over.popitem(last=False)
+
+
+def attempt_of(event: CoreEvent) -> AttemptId:
+    """Returns the attempt that an event is about."""
+    return event.reservation.attempt if isinstance(event, Reserved) else event.attempt
+
+
+def _try(attempt_id: AttemptId) -> tuple[str, int]:
+    return attempt_id.request_id, attempt_id.attempt

@@ -1,0 +1,125 @@
+"""What both workers are told at their start: one frozen value, one flag per field.
+
+Values that are found at run time (pages in the pool, the port taken) live where they are found.
+"""
+
+import math
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from effuse.placement.keys import check_name
+
+Connector = Literal["nixl", "zmq", "loopback"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Settings of a prefill or decode worker. Raises ValueError naming the accepted form."""
+
+    # The model.
+    model: Annotated[Path | None, "checkpoint directory; the bundled model where absent"] = None
+    adapter: Annotated[Path | None, "LoRA adapter directory, merged when weights are loaded"] = None
+    served_model_name: Annotated[str | None, "name that clients ask for"] = None
+    device: Annotated[Device, "where the engine computes"] = "auto"
+    dtype: Annotated[Dtype, "type of weights and KV; auto is float32 on a CPU"] = "auto"
+    enforce_eager: Annotated[bool, "never capture or compile graphs"] = False
+
+    # KV memory.
+    page_size: Annotated[int, "tokens in a KV page"] = 16
+    num_pages: Annotated[int | None, "pages in the pool; else gpu-memory-utilization decides"] = (
+        None
+    )
+    gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
+    kv_layout: Annotated[Literal["unified", "distinct"], "order of KV memory in a page"] = "unified"
+
+    # Batching.
+    block_size: Annotated[int | None, "tokens in a diffusion block; the model's where absent"] = (
+        None
+    )
+    max_num_batched_tokens: Annotated[int, "most tokens in one forward"] = 2048
+    max_num_seqs: Annotated[int, "most requests in one forward"] = 64
+    max_model_len: Annotated[int | None, "most tokens of prompt and answer; the model's else"] = (
+        None
+    )
+
+    # The network.
+    host: Annotated[str, "address to listen on"] = "127.0.0.1"
+    port: Annotated[int, "port to listen on; 0 takes a free one"] = 0
+    advertise_host: Annotated[str | None, "name or address that others reach this worker by"] = None
+    connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
+    connector_host: Annotated[
+        str | None, "address of the connector; advertise-host where absent"
+    ] = None
+    metrics_port: Annotated[
+        int | None, "serve Prometheus text on this port; 0 takes a free one"
+    ] = None
+
+    # The fleet.
+    redis_url: Annotated[str | None, "announce in this Redis, as redis://host:port/db"] = None
+    fleet: Annotated[str, "fleet to belong to; fleets that share a Redis never meet"] = "effuse"
+    worker_id: Annotated[str | None, "name of this worker; role, host and port where absent"] = None
+    ready_file: Annotated[Path | None, "write address, incarnation and pid here once ready"] = None
+
+    # Time, in seconds.
+    startup_timeout_s: Annotated[float, "longest that loading weights and warming up may take"] = (
+        300.0
+    )
+    hang_timeout_s: Annotated[float, "an engine without progress for this long is replaced"] = 30.0
+    drain_s: Annotated[float, "longest that running requests are waited for at the end"] = 30.0
+    max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
+
+    log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("num_pages", "block_size", "max_model_len"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("port", "metrics_port"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
+            self.check_duration(name, getattr(self, name))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"--gpu-memory-utilization: expected a share in (0, 1], "
+                f"got {self.gpu_memory_utilization:g}"
+            )
+        check_name("fleet", self.fleet)
+        if self.worker_id is not None:
+            check_name("worker id", self.worker_id)
+        for flag, path in (("--model", self.model), ("--adapter", self.adapter)):
+            if path is not None and not path.is_dir():
+                raise ValueError(f"{flag}: expected a directory, got {str(path)!r}")
+
+    @staticmethod
+    def check_duration(name: str, value: float) -> None:
+        """Raises ValueError naming the flag of `name` if `value` is not above 0 seconds."""
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{_flag(name)}: expected seconds above 0, got {value:g}")
+
+    def reachable_host(self) -> str:
+        """Returns the host that others are told: never a wildcard address."""
+        if self.advertise_host is not None:
+            return self.advertise_host
+        return socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
+
+
+def to_json(config: WorkerConfig) -> bytes:
+    """Returns the config in the form in which the engine process gets it."""
+    return msgspec.json.encode(config, enc_hook=str)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{_flag(name)}: expected {least} or more, got {value}")

@@ -1,0 +1,174 @@
+"""The engine's process: takes messages, steps its core, says what happened, shows that it lives.
+
+Knows no gRPC and no model: each worker's `build.py` makes the core. The process ends with its
+front, however that ended.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+
+from effuse.placement.records import Load
+from effuse.worker import logs
+from effuse.worker.config import WorkerConfig
+from effuse.worker.messages import (
+    EngineCore,
+    Heartbeat,
+    Ready,
+    Shutdown,
+    StartupFailed,
+    ToEngine,
+    ToFront,
+)
+
+LOG = logging.getLogger(__name__)
+Config = TypeVar("Config", bound=WorkerConfig)
+
+_PR_SET_PDEATHSIG = 1
+_WAIT_BUSY_MS = 2  # a peer or the connector may have something soon
+_WAIT_IDLE_MS = 100
+_BEAT_CHANGED_S = 0.05  # a changed load is told this soon
+_BEAT_S = 0.5
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front tells its new engine, on standard input as JSON."""
+
+    endpoint: str  # of the front's socket
+    incarnation: str
+    front_pid: int
+    config: msgspec.Raw  # the worker's config
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A core that has loaded its weights and made a first forward."""
+
+    core: EngineCore
+    ready: Ready
+
+
+Builder = Callable[[Config, str], Engine]
+
+
+class EngineLoop(Generic[Config]):
+    """Drives one core over one socket until told to shut down."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        socket: "zmq.Socket[bytes]",
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._socket = socket
+        self._now = now
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._loops = 0
+        self._told = Load()
+        self._told_at = float("-inf")
+
+    def run(self) -> None:
+        """Runs until a `Shutdown` comes."""
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Takes messages, steps once, tells, and waits if it was idle. False at the end."""
+        if not self._take():
+            return False
+        worked = self._core.step()
+        self.tell(self._core.outbox())
+        self._loops += 1
+        load = self._core.load()
+        self._beat(load)
+        if not worked:
+            self._wait(_WAIT_BUSY_MS if load.running or load.waiting else _WAIT_IDLE_MS)
+        return True
+
+    def tell(self, messages: Sequence[ToFront]) -> None:
+        """Sends messages as one frame; never waits."""
+        if messages:
+            self._socket.send(self._encoder.encode(list(messages)), zmq.NOBLOCK)
+
+    def _take(self) -> bool:
+        while self._socket.poll(0, zmq.POLLIN):
+            message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            if isinstance(message, Shutdown):
+                return False
+            self._core.handle(message)
+        return True
+
+    def _beat(self, load: Load) -> None:
+        now = self._now()
+        since = now - self._told_at
+        if since >= _BEAT_S or (load != self._told and since >= _BEAT_CHANGED_S):
+            self.tell([Heartbeat(loops=self._loops, load=load)])
+            self._told, self._told_at = load, now
+
+    def _wait(self, milliseconds: int) -> None:
+        self._socket.poll(milliseconds, zmq.POLLIN)
+
+
+def main(config_type: type[Config], build: Builder[Config]) -> int:
+    """Runs an engine process to its end; returns its exit status."""
+    orders = msgspec.json.decode(sys.stdin.buffer.read(), type=Orders)
+    die_with(orders.front_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
+    config = msgspec.json.decode(orders.config, type=config_type, dec_hook=_path)
+    logs.set_up("engine", config.log_level)
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, 1000)
+    socket.connect(orders.endpoint)
+    try:
+        return _run(config, orders.incarnation, build, socket)
+    finally:
+        socket.close()
+        context.term()
+
+
+def _run(
+    config: Config, incarnation: str, build: Builder[Config], socket: "zmq.Socket[bytes]"
+) -> int:
+    try:
+        engine = build(config, incarnation)
+    except (ValueError, OSError) as error:
+        failed = StartupFailed(message=str(error), permanent=True)
+        socket.send(msgspec.msgpack.encode([failed]))
+        return 2
+    loop = EngineLoop[Config](engine.core, socket)
+    loop.tell([engine.ready])
+    try:
+        loop.run()
+    finally:
+        engine.core.close()
+    return 0
+
+
+def die_with(front_pid: int) -> None:
+    """Asks the kernel to kill this process when the front ends; ends it if that has happened."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != front_pid:
+        raise SystemExit("the front is gone")
+
+
+def _path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(f"{kind} in a config")

@@ -1,0 +1,73 @@
+"""Command-line flags from the fields of a frozen dataclass, and nothing else.
+
+A field `page_size: Annotated[int, "tokens in a page"] = 16` makes the flag `--page-size N`. What
+a value may be beyond its type is checked by the dataclass in `__post_init__`: ValueError.
+"""
+
+import argparse
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+
+class Dataclass(Protocol):
+    """Any dataclass type."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+Config = TypeVar("Config", bound=Dataclass)
+
+
+def parse(config: type[Config], argv: Sequence[str], *, prog: str, about: str) -> Config:
+    """Returns the config that `argv` asks for.
+
+    An unknown flag or a bad value ends the process with status 2 and a line that names the accepted
+    form, as every command does.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False)
+    hints = get_type_hints(config, include_extras=True)
+    for one in fields(config):
+        _add(parser, one, hints[one.name])
+    found = vars(parser.parse_args(argv))
+    try:
+        return config(**found)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _add(parser: argparse.ArgumentParser, one: "Field[Any]", hint: object) -> None:
+    if get_origin(hint) is not Annotated:
+        raise TypeError(f"field {one.name} has no help text")
+    flag = f"--{one.name.replace('_', '-')}"
+    kind, text = _without_none(get_args(hint)[0]), str(get_args(hint)[1])
+    default = None if one.default is MISSING else one.default
+    if default is not None and default is not False:
+        text += f" (default: {default})"
+    if kind is bool:
+        parser.add_argument(flag, action="store_true", default=default, help=text)
+    elif get_origin(kind) is Literal:
+        parser.add_argument(flag, choices=get_args(kind), default=default, help=text)
+    else:
+        name = {int: "N", float: "X", Path: "PATH"}.get(cast(type, kind), "NAME")
+        parse_value = cast("type[int] | type[float] | type[str] | type[Path]", kind)
+        parser.add_argument(flag, type=parse_value, default=default, metavar=name, help=text)
+
+
+def _without_none(hint: object) -> object:
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in get_args(hint) if kind is not type(None))
+    return hint

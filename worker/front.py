@@ -1,0 +1,182 @@
+"""The front's process: gRPC server, health, engine, lease, metrics; from start to drained exit.
+
+Only wires parts to each other. It imports no torch; what a role does with a request is its own
+`server.py`'s.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from effuse.placement import records
+from effuse.placement.announcer import Announcer, Superseded
+from effuse.placement.store import Store
+from effuse.protos import rpc
+from effuse.protos.errors import Draining
+from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from effuse.worker import logs, metrics
+from effuse.worker.attempts import Attempts
+from effuse.worker.config import WorkerConfig
+from effuse.worker.service import WorkerServicer
+from effuse.worker.shell import Identity, Shell
+from effuse.worker.supervisor import GaveUp, Supervisor
+
+LOG = logging.getLogger(__name__)
+
+_WORKER_SERVICE = "effuse.v1.WorkerService"
+_END_S = 10.0  # attempts that are cut off at the end have this long to leave the engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What distinguishes a prefill worker from a decode worker, to the front."""
+
+    name: records.Role
+    engine_module: str  # run as `python -m`
+    service: str  # full name of its gRPC service
+    add: Callable[[Shell, grpc.aio.Server], None]  # adds the servicer
+
+
+def run(config: WorkerConfig, role: Role) -> int:
+    """Runs a worker until SIGTERM or SIGINT; returns its exit status.
+
+    0 after a drain; 1 if no engine starts, the port is taken, or another process has its worker id.
+    """
+    logs.set_up(role.name, config.log_level)
+    status = 0
+    try:
+        asyncio.run(_run(config, role))
+    except* (GaveUp, Superseded, OSError) as failed:
+        LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
+        status = 1
+    return status
+
+
+async def _run(config: WorkerConfig, role: Role) -> None:
+    async with rpc.shutdown_signal() as stop, asyncio.TaskGroup() as tasks:
+        await Front(config, role, tasks).run(stop)
+
+
+class Front:
+    """One worker's front."""
+
+    def __init__(self, config: WorkerConfig, role: Role, tasks: asyncio.TaskGroup) -> None:
+        self._config = config
+        self._role = role
+        self._tasks = tasks
+        self._changed = asyncio.Event()  # the engine has come or gone, or a drain has begun
+        attempts = Attempts()
+        supervisor = Supervisor(role.engine_module, config, attempts, on_change=self._changed.set)
+        self.shell = Shell(role.name, config, attempts, supervisor, tasks)
+        self.server = rpc.RpcServer(rpc.FLEET_LIMITS)
+        self._announcer: Announcer | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop`, then drains and leaves nothing behind."""
+        async with contextlib.AsyncExitStack() as stack:
+            await self._listen(stack)
+            background = [
+                self._tasks.create_task(self.shell.supervisor.run()),
+                self._tasks.create_task(self._follow_changes()),
+                *await self._announce(stack),
+            ]
+            await rpc.serve(
+                self.server, stop, drain_s=self._config.drain_s + _END_S, on_drain=self._end_all
+            )
+            if self._announcer is not None:
+                await self._announcer.release()
+            for task in background:
+                task.cancel()
+            self.shell.abandon()
+            await asyncio.wait(background, timeout=_END_S)
+
+    def drain(self, deadline_s: float) -> None:
+        """Admits nothing more; ends what still runs after `deadline_s`."""
+        self.shell.is_draining = True
+        self._changed.set()
+        self.shell.spawn(self._end_after(deadline_s))
+
+    async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
+        config, role = self._config, self._role
+        role.add(self.shell, self.server.server)
+        worker = WorkerServicer(self.shell, self.drain)
+        add_WorkerServiceServicer_to_server(worker, self.server.server)
+        port = await self.server.start(
+            f"{config.host}:{config.port}", [role.service, _WORKER_SERVICE]
+        )
+        stack.push_async_callback(self.server.stop, 0.0)
+        self.shell.identity = _identity(config, role, port)
+        await self.server.set_serving("", True)
+        await self.server.set_serving(_WORKER_SERVICE, True)
+        LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
+        if config.metrics_port is not None:
+            scraped = await metrics.serve(config.host, config.metrics_port, self.shell.metrics_text)
+            stack.callback(scraped.close)
+
+    async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
+        if not self._config.redis_url:
+            return []
+        store = await stack.enter_async_context(Store(self._config.redis_url, self._config.fleet))
+        self._announcer = Announcer(store, self.shell.record)
+        return [self._tasks.create_task(self._announcer.run())]
+
+    async def _follow_changes(self) -> None:
+        """Tells health, the lease and the ready file whether work can be done."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            is_ready = self.shell.supervisor.life is not None and not self.shell.is_draining
+            await self.server.set_serving(self._role.service, is_ready)
+            if self._announcer is not None:
+                self._announcer.changed()
+            if is_ready and self._config.ready_file is not None:
+                _write_ready_file(self._config.ready_file, self.shell)
+
+    async def _end_all(self) -> None:
+        """The drain of a process that will exit."""
+        self.shell.is_draining = True
+        self._changed.set()
+        await self._end_after(self._config.drain_s)
+
+    async def _end_after(self, deadline_s: float) -> None:
+        attempts = self.shell.attempts
+        try:
+            async with asyncio.timeout(deadline_s):
+                await attempts.wait_idle()
+        except TimeoutError:
+            LOG.warning("ending %d requests that still run", len(attempts))
+            attempts.fail_all(
+                Draining("this worker is draining and the request took too long", retry_after_s=0.1)
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await attempts.wait_idle()
+
+
+def _identity(config: WorkerConfig, role: Role, port: int) -> Identity:
+    host = config.reachable_host()
+    worker_id = config.worker_id or f"{role.name}-{socket.gethostname()}-{port}"
+    return Identity(
+        worker_id=worker_id,
+        address=f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}",
+    )
+
+
+def _write_ready_file(path: Path, shell: Shell) -> None:
+    """Leaves address, incarnation and pid for whoever waits for this worker; atomic."""
+    facts = {
+        "address": shell.identity.address,
+        "incarnation": shell.incarnation,
+        "pid": os.getpid(),
+    }
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(facts) + "\n")
+    partial.replace(path)

@@ -1,0 +1,79 @@
+"""Makes sure that a prefill worker no longer writes into our pages: the abort contract's far side.
+
+Asks until that worker answers or its life is proven over. What then happens to the pages is the
+engine's.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from effuse.kvtransfer.messages import AttemptId
+from effuse.protos import rpc
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+from effuse.worker import wire
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long and how often a silent writer is asked, in seconds."""
+
+    call_s: float = 5.0
+    first_pause_s: float = 0.1
+    most_pause_s: float = 10.0
+    # The connectors' keepalive has closed a silent peer's connection long before this.
+    lost_after_s: float = 600.0
+
+
+async def until_gone(
+    writer: wire.Writer,
+    attempt: AttemptId,
+    reason: str,
+    *,
+    patience: Patience | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> None:
+    """Returns once nothing of the attempt can be written by `writer` any more.
+
+    An answer is enough, whichever life gives it: that life has let go of the attempt, or it is
+    another one and the writer's is over. So is a refused connection: nobody listens there.
+    """
+    patience = patience or Patience()
+    give_up_at, pause_s = now() + patience.lost_after_s, patience.first_pause_s
+    request = pb.AbortRequest(attempt=wire.attempt_to_proto(attempt), reason=reason)
+    async with rpc.connect(writer.address, keepalive=None) as channel:
+        stub: pb_grpc.WorkerServiceAsyncStub = pb_grpc.WorkerServiceStub(channel)  # type: ignore[assignment]
+        while now() < give_up_at:
+            try:
+                await stub.Abort(request, timeout=patience.call_s)
+            except grpc.aio.AioRpcError as error:
+                if await _is_refused(writer.address, patience.call_s):
+                    return
+                LOG.info("%s has not ended %s yet: %s", writer.address, attempt, error.code().name)
+            else:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, patience.most_pause_s)
+    LOG.warning("gave up on %s, silent for %g s", writer.address, patience.lost_after_s)
+
+
+async def _is_refused(address: str, timeout_s: float) -> bool:
+    """Whether the host answers that nobody listens there."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

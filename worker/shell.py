@@ -1,0 +1,153 @@
+"""What the servicers of a front share: who may come in, how an attempt ends, what the worker is.
+
+Speaks no gRPC itself: it takes checked messages and raises the errors of `protos/errors.py`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+from effuse.kvtransfer.messages import AttemptId
+from effuse.placement.records import Capacity, Load, Role, WorkerRecord
+from effuse.protos.errors import Draining, EffuseError, Refused, Unavailable
+from effuse.worker.attempts import Attempt, Attempts
+from effuse.worker.config import WorkerConfig
+from effuse.worker.messages import Abort, AbortDone, ToEngine
+from effuse.worker.metrics import Metrics, render
+from effuse.worker.supervisor import Life, Supervisor
+
+LOG = logging.getLogger(__name__)
+
+_ABORT_WARN_S = 30.0
+_STARTING_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who this worker is, whichever engine it has."""
+
+    worker_id: str
+    address: str  # host:port that others reach it by
+
+
+class Shell:
+    """One worker's front, without its sockets."""
+
+    def __init__(
+        self,
+        role: Role,
+        config: WorkerConfig,
+        attempts: Attempts,
+        supervisor: Supervisor,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.role = role
+        self.identity = Identity(worker_id="", address="")  # known once the port is
+        self.config = config
+        self.attempts = attempts
+        self.supervisor = supervisor
+        self.metrics = Metrics()
+        self.is_draining = False
+        self._tasks = tasks
+        self._spawned: set[asyncio.Task[None]] = set()
+
+    @property
+    def incarnation(self) -> str:
+        """Id of the engine's life; empty while none is ready."""
+        life = self.supervisor.life
+        return "" if life is None else life.incarnation
+
+    def admit(self, incarnation: str) -> Life:
+        """Returns the engine that a new attempt goes to; raises why it may not come in.
+
+        `incarnation` is the life that the caller means.
+        """
+        if self.is_draining:
+            raise Draining("this worker is draining", retry_after_s=_STARTING_RETRY_S)
+        life = self.supervisor.life
+        if life is None:
+            raise Unavailable(
+                "the engine of this worker is starting", retry_after_s=_STARTING_RETRY_S
+            )
+        if incarnation != life.incarnation:
+            raise Refused(
+                f"this is incarnation {life.incarnation} of {self.identity.worker_id}, "
+                f"the request is meant for {incarnation!r}"
+            )
+        return life
+
+    def begin(self, attempt_id: AttemptId, incarnation: str, start: ToEngine) -> Attempt:
+        """Admits an attempt and starts it; whoever calls this owes an `end`."""
+        life = self.admit(incarnation)
+        attempt = self.attempts.open(attempt_id, life.incarnation)
+        life.client.send(start)
+        return attempt
+
+    def send(self, attempt: Attempt, message: ToEngine) -> None:
+        """Says something of an attempt to the engine that runs it, if that still lives."""
+        self.supervisor.send(message, attempt.incarnation)
+
+    def time_left(self, remaining_s: float | None) -> float:
+        """Returns how long a call may take, given what its client allows; None is no limit."""
+        most = self.config.max_request_s
+        return most if remaining_s is None else min(remaining_s, most)
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Runs what must happen although its caller may be gone."""
+        task = self._tasks.create_task(work)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+        return task
+
+    def abandon(self) -> None:
+        """Gives up on what was spawned: the process ends, and its memory with it."""
+        for task in self._spawned:
+            task.cancel()
+
+    async def end_in_engine(self, attempt: Attempt, reason: str) -> None:
+        """Returns once the engine has let go of the attempt, or is dead.
+
+        It may take long while a transfer is in flight; an engine that never answers is replaced by
+        its supervisor, so this ends in any case.
+        """
+        self.send(attempt, Abort(attempt=attempt.id, reason=reason))
+        while not attempt.engine_gone:
+            try:
+                async with asyncio.timeout(_ABORT_WARN_S):
+                    event = await attempt.next_event()
+            except TimeoutError:
+                LOG.warning("the engine has not let go of %s yet", attempt.id)
+            except EffuseError as error:  # already told to whoever asked
+                LOG.debug("while ending %s: %s", attempt.id, error)
+            else:
+                if isinstance(event, AbortDone):
+                    return
+
+    def record(self) -> WorkerRecord | None:
+        """Returns what this worker announces; None while no engine is ready."""
+        life = self.supervisor.life
+        if life is None:
+            return None
+        return WorkerRecord(
+            worker_id=self.identity.worker_id,
+            role=self.role,
+            address=self.identity.address,
+            incarnation=life.incarnation,
+            state="draining" if self.is_draining else "ready",
+            fingerprint=life.ready.fingerprint,
+            model=life.ready.model,
+            capacity=Capacity(
+                total_pages=life.ready.total_pages,
+                page_size=life.ready.page_size,
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+            ),
+            load=life.load,
+        )
+
+    def metrics_text(self) -> str:
+        """Returns the metrics in Prometheus text."""
+        life = self.supervisor.life
+        load = Load() if life is None else life.load
+        return render(self.metrics, load, self.supervisor.restarts, len(asyncio.all_tasks()))

@@ -1,0 +1,129 @@
+"""Keeps an engine alive: starts it, listens, replaces it under a new incarnation when it ends.
+
+What runs in an engine that is lost fails with a retryable error; the front goes on. Whether an
+engine hangs is `watchdog.py`'s to say, when to give up `backoff.py`'s.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from effuse.placement.records import Load
+from effuse.protos.errors import Unavailable
+from effuse.worker.attempts import Attempts
+from effuse.worker.backoff import Backoff
+from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_client import EngineClient, EngineLost
+from effuse.worker.messages import Heartbeat, Ready, StartupFailed, ToEngine, ToFront
+from effuse.worker.watchdog import Progress, observe, verdict
+
+LOG = logging.getLogger(__name__)
+
+_STOP_GRACE_S = 5.0
+_RETRY_AFTER_S = 1.0  # about the time in which a small engine is back
+
+
+class GaveUp(Exception):
+    """No engine can be started; the message says why."""
+
+
+@dataclass(slots=True)
+class Life:
+    """An engine that is ready, and what was last heard of it."""
+
+    client: EngineClient
+    ready: Ready
+    load: Load
+    progress: Progress
+
+    @property
+    def incarnation(self) -> str:
+        """Id of this life."""
+        return self.client.incarnation
+
+
+class Supervisor:
+    """Runs one engine after the other; `life` is the one that can be spoken to, if any."""
+
+    def __init__(
+        self,
+        module: str,
+        config: WorkerConfig,
+        attempts: Attempts,
+        *,
+        on_change: Callable[[], None],
+        backoff: Backoff | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._module = module
+        self._config = config
+        self._attempts = attempts
+        self._on_change = on_change  # called whenever `life` has come or gone
+        self._backoff = backoff or Backoff()
+        self._now = now
+        self.life: Life | None = None
+        self.restarts = 0
+
+    def send(self, message: ToEngine, incarnation: str) -> None:
+        """Says something to the engine of that incarnation; in vain if it is gone."""
+        if self.life is not None and self.life.incarnation == incarnation:
+            self.life.client.send(message)
+
+    async def run(self) -> None:
+        """Runs until cancelled, then stops the engine; raises `GaveUp`."""
+        while True:
+            client = await EngineClient.spawn(self._module, self._config)
+            LOG.info("engine %s starts as process %d", client.incarnation, client.pid)
+            try:
+                await self._follow(client)
+            except EngineLost as lost:
+                await self._lose(client, lost)
+            except asyncio.CancelledError:
+                await client.stop(0.0 if self.life is None else _STOP_GRACE_S)
+                self.life = None
+                raise
+            await asyncio.sleep(self._backoff.pause_s)
+            self.restarts += 1
+
+    async def _follow(self, client: EngineClient) -> None:
+        """Follows an engine from its start to its end, which raises `EngineLost`."""
+        ready = await client.ready(self._config.startup_timeout_s)
+        load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
+        life = Life(client, ready, load, Progress.begin(self._now()))
+        self.life = life
+        LOG.info("engine %s is ready", client.incarnation)
+        self._on_change()
+        hang_s = self._config.hang_timeout_s
+        while True:
+            self._take(life, await client.receive(hang_s / 10))
+            if why := verdict(life.progress, self._now(), hang_s):
+                raise EngineLost(f"the engine hangs: {why}")
+
+    def _take(self, life: Life, messages: Sequence[ToFront]) -> None:
+        for message in messages:
+            if isinstance(message, Heartbeat):
+                life.load = message.load
+                life.progress = observe(life.progress, message, self._now())
+            elif isinstance(message, Ready | StartupFailed):
+                raise EngineLost(f"the engine said {type(message).__name__} while it ran")
+            else:
+                self._attempts.deliver(message)
+
+    async def _lose(self, client: EngineClient, lost: EngineLost) -> None:
+        """Buries an engine; only once its memory is gone do its attempts hear of it."""
+        LOG.error("engine %s is lost: %s", client.incarnation, lost)
+        self._backoff = self._backoff.recovered() if self.life else self._backoff.failed()
+        self.life = None
+        self._on_change()
+        await client.kill()
+        self._attempts.lose_engine(
+            Unavailable(
+                "the engine of this worker was lost while the request ran; another try may succeed",
+                retry_after_s=_RETRY_AFTER_S,
+                labels={"incarnation": client.incarnation},
+            )
+        )
+        if lost.permanent or self._backoff.is_over:
+            raise GaveUp(str(lost))

@@ -1,0 +1,205 @@
+"""Between worker.proto and the messages of the engine's socket: checks of form, field by field.
+
+Raises `InvalidRequest` naming the field with the expected and the found. Whether a request fits the
+model or the pool is not decided here.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, get_args
+
+from effuse.kvtransfer.messages import (
+    AttemptId,
+    Field,
+    MalformedMessage,
+    PageRef,
+    ReceiverAddress,
+    Reservation,
+    check_reservation,
+)
+from effuse.placement.records import Algorithm
+from effuse.protos.errors import InvalidRequest
+from effuse.v1 import worker_pb2 as pb
+from effuse.worker.messages import BlockState, Remasking, Resume, Sampling, Score, Settings
+
+_MOST_ID_CHARS = 128
+_Choice = TypeVar("_Choice", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The life of a prefill worker that was told where our pages are."""
+
+    address: str  # host:port
+    incarnation: str
+
+
+def attempt_id(message: pb.AttemptId) -> AttemptId:
+    """Reads an attempt's id."""
+    for field, value in (
+        ("request_id", message.request_id),
+        ("transfer_id", message.transfer_id),
+    ):
+        if not 1 <= len(value) <= _MOST_ID_CHARS:
+            raise _wrong(f"attempt.{field}", f"1 to {_MOST_ID_CHARS} characters", len(value))
+    if message.attempt < 1:
+        raise _wrong("attempt.attempt", "1 or more", message.attempt)
+    return AttemptId(message.request_id, message.attempt, message.transfer_id)
+
+
+def writer(message: pb.WorkerRef) -> Writer:
+    """Reads which life of which prefill worker pushes, and where it answers."""
+    host, colon, port = message.address.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise _wrong("remote.address", "host:port", repr(message.address[:_MOST_ID_CHARS]))
+    if not 1 <= len(message.incarnation) <= _MOST_ID_CHARS:
+        raise _wrong(
+            "remote.incarnation", f"1 to {_MOST_ID_CHARS} characters", len(message.incarnation)
+        )
+    return Writer(message.address, message.incarnation)
+
+
+def prompt(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Reads a prompt."""
+    if not token_ids:
+        raise _wrong("prompt_token_ids", "at least 1 token", 0)
+    return tuple(token_ids)
+
+
+def reservation(message: pb.Reservation) -> Reservation:
+    """Reads a reservation that another worker made."""
+    attempt_id(message.attempt)
+    try:
+        return check_reservation(_reservation(message))
+    except MalformedMessage as error:
+        raise InvalidRequest.of("reservation", str(error)) from error
+
+
+def _reservation(message: pb.Reservation) -> Reservation:
+    return Reservation(
+        attempt=_attempt_id(message.attempt),
+        incarnation=message.incarnation,
+        address=ReceiverAddress(
+            connector=message.connector,
+            endpoint=message.endpoint,
+            agent_name=message.agent_name,
+            agent_metadata=message.agent_metadata,
+            pool_address=message.pool_address,
+            device_id=message.device_id,
+            memory_kind=message.memory_kind,
+        ),
+        num_pool_pages=message.num_pool_pages,
+        page_bytes=message.page_bytes,
+        pages=tuple(PageRef(page.page_id, page.generation) for page in message.pages),
+        fingerprint=tuple(Field(field.name, field.value) for field in message.fingerprint),
+        lease_s=message.lease_s,
+    )
+
+
+def _attempt_id(message: pb.AttemptId) -> AttemptId:
+    return AttemptId(message.request_id, message.attempt, message.transfer_id)
+
+
+def reservation_to_proto(held: Reservation) -> pb.Reservation:
+    """Writes a reservation of our engine."""
+    address = held.address
+    return pb.Reservation(
+        attempt=attempt_to_proto(held.attempt),
+        incarnation=held.incarnation,
+        connector=address.connector,
+        endpoint=address.endpoint,
+        agent_name=address.agent_name,
+        agent_metadata=address.agent_metadata,
+        pool_address=address.pool_address,
+        device_id=address.device_id,
+        memory_kind=address.memory_kind,
+        num_pool_pages=held.num_pool_pages,
+        page_bytes=held.page_bytes,
+        pages=[pb.PageRef(page_id=p.page_id, generation=p.generation) for p in held.pages],
+        fingerprint=[pb.FingerprintField(name=f.name, value=f.value) for f in held.fingerprint],
+        lease_s=held.lease_s,
+    )
+
+
+def attempt_to_proto(attempt: AttemptId) -> pb.AttemptId:
+    """Writes an attempt's id."""
+    return pb.AttemptId(
+        request_id=attempt.request_id, attempt=attempt.attempt, transfer_id=attempt.transfer_id
+    )
+
+
+def sampling(message: pb.DecodeSampling) -> Sampling:
+    """Reads how tokens are drawn."""
+    if not (math.isfinite(message.temperature) and message.temperature >= 0):
+        raise _wrong("sampling.temperature", "a number of 0 or more", message.temperature)
+    if not 0 < message.top_p <= 1:
+        raise _wrong("sampling.top_p", "a number in (0, 1]", message.top_p)
+    return Sampling(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        seed=message.seed,
+    )
+
+
+def settings(message: pb.DecodeSettings) -> Settings:
+    """Reads how blocks are denoised."""
+    for field, count in (("window", message.window), ("denoising_steps", message.denoising_steps)):
+        if count < 1:
+            raise _wrong(f"settings.{field}", "1 or more", count)
+    for field, threshold in (
+        ("confidence_threshold", message.confidence_threshold),
+        ("block_add_threshold", message.block_add_threshold),
+        ("full_activation_threshold", message.full_activation_threshold),
+    ):
+        if not 0 <= threshold <= 1:  # false for NaN too
+            raise _wrong(f"settings.{field}", "a number in [0, 1]", threshold)
+    return Settings(
+        algorithm=_one_of("algorithm", message.algorithm, get_args(Algorithm)),
+        window=message.window,
+        confidence_threshold=message.confidence_threshold,
+        block_add_threshold=message.block_add_threshold,
+        full_activation_threshold=message.full_activation_threshold,
+        score=_one_of("score", message.score, get_args(Score)),
+        remasking=_one_of("remasking", message.remasking, get_args(Remasking)),
+        denoising_steps=message.denoising_steps,
+    )
+
+
+def resume(message: pb.Resume, block_size: int) -> Resume:
+    """Reads what another attempt left off with; every block is `block_size` long."""
+    num_bytes = (block_size + 7) // 8
+    for index, block in enumerate(message.frontier):
+        field = f"resume.frontier[{index}]"
+        if len(block.token_ids) != block_size:
+            raise _wrong(f"{field}.token_ids", f"{block_size} tokens", len(block.token_ids))
+        if len(block.masks) != num_bytes:
+            raise _wrong(f"{field}.masks", f"{num_bytes} bytes", len(block.masks))
+    return Resume(
+        committed_token_ids=tuple(message.committed_token_ids),
+        frontier=tuple(
+            BlockState(tuple(block.token_ids), block.masks, block.full, block.denoise_count)
+            for block in message.frontier
+        ),
+    )
+
+
+def block_to_proto(block: BlockState) -> pb.BlockState:
+    """Writes the state of a block."""
+    return pb.BlockState(
+        token_ids=block.token_ids,
+        masks=block.masks,
+        full=block.full,
+        denoise_count=block.denoise_count,
+    )
+
+
+def _one_of(field: str, value: str, choices: tuple[_Choice, ...]) -> _Choice:
+    if value not in choices:
+        raise _wrong(f"settings.{field}", f"one of {', '.join(choices)}", repr(value))
+    return value
+
+
+def _wrong(field: str, expected: str, found: object) -> InvalidRequest:
+    return InvalidRequest.of(field, f"expected {expected}, got {found}")
