@@ -1,0 +1,87 @@
+"""Vanilla denoising: no cache, no blocks in order; every forward runs over the whole canvas.
+
+What the published base models do, one token a forward: the first row of D2F-vLLM's table, and the
+rival that block-parallel decoding is measured against. Greedy; used by `effuse bench --baseline`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from effuse.cli.local import PAGE_SIZE, Answer, Ask, layout_of
+from effuse.kvtransfer.memory import PageMemory
+from effuse.models.part import Part, PartSampling
+from effuse.models.runner import ModelRunner
+from effuse.models.transformer import Transformer
+
+
+class _Canvas:
+    """A prompt and its answer, masks where nothing is written yet."""
+
+    def __init__(self, ask: Ask, model: Transformer) -> None:
+        config = model.config
+        self.answer = Answer(began_s=time.monotonic())
+        self._prompt_len = len(ask.prompt_token_ids)
+        self._ids = [*ask.prompt_token_ids, *[config.mask_token_id] * ask.max_tokens]
+        self._masked = list(range(self._prompt_len, len(self._ids)))
+        self._origin = config.block_origin(self._prompt_len)
+        self._stops = config.eos_token_ids
+
+    def part(self) -> Part:
+        """The whole canvas, with a candidate wanted for every mask."""
+        return Part(
+            token_ids=self._ids,
+            start=0,
+            pages=(),
+            num_stored=0,
+            block_origin=self._origin,
+            candidates=self._masked,
+            sampling=PartSampling(denoise_counts=[self.answer.forward_passes] * len(self._masked)),
+        )
+
+    def write(self, tokens: Sequence[int], scores: Sequence[float]) -> bool:
+        """Write the most confident candidate, ties to the left; whether that was the last mask."""
+        best = max(range(len(scores)), key=lambda at: (scores[at], -at))
+        self._ids[self._masked.pop(best)] = tokens[best]
+        self.answer.forward_passes += 1
+        if self._masked:
+            return False
+        self.answer.token_ids = list(self._before_stop())
+        self.answer.total_s = time.monotonic() - self.answer.began_s
+        self.answer.first_block_s = self.answer.total_s  # nothing is final before the end
+        self.answer.commits = [(len(self.answer.token_ids), self.answer.forward_passes)]
+        return True
+
+    def _before_stop(self) -> Iterator[int]:
+        for token in self._ids[self._prompt_len :]:
+            if token in self._stops:
+                return
+            yield token
+
+
+def run_vanilla(
+    model: Transformer, asks: Sequence[Ask], *, max_num_seqs: int, on_done: Callable[[], None]
+) -> list[Answer]:
+    """Answer every request, `max_num_seqs` at a time; answers are in their order."""
+    config = model.config
+    memory = PageMemory(layout_of(model), 1, model.device)  # nothing is ever stored in it
+    runner = ModelRunner(
+        model, memory.layer_views(), page_size=PAGE_SIZE, block_size=config.block_size
+    )
+    waiting = iter(asks)
+    answers: list[Answer] = []
+    running: list[_Canvas] = []
+    while True:
+        joining = [_Canvas(ask, model) for ask in islice(waiting, max_num_seqs - len(running))]
+        running += joining
+        answers += [canvas.answer for canvas in joining]
+        if not running:
+            return answers
+        results = runner.run([canvas.part() for canvas in running])
+        still = []
+        for canvas, result in zip(running, results, strict=True):
+            if canvas.write(result.tokens, result.scores):
+                on_done()
+            else:
+                still.append(canvas)
+        running = still
