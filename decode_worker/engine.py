@@ -84,11 +84,10 @@ class DecodeEngine:
 
     def step(self) -> bool:
         """Hears of arrivals, admits, runs one forward, and says what it changed."""
-        was_told = self._hear()
-        self._admit()
+        has_moved = self._hear() | self._admit()
         work = self._take_work()
         if not work:
-            return was_told
+            return has_moved
         for item, result in zip(work, self._run(work), strict=False):
             self._apply(item, result)
         return True
@@ -205,11 +204,11 @@ class DecodeEngine:
 
     # One step.
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
         """Gives the oldest waiting requests their pages, as many as there is room for."""
         waiting = self._seats.waiting
         if not waiting:
-            return
+            return False
         growth = 0
         for request in self._seats.running:
             demand = request.demand(self._limits)
@@ -223,6 +222,7 @@ class DecodeEngine:
         )
         for request in waiting[:count]:
             self._seat(request)
+        return count > 0
 
     def _seat(self, request: Request) -> None:
         count = request.pages_to_begin(self._limits)
