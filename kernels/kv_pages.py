@@ -13,6 +13,11 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     ``slot_mapping`` [T] int64 holds ``page * page_size + offset``; -1 stores nothing. A slot must
     not occur twice.
     """
+    if k.is_cuda:
+        from effuse.kernels import kv_pages_triton
+
+        kv_pages_triton.launch_store(k, v, k_cache, v_cache, slot_mapping)
+        return
     page_size = k_cache.shape[1]
     stored = slot_mapping >= 0
     slots = slot_mapping[stored]
@@ -36,6 +41,10 @@ def store_kv_ref(
 
 def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """K and V [N, Hkv, D] of ``slots`` [N] int64, all of them >= 0."""
+    if k_cache.is_cuda:
+        from effuse.kernels import kv_pages_triton
+
+        return kv_pages_triton.launch_load(k_cache, v_cache, slots)
     page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
     return k_cache[page, offset], v_cache[page, offset]
 

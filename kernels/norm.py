@@ -1,6 +1,7 @@
 """Root-mean-square normalisation, alone and fused with the residual addition before it.
 
 The mean is taken in fp32 whatever the dtype, in an order that does not depend on other rows.
+Triton is imported where a CUDA tensor is met, here and in the neighbours: a CPU engine needs none.
 """
 
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of ``x`` [..., H] and scale it by ``weight`` [H]; dtype of x."""
+    if x.is_cuda:
+        from effuse.kernels import norm_triton
+
+        return norm_triton.launch(x, weight, eps).view(x.shape)
     return _rms_norm_torch(x, weight, eps)
 
 
@@ -16,6 +21,10 @@ def rms_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to their dtype."""
+    if x.is_cuda:
+        from effuse.kernels import norm_triton
+
+        return norm_triton.launch_residual(x, residual, weight, eps)
     total = x + residual
     return _rms_norm_torch(total, weight, eps), total
 

@@ -7,6 +7,8 @@ the like) would be other tables, not other operators.
 import torch
 from torch import Tensor
 
+from effuse.kernels.kv_pages import store_kv
+
 
 def make_cos_sin_cache(
     head_dim: int, num_positions: int, theta: float, device: torch.device
@@ -20,9 +22,34 @@ def make_cos_sin_cache(
 
 def rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate q [T, Hq, D] and k [T, Hkv, D] by ``positions`` [T] int64; new tensors, same dtype."""
+    if q.is_cuda:
+        from effuse.kernels import rotary_triton
+
+        return rotary_triton.launch(q, k, cos_sin_cache, positions)
     cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def rotary_store_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`rotary`, then `kv_pages.store_kv` of the rotated k and of v; one kernel on CUDA."""
+    if q.is_cuda:
+        from effuse.kernels import rotary_triton
+
+        stored = (v, k_cache, v_cache, slot_mapping)
+        return rotary_triton.launch(q, k, cos_sin_cache, positions, stored)
+    q, k = rotary(q, k, cos_sin_cache, positions)
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q, k
 
 
 def rotary_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:

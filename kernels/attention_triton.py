@@ -1,0 +1,423 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The Triton kernels of block-parallel attention and their launch; `attention` is the way in.
+
+One program takes a tile of 64 rows (query, head in group) of one KV head: first all cached pages
+of the sequence, then its in-flight rows under the block-causal mask, then output and log-sum-exp.
+Long caches are split over programs and merged. Launch parameters depend on shapes alone.
+
+Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence
+once a tile (from L2 for all tiles but the first).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effuse.kernels.batch import AttentionBatch
+
+# Two resident programs on each of the 132 processors of an H100 or H200.
+PROGRAMS_PER_WAVE = 264
+MIN_SPLIT_TOKENS = 256
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """Launch parameters of one shape class. 64 rows on 4 warps are what wgmma needs."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_shape(dtype: torch.dtype, head_dim: int) -> TileShape:
+    """The one tile shape for a dtype and head dim."""
+    if dtype == torch.float32:
+        return TileShape(32 if head_dim <= 32 else 16, 32 if head_dim <= 64 else 16, 4, 2)
+    return TileShape(64, 64, 4, 3)
+
+
+def split_tokens(num_programs: int, max_context: int) -> int:
+    """Cached tokens for each program, a multiple of `MIN_SPLIT_TOKENS`; all of them if it pays not.
+
+    Splits until the launch fills one wave. A pure function of the launch shape: the same forward
+    is always split the same way.
+    """
+    wanted = max(1, PROGRAMS_PER_WAVE // max(1, num_programs))
+    share = -(-max_context // wanted)
+    rounded = -(-share // MIN_SPLIT_TOKENS) * MIN_SPLIT_TOKENS
+    return max(rounded, MIN_SPLIT_TOKENS)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+    tokens_per_split: int | None = None,
+) -> None:
+    """Fill ``out`` [T, Hq, D] and, if given, ``lse`` [T, Hq] fp32 (natural log).
+
+    ``tokens_per_split`` overrides `split_tokens`; a multiple of 64.
+    """
+    tokens, q_heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    groups = q_heads // kv_heads
+    num_seqs = len(batch.context_lens)
+    if tokens == 0 or num_seqs == 0:
+        return
+    for tensor in (q, k, v, k_cache, v_cache, out):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"head_dim must have stride 1, got strides {tensor.stride()}")
+    tile = tile_shape(q.dtype, head_dim)
+    # At most one tile of a sequence is ragged, so this bounds the number of tiles.
+    num_tiles = tokens * groups // tile.rows + num_seqs
+    split = tokens_per_split or split_tokens(num_tiles * kv_heads, batch.max_context)
+    num_splits = max(1, -(-batch.max_context // split))
+    is_split = num_splits > 1
+    # Splits leave fp32 results behind, which the second kernel merges in split order.
+    shape = (num_splits, tokens, q_heads) if is_split else (0, 1, 1)
+    partial_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _attention_kernel[(num_tiles, kv_heads, num_splits)](
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        out,
+        lse if lse is not None else out,
+        partial_out,
+        partial_lse,
+        batch.cu_seqlens,
+        batch.context_lens,
+        batch.page_table,
+        batch.block_origins,
+        num_seqs,
+        tokens,
+        batch.page_table.stride(0),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        *out.stride()[:2],
+        scale * LOG2_E,
+        GROUPS=groups,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=batch.page_size,
+        BLOCK_SIZE=batch.block_size,
+        TILE_ROWS=tile.rows,
+        TILE_KEYS=tile.keys,
+        SPLIT_TOKENS=split if is_split else 0,
+        HAS_LSE=lse is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+    )
+    if is_split:
+        _merge_kernel[(tokens, q_heads)](
+            partial_out,
+            partial_lse,
+            out,
+            lse if lse is not None else out,
+            batch.cu_seqlens,
+            batch.context_lens,
+            num_seqs,
+            tokens,
+            *out.stride()[:2],
+            HEAD_DIM=head_dim,
+            SPLIT_TOKENS=split,
+            HAS_LSE=lse is not None,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+
+
+@triton.jit
+def _find_sequence(cu_seqlens, num_seqs, tile, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Last s with first_tile(s) <= tile, where first_tile(s) = cu[s] * GROUPS // TILE_ROWS + s."""
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(cu_seqlens + middle) * GROUPS // TILE_ROWS + middle
+        if first <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _block_of(position, origin, BLOCK_SIZE: tl.constexpr):
+    """Diffusion block of a position; -1 for all that lies before the origin."""
+    relative = position - origin
+    return tl.where(relative < 0, -1, relative // BLOCK_SIZE)
+
+
+@triton.jit
+def _accumulate(scores, values, accumulator, total, peak, scale, PRECISION: tl.constexpr):
+    """One step of online softmax (Milakov and Gimelshein, 2018); peak in scaled log2 units."""
+    # The peak starts finite, so a row that sees nothing here gives 0 and never NaN.
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    total = total * shrink + tl.sum(weights, 1)
+    accumulator = accumulator * shrink[:, None]
+    accumulator = tl.dot(weights.to(values.dtype), values, accumulator, input_precision=PRECISION)
+    return accumulator, total, new_peak
+
+
+@triton.jit
+def _page_rows(
+    pages,
+    first,
+    key,
+    head,
+    dim,
+    limit,
+    page_stride,
+    token_stride,
+    head_stride,
+    PAGE_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Element offsets [TILE_KEYS, HEAD_DIM] of cached tokens first .. first + TILE_KEYS - 1."""
+    if PAGE_SIZE % TILE_KEYS == 0:
+        page = tl.load(pages + first // PAGE_SIZE).to(tl.int64)
+        row = page * page_stride + (first % PAGE_SIZE + key).to(tl.int64) * token_stride
+    else:
+        token = first + key
+        if MASKED:
+            page = tl.load(pages + token // PAGE_SIZE, mask=token < limit, other=0)
+        else:
+            page = tl.load(pages + token // PAGE_SIZE)
+        row = page.to(tl.int64) * page_stride + (token % PAGE_SIZE).to(tl.int64) * token_stride
+    return (row + head * head_stride)[:, None] + dim[None, :]
+
+
+@triton.jit
+def _attention_kernel(
+    q,
+    k,
+    v,
+    k_cache,
+    v_cache,
+    out,
+    lse,
+    partial_out,
+    partial_lse,
+    cu_seqlens,
+    context_lens,
+    page_table,
+    block_origins,
+    num_seqs,
+    num_tokens,
+    table_stride,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    kc_page,
+    kc_token,
+    kc_head,
+    vc_page,
+    vc_token,
+    vc_head,
+    out_token,
+    out_head,
+    scale,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = _find_sequence(cu_seqlens, num_seqs, tile, GROUPS, TILE_ROWS)
+    first_row = tl.load(cu_seqlens + sequence)
+    num_rows = tl.load(cu_seqlens + sequence + 1) - first_row
+    first = (tile - (first_row * GROUPS // TILE_ROWS + sequence)) * TILE_ROWS
+    if first >= num_rows * GROUPS:
+        return
+    context = tl.load(context_lens + sequence)
+    cached_begin = 0
+    cached_end = context
+    is_last = True
+    num_splits = 1
+    if SPLIT_TOKENS > 0:
+        split = tl.program_id(2)
+        num_splits = tl.maximum(1, (context + SPLIT_TOKENS - 1) // SPLIT_TOKENS)
+        if split >= num_splits:
+            return
+        cached_begin = split * SPLIT_TOKENS
+        cached_end = tl.minimum(context, cached_begin + SPLIT_TOKENS)
+        is_last = split == num_splits - 1
+    origin = tl.load(block_origins + sequence)
+    pages = page_table + sequence.to(tl.int64) * table_stride
+
+    packed = first + tl.arange(0, TILE_ROWS)
+    row = packed // GROUPS
+    head = kv_head * GROUPS + packed % GROUPS
+    valid = packed < num_rows * GROUPS
+    key = tl.arange(0, TILE_KEYS)
+    dim = tl.arange(0, HEAD_DIM)
+    token = (first_row + row).to(tl.int64)
+    q_rows = token * q_token + head * q_head
+    queries = tl.load(q + q_rows[:, None] + dim[None, :], mask=valid[:, None], other=0.0)
+
+    accumulator = tl.zeros([TILE_ROWS, HEAD_DIM], dtype=tl.float32)
+    total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    peak = tl.full([TILE_ROWS], -1.0e30, dtype=tl.float32)
+
+    # Stage 1: cached tokens, all visible. Whole tiles need no mask, one ragged tile follows.
+    whole_end = cached_begin + (cached_end - cached_begin) // TILE_KEYS * TILE_KEYS
+    for start in tl.range(cached_begin, whole_end, TILE_KEYS):
+        k_rows = _page_rows(
+            pages, start, key, kv_head, dim, context, kc_page, kc_token, kc_head,
+            PAGE_SIZE, TILE_KEYS, False,
+        )  # fmt: skip
+        keys = tl.load(k_cache + k_rows)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        v_rows = _page_rows(
+            pages, start, key, kv_head, dim, context, vc_page, vc_token, vc_head,
+            PAGE_SIZE, TILE_KEYS, False,
+        )  # fmt: skip
+        values = tl.load(v_cache + v_rows)
+        accumulator, total, peak = _accumulate(
+            scores, values, accumulator, total, peak, scale, PRECISION
+        )
+    if whole_end < cached_end:
+        present = whole_end + key < cached_end
+        k_rows = _page_rows(
+            pages, whole_end, key, kv_head, dim, cached_end, kc_page, kc_token, kc_head,
+            PAGE_SIZE, TILE_KEYS, True,
+        )  # fmt: skip
+        keys = tl.load(k_cache + k_rows, mask=present[:, None], other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        scores = tl.where(present[None, :], scores, float("-inf"))
+        v_rows = _page_rows(
+            pages, whole_end, key, kv_head, dim, cached_end, vc_page, vc_token, vc_head,
+            PAGE_SIZE, TILE_KEYS, True,
+        )  # fmt: skip
+        values = tl.load(v_cache + v_rows, mask=present[:, None], other=0.0)
+        accumulator, total, peak = _accumulate(
+            scores, values, accumulator, total, peak, scale, PRECISION
+        )
+
+    # Stage 2: in-flight rows, up to the end of the last block that this tile touches.
+    if is_last:
+        last_row = tl.minimum((first + TILE_ROWS - 1) // GROUPS, num_rows - 1)
+        last_block = _block_of(context + last_row, origin, BLOCK_SIZE)
+        visible = tl.minimum(origin + (last_block + 1) * BLOCK_SIZE - context, num_rows)
+        row_block = _block_of(context + row, origin, BLOCK_SIZE)
+        for start in tl.range(0, visible, TILE_KEYS):
+            other = start + key
+            present = other < visible
+            k_rows = (first_row + other).to(tl.int64) * k_token + kv_head * k_head
+            keys = tl.load(k + k_rows[:, None] + dim[None, :], mask=present[:, None], other=0.0)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            sees = row_block[:, None] >= _block_of(context + other, origin, BLOCK_SIZE)[None, :]
+            scores = tl.where(sees & present[None, :], scores, float("-inf"))
+            v_rows = (first_row + other).to(tl.int64) * v_token + kv_head * v_head
+            values = tl.load(v + v_rows[:, None] + dim[None, :], mask=present[:, None], other=0.0)
+            accumulator, total, peak = _accumulate(
+                scores, values, accumulator, total, peak, scale, PRECISION
+            )
+
+    # Stage 3: normalise; every valid row has seen a key, except in no split at all.
+    result = accumulator / total[:, None]
+    row_lse = peak + tl.log2(total)
+    if SPLIT_TOKENS > 0 and num_splits > 1:
+        place = tl.program_id(2).to(tl.int64) * num_tokens + token
+        place = place * (tl.num_programs(1) * GROUPS) + head
+        tl.store(
+            partial_out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=valid[:, None]
+        )
+        tl.store(partial_lse + place, row_lse, mask=valid)
+    else:
+        out_rows = token * out_token + head * out_head
+        tl.store(
+            out + out_rows[:, None] + dim[None, :],
+            result.to(out.dtype.element_ty),
+            mask=valid[:, None],
+        )
+        if HAS_LSE:
+            place = token * (tl.num_programs(1) * GROUPS) + head
+            tl.store(lse + place, row_lse * 0.6931471805599453, mask=valid)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_out,
+    partial_lse,
+    out,
+    lse,
+    cu_seqlens,
+    context_lens,
+    num_seqs,
+    num_tokens,
+    out_token,
+    out_head,
+    HEAD_DIM: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Combine one (token, head) over its splits, in split order."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    context = tl.load(context_lens + low)
+    num_splits = (context + SPLIT_TOKENS - 1) // SPLIT_TOKENS
+    if num_splits <= 1:
+        return
+    dim = tl.arange(0, HEAD_DIM)
+    place = token.to(tl.int64) * num_heads + head
+    step = num_tokens.to(tl.int64) * num_heads
+    peak = tl.load(partial_lse + place)
+    total = 1.0
+    result = tl.load(partial_out + place * HEAD_DIM + dim)
+    for _split in range(1, num_splits):
+        place += step
+        split_lse = tl.load(partial_lse + place)
+        new_peak = tl.maximum(peak, split_lse)
+        shrink = tl.exp2(peak - new_peak)
+        weight = tl.exp2(split_lse - new_peak)
+        values = tl.load(partial_out + place * HEAD_DIM + dim)
+        result = result * shrink + values * weight
+        total = total * shrink + weight
+        peak = new_peak
+    result = result / total
+    row = out + token.to(tl.int64) * out_token + head * out_head
+    tl.store(row + dim, result.to(out.dtype.element_ty))
+    if HAS_LSE:
+        place = token.to(tl.int64) * num_heads + head
+        tl.store(lse + place, (peak + tl.log2(total)) * 0.6931471805599453)

@@ -1,0 +1,141 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The Triton kernel of rotary embedding, alone or with the KV store; `rotary` is the way in.
+
+Bytes: q and k read and written once; with storing, v read once and the stored rows written once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effuse.kernels.kv_pages_triton import slot_offset
+
+
+@triton.jit
+def _rotate_heads(
+    source, head_stride, target, target_stride, cos, sin, HEADS: tl.constexpr,
+    TILE_HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Rotate one token's heads; returns both halves [TILE_HEADS, HALF] in the storage dtype."""
+    head = tl.arange(0, TILE_HEADS)[:, None]
+    dim = tl.arange(0, HALF)[None, :]
+    mask = head < HEADS
+    first = tl.load(source + head * head_stride + dim, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + head * head_stride + dim + HALF, mask=mask, other=0.0)
+    second = second.to(tl.float32)
+    low = (first * cos - second * sin).to(target.dtype.element_ty)
+    high = (second * cos + first * sin).to(target.dtype.element_ty)
+    tl.store(target + head * target_stride + dim, low, mask=mask)
+    tl.store(target + head * target_stride + dim + HALF, high, mask=mask)
+    return low, high
+
+
+@triton.jit
+def _rotary_kernel(
+    q,
+    k,
+    v,
+    q_out,
+    k_out,
+    cos_sin,
+    positions,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    kc_page,
+    kc_token,
+    kc_head,
+    kc_dim,
+    vc_page,
+    vc_token,
+    vc_head,
+    vc_dim,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    STORES: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    dim = tl.arange(0, HALF)[None, :]
+    table = cos_sin + position * (2 * HALF)
+    # Rounded to the storage dtype first, as the models' own implementations do.
+    cos = tl.load(table + dim).to(q.dtype.element_ty).to(tl.float32)
+    sin = tl.load(table + HALF + dim).to(q.dtype.element_ty).to(tl.float32)
+    _rotate_heads(
+        q + token * q_token, q_head, q_out + token * (Q_HEADS * 2 * HALF), 2 * HALF, cos, sin,
+        Q_HEADS, TILE_Q, HALF,
+    )  # fmt: skip
+    low, high = _rotate_heads(
+        k + token * k_token, k_head, k_out + token * (KV_HEADS * 2 * HALF), 2 * HALF, cos, sin,
+        KV_HEADS, TILE_KV, HALF,
+    )  # fmt: skip
+    if STORES:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        if slot >= 0:
+            head = tl.arange(0, TILE_KV)[:, None]
+            mask = head < KV_HEADS
+            k_slot = k_cache + slot_offset(slot, kc_page, kc_token, PAGE_SIZE) + head * kc_head
+            v_slot = v_cache + slot_offset(slot, vc_page, vc_token, PAGE_SIZE) + head * vc_head
+            tl.store(k_slot + dim * kc_dim, low, mask=mask)
+            tl.store(k_slot + (dim + HALF) * kc_dim, high, mask=mask)
+            v_row = v + token * v_token + head * v_head
+            tl.store(v_slot + dim * vc_dim, tl.load(v_row + dim, mask=mask), mask=mask)
+            rest = tl.load(v_row + HALF + dim, mask=mask)
+            tl.store(v_slot + (dim + HALF) * vc_dim, rest, mask=mask)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    stored: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotated q and k; ``stored`` is (v, k_cache, v_cache, slot_mapping) when K and V are kept."""
+    tokens, q_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    if dim & (dim - 1):
+        raise ValueError(f"head_dim must be a power of two, got {dim}")
+    q_out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
+    k_out = torch.empty((tokens, kv_heads, dim), dtype=k.dtype, device=k.device)
+    if tokens == 0:
+        return q_out, k_out
+    v, k_cache, v_cache, slots = stored or (k, k_out[None], k_out[None], positions)
+    _rotary_kernel[(tokens,)](
+        q,
+        k,
+        v,
+        q_out,
+        k_out,
+        cos_sin_cache,
+        positions,
+        k_cache,
+        v_cache,
+        slots,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_cache.stride(),
+        *v_cache.stride(),
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        TILE_Q=triton.next_power_of_2(q_heads),
+        TILE_KV=triton.next_power_of_2(kv_heads),
+        HALF=dim // 2,
+        PAGE_SIZE=k_cache.shape[1],
+        STORES=stored is not None,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return q_out, k_out

@@ -1,0 +1,139 @@
+"""Compiles a launcher's Triton kernels for sm_90 without a GPU and reads what ptxas made of them.
+
+A launcher is run on meta tensors with its kernels replaced by recorders; every recorded launch is
+compiled with the specialisation (pointer types, divisibility, constants) it would have on a GPU.
+Must run in a process without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+Argument = torch.Tensor | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCode:
+    """What one kernel variant costs on the device."""
+
+    kernel: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    sass: str
+
+    def count(self, opcode: str) -> int:
+        return len(re.findall(rf"\b{re.escape(opcode)}", self.sass))
+
+    def __str__(self) -> str:
+        counts = {op: self.count(op) for op in ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL")}
+        shown = " ".join(f"{op} {n}" for op, n in counts.items())
+        return (
+            f"{self.kernel}: {self.registers} registers, {self.stack_bytes} B stack, "
+            f"{self.shared_bytes} B shared, {shown}"
+        )
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Stands in for a jitted kernel and keeps the arguments of its launches."""
+
+    kernel: triton.runtime.JITFunction
+    launches: list[dict[str, Argument]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Argument, **named: Argument) -> None:
+            self.launches.append(dict(zip(self.kernel.arg_names, args, strict=False)) | named)
+
+        return launch
+
+
+def device_code(module: ModuleType, launch: Callable[[], object]) -> list[DeviceCode]:
+    """Compile every launch that ``launch()`` makes of kernels of ``module``, sorted by name."""
+    kernels = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel")
+    }
+    recorders = {name: Recorder(kernel) for name, kernel in kernels.items()}
+    try:
+        for name, recorder in recorders.items():
+            setattr(module, name, recorder)
+        launch()
+    finally:
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+    return [
+        _compile(name, recorder.kernel, arguments)
+        for name, recorder in sorted(recorders.items())
+        for arguments in recorder.launches
+    ]
+
+
+def _compile(
+    name: str, kernel: triton.runtime.JITFunction, arguments: dict[str, Argument]
+) -> DeviceCode:
+    options = {key: arguments.pop(key) for key in OPTIONS if key in arguments}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Argument] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        is_one = isinstance(value, int) and value == 1
+        if parameter.is_constexpr or is_one:
+            signature[parameter.name] = "constexpr"
+            constants[index,] = value
+            continue
+        signature[parameter.name] = _type_of(value)
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return _read(name, compiled.asm["cubin"])
+
+
+def _type_of(value: Argument) -> str:
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _read(name: str, cubin: bytes) -> DeviceCode:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        sass = _run("cuobjdump", "-sass", file.name)
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
+    # Dynamic shared memory is not in the cubin's table; its static part is.
+    return DeviceCode(name, found["REG"], found["STACK"], found["SHARED"], sass)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [str(BIN / tool), *arguments], check=True, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout
