@@ -1,0 +1,124 @@
+"""List and string tasks: sort, reverse, count, copy and pick, on lists of up to twelve items."""
+
+from __future__ import annotations
+
+import random
+import string
+
+from effuse.models.problems_scenes import COLOURS, SCENES
+from effuse.models.problems_stories import Task, number
+
+LONGEST = 12
+
+_FORMS: dict[str, tuple[str, ...]] = {
+    "sort": (
+        "Sort {list} from small to large.",
+        "Put these numbers in order, smallest first: {list}.",
+        "Arrange the numbers {list} in rising order.",
+    ),
+    "sort_down": (
+        "Sort {list} from large to small.",
+        "Put these numbers in order, largest first: {list}.",
+        "Arrange the numbers {list} in falling order.",
+    ),
+    "alphabet": (
+        "Sort the letters {list} by the alphabet.",
+        "Put these letters in alphabetical order: {list}.",
+    ),
+    "reverse": (
+        "Reverse the list {list}.",
+        "Write {list} backwards.",
+        "Give these items from last to first: {list}.",
+    ),
+    "copy": (
+        "Copy the list {list}.",
+        "Repeat after me: {list}.",
+        "Say exactly this: {list}.",
+    ),
+    "count": (
+        "How often does {item} occur in {list}?",
+        "Count how many times {item} is in the list {list}.",
+        "In the list {list}, how many are {item}?",
+    ),
+    "largest": (
+        "Which number is the largest: {list}?",
+        "Find the maximum of {list}.",
+    ),
+    "smallest": (
+        "Which number is the smallest: {list}?",
+        "Find the minimum of {list}.",
+    ),
+}
+_WEIGHTS = {
+    "sort": 18,
+    "sort_down": 12,
+    "alphabet": 10,
+    "reverse": 18,
+    "copy": 12,
+    "count": 16,
+    "largest": 7,
+    "smallest": 7,
+}
+
+
+def list_task(rng: random.Random) -> Task:
+    """One list task; `lines` is empty but for counting, where the matches are numbered."""
+    name = rng.choices(list(_FORMS), [_WEIGHTS[form] for form in _FORMS])[0]
+    form = rng.randrange(len(_FORMS[name]))
+    items, item, lines, result = _solve(rng, name)
+    prompt = _FORMS[name][form].format(list=", ".join(items), item=item)
+    return Task(
+        prompt=prompt,
+        lines=lines,
+        result=result,
+        kind="list",
+        phrasing=f"{name}/{form}",
+        steps=len(items),
+    )
+
+
+def _solve(rng: random.Random, name: str) -> tuple[list[str], str, tuple[str, ...], str]:
+    """The items, the item asked for (counting only), the worked lines and the result."""
+    size = rng.randint(3, LONGEST)
+    match name:
+        case "sort" | "sort_down":
+            numbers = _distinct_numbers(rng, size)
+            ordered = sorted(numbers, reverse=name == "sort_down")
+            return [str(n) for n in numbers], "", (), ", ".join(map(str, ordered))
+        case "largest" | "smallest":
+            numbers = _distinct_numbers(rng, size)
+            best = max(numbers) if name == "largest" else min(numbers)
+            return [str(n) for n in numbers], "", (), str(best)
+        case "alphabet":
+            letters = rng.sample(string.ascii_lowercase, size)
+            return letters, "", (), ", ".join(sorted(letters))
+        case "count":
+            return _count(rng, size)
+    items = _items(rng, size)
+    shown = items if name == "copy" else items[::-1]
+    return items, "", (), ", ".join(shown)
+
+
+def _distinct_numbers(rng: random.Random, size: int) -> list[int]:
+    high = 99 if size > 6 or rng.random() < 0.6 else 999
+    return rng.sample(range(1, high + 1), size)
+
+
+def _count(rng: random.Random, size: int) -> tuple[list[str], str, tuple[str, ...], str]:
+    kinds = list(dict.fromkeys(_items(rng, rng.randint(2, 4))))
+    items = [rng.choice(kinds) for _ in range(size)]
+    item = rng.choice(kinds)
+    found = items.count(item)
+    lines = (", ".join(f"{item} {nth}" for nth in range(1, found + 1)),) if found else ("none",)
+    return items, item, lines, str(found)
+
+
+def _items(rng: random.Random, size: int) -> list[str]:
+    """Numbers, letters or words."""
+    match rng.choice(("numbers", "letters", "words")):
+        case "numbers":
+            return [str(number(rng, 1, 9_999)) for _ in range(size)]
+        case "letters":
+            return rng.choices(string.ascii_lowercase, k=size)
+    pool = COLOURS + rng.choice(SCENES).things
+    return [rng.choice(pool) for _ in range(size)]

@@ -1,0 +1,82 @@
+"""The released form of the bundled model: bf16 safetensors and a Hugging Face style config.
+
+Reads and writes folders for training and evaluation; serving loads them with its own code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from effuse.models.bundled_tokenizer import EOS_ID, MASK_ID, PAD_ID, PROMPT_ID, load_tokenizer
+from effuse.models.train_data import BLOCK
+from effuse.models.train_model import Denoiser, ModelConfig
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+)
+
+
+def padded_vocabulary(tokenizer: Path) -> int:
+    """The tokenizer's vocabulary size rounded up to a multiple of 16; the rest is never used."""
+    return -(-load_tokenizer(tokenizer).get_vocab_size() // 16) * 16
+
+
+def write_release(
+    folder: Path, weights: dict[str, Tensor], config: ModelConfig, tokenizer: Path
+) -> None:
+    """Write model.safetensors (bf16), config.json and tokenizer.json to `folder`."""
+    halves = {name: value.to(torch.bfloat16).contiguous() for name, value in weights.items()}
+    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(_described(config), indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n")
+    if tokenizer != folder / "tokenizer.json":
+        (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+
+
+def read_release(folder: Path, device: torch.device) -> tuple[Denoiser, Tokenizer]:
+    """The model in fp32 and its tokenizer, from what `write_release` wrote."""
+    described = json.loads((folder / "config.json").read_text())
+    model = Denoiser(ModelConfig(**{size: described[size] for size in _SIZES}))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.to(device).eval(), load_tokenizer(folder / "tokenizer.json")
+
+
+def _described(config: ModelConfig) -> dict[str, object]:
+    return {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": PROMPT_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "mask_token_id": MASK_ID,
+        "block_size": BLOCK,
+    }
