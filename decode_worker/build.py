@@ -1,0 +1,62 @@
+"""Makes a decode engine from its config; run as the engine's process by the front.
+
+Only wires parts to each other.
+"""
+
+import sys
+import time
+
+from effuse.decode_worker.boundary import Boundary
+from effuse.decode_worker.config import DecodeConfig
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.handoffs import Handoffs, Identity
+from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.scheduler import Limits
+from effuse.worker.assembly import Assembly, assemble
+from effuse.worker.engine_process import Engine, main
+
+
+def build(config: DecodeConfig, incarnation: str) -> Engine:
+    """An engine that is ready to serve. Raises ValueError where the config is at fault."""
+    parts = assemble(config, incarnation, "decode", config.default_algorithm)
+    limits = _limits(config, parts)
+    parts.connector.start()
+    return Engine(_core(config, incarnation, parts, limits), parts.ready)
+
+
+def _core(config: DecodeConfig, incarnation: str, parts: Assembly, limits: Limits) -> DecodeEngine:
+    model = parts.model
+    identity = Identity(
+        incarnation=incarnation,
+        fingerprint=parts.fingerprint,
+        page_bytes=parts.memory.page_bytes,
+        lease_s=config.handoff_lease_s,
+    )
+    return DecodeEngine(
+        parts.runner,
+        parts.pool,
+        Intake(model.config, limits),
+        Handoffs(parts.pool, identity, parts.connector),
+        Boundary(
+            hidden_size=model.config.hidden_size if model.config.shift_logits else None,
+            dtype=model.dtype,
+            device=model.device,
+        ),
+        now=time.monotonic,
+        max_request_s=config.max_request_s,
+    )
+
+
+def _limits(config: DecodeConfig, parts: Assembly) -> Limits:
+    return Limits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=parts.max_model_len,
+        num_pages=parts.memory.num_pages,
+        page_size=parts.memory.layout.page_size,
+        block_size=parts.model.config.block_size,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(DecodeConfig, build))

@@ -1,0 +1,225 @@
+"""What both engines are made of, from a worker's config: model, pages, connector, fingerprint.
+
+Runs in the engine's process only; the front never imports it. What an engine does with the parts is
+its own `build.py`'s.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import effuse.models
+from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.loopback import Hub, LoopbackConnector
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.pool import PagePool
+from effuse.models.part import Part, PartSampling
+from effuse.models.runner import ModelRunner
+from effuse.models.transformer import Transformer
+from effuse.models.weights import load_model, select_dtype, weights_digest
+from effuse.placement.records import Algorithm, ModelInfo, Role
+from effuse.worker.config import WorkerConfig
+from effuse.worker.messages import Ready
+
+# A block's KV is stored by the forward that follows the one in which it settled.
+COMMIT_RULE = "settled_recompute"
+
+_CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by page as it is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """The parts of an engine. The connector has not been started."""
+
+    model: Transformer
+    memory: PageMemory
+    pool: PagePool
+    runner: ModelRunner
+    fingerprint: Fingerprint
+    connector: Connector
+    max_model_len: int
+    ready: Ready
+
+
+def assemble(
+    config: WorkerConfig, incarnation: str, role: Role, default_algorithm: Algorithm
+) -> Assembly:
+    """Loads and connects everything, and runs one forward. Raises ValueError for a bad config."""
+    device = _device(config)
+    directory = config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
+    model = _load(config, directory, device)
+    max_model_len = _max_model_len(config, model)
+    layout = _layout(config, model)
+    memory = PageMemory(layout, _num_pages(config, model, layout, max_model_len), device)
+    runner = _runner(model, memory)
+    warm_up(runner, model.config.block_size)
+    agreed = fingerprint(layout, _facts(config, directory, model))
+    return Assembly(
+        model=model,
+        memory=memory,
+        pool=PagePool(memory.num_pages),
+        runner=runner,
+        fingerprint=agreed,
+        connector=_connector(config, memory, incarnation, agreed, role),
+        max_model_len=max_model_len,
+        ready=Ready(
+            model=_model_info(config, directory, model, max_model_len, default_algorithm),
+            fingerprint=tuple((field.name, field.value) for field in agreed),
+            page_size=layout.page_size,
+            total_pages=memory.num_pages,
+        ),
+    )
+
+
+def warm_up(runner: ModelRunner, num_rows: int) -> None:
+    """Runs a forward of `num_rows` rows over page 0, all of which want a candidate."""
+    wanted = range(1, num_rows)  # position 0 has no row before it, which shifting models need
+    sampling = PartSampling(denoise_counts=[0] * len(wanted), temperature=1.0, top_p=0.9, top_k=8)
+    runner.run(
+        [
+            Part(
+                token_ids=[0] * num_rows,
+                start=0,
+                pages=[0],
+                num_stored=1,
+                block_origin=0,
+                candidates=wanted,
+                sampling=sampling,
+            )
+        ]
+    )
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device is available here")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        torch.set_num_threads(1)  # two threads of several engines on one machine are far slower
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _load(config: WorkerConfig, directory: Path, device: torch.device) -> Transformer:
+    on_cpu = device.type == "cpu"
+    name = "float32" if config.dtype == "auto" and on_cpu else config.dtype
+    return load_model(
+        directory,
+        adapter=config.adapter,
+        device=device,
+        dtype=select_dtype(name, directory),
+        block_size=config.block_size,
+    )
+
+
+def _max_model_len(config: WorkerConfig, model: Transformer) -> int:
+    most = model.config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > most:
+        raise ValueError(
+            f"--max-model-len: expected at most the model's {most} positions, "
+            f"got {config.max_model_len}"
+        )
+    return config.max_model_len or most
+
+
+def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
+    return KVLayout(
+        kind=config.kv_layout,
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        page_size=config.page_size,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
+def _num_pages(
+    config: WorkerConfig, model: Transformer, layout: KVLayout, max_model_len: int
+) -> int:
+    """Pages as configured, or what fits: one whole request at least."""
+    if config.num_pages is not None:
+        return config.num_pages
+    least = layout.pages_for(max_model_len)
+    if model.device.type == "cpu":
+        return max(least, _CPU_POOL_BYTES // layout.page_bytes)
+    return _device_pages(config, model, layout)
+
+
+def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) -> int:
+    """Pages in the device memory that the largest forward leaves of the share to be used."""
+    probe = PageMemory(layout, 1, model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    warm_up(_runner(model, probe), config.max_num_batched_tokens)
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    share = int(total * config.gpu_memory_utilization)
+    room = share - torch.cuda.max_memory_allocated(model.device)
+    if room < layout.page_bytes:
+        raise ValueError(
+            f"--gpu-memory-utilization: {share} of {total} bytes leave no room for KV pages "
+            f"beside weights and a forward of {config.max_num_batched_tokens} tokens"
+        )
+    torch.cuda.empty_cache()
+    return room // layout.page_bytes
+
+
+def _runner(model: Transformer, memory: PageMemory) -> ModelRunner:
+    return ModelRunner(
+        model,
+        memory.layer_views(),
+        page_size=memory.layout.page_size,
+        block_size=model.config.block_size,
+    )
+
+
+def _facts(config: WorkerConfig, directory: Path, model: Transformer) -> ModelFacts:
+    return ModelFacts(
+        weights=weights_digest(directory, config.adapter),
+        architecture=model.config.architecture,
+        block_size=model.config.block_size,
+        mask_token_id=model.config.mask_token_id,
+        prompt_attention=model.config.prompt_attention,
+        commit_rule=COMMIT_RULE,
+    )
+
+
+def _model_info(
+    config: WorkerConfig,
+    directory: Path,
+    model: Transformer,
+    max_model_len: int,
+    default_algorithm: Algorithm,
+) -> ModelInfo:
+    return ModelInfo(
+        name=config.served_model_name or directory.resolve().name,
+        architecture=model.config.architecture,
+        block_size=model.config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        mask_token_id=model.config.mask_token_id,
+        eos_token_ids=model.config.eos_token_ids,
+        prompt_attention=model.config.prompt_attention,
+        default_algorithm=default_algorithm,
+    )
+
+
+def _connector(
+    config: WorkerConfig, memory: PageMemory, incarnation: str, agreed: Fingerprint, role: Role
+) -> Connector:
+    """Imports only what is used: one of them needs a library that the others do without."""
+    if config.connector == "nixl":
+        from effuse.kvtransfer.nixl_connector import NixlConnector
+
+        return NixlConnector(memory, incarnation, agreed, role=role)
+    if config.connector == "zmq":
+        from effuse.kvtransfer.zmq_connector import ZmqConnector
+
+        return ZmqConnector(
+            memory,
+            incarnation,
+            agreed,
+            host=config.host,
+            advertised_host=config.connector_host or config.reachable_host(),
+        )
+    return LoopbackConnector(Hub(), memory, incarnation, agreed, time.monotonic)
