@@ -2,7 +2,7 @@
 
 `problem(seed, index)` is a pure function. A hash of the prompt decides on which side of the split
 a problem lies, so problems for evaluation never occur in training whatever the seeds.
-No tokens and no tensors here; the language lives in `problems_scenes.py`.
+No tokens and no tensors here; the language lives in `problems_scenes.py` and `problems_frames.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Split = Literal["train", "held_out"]
 HELD_OUT_ONE_IN = 64
 ANSWER_PREFIX = "answer: "
 
-_FAMILIES = ((chain, 46), (compare, 14), (products, 12), (arithmetic, 12), (list_task, 16))
+_FAMILIES = ((chain, 44), (compare, 14), (products, 12), (arithmetic, 12), (list_task, 18))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import string
+from itertools import accumulate
 
-from effuse.models.problems_scenes import COLOURS, SCENES
+from effuse.models.problems_frames import COLOURS
+from effuse.models.problems_scenes import SCENES
 from effuse.models.problems_stories import Task, number
 
 LONGEST = 12
@@ -62,7 +64,7 @@ _WEIGHTS = {
 
 
 def list_task(rng: random.Random) -> Task:
-    """One list task; `lines` is empty but for counting, where the matches are numbered."""
+    """One list task; `lines` is empty but for counting, which keeps a running count."""
     name = rng.choices(list(_FORMS), [_WEIGHTS[form] for form in _FORMS])[0]
     form = rng.randrange(len(_FORMS[name]))
     items, item, lines, result = _solve(rng, name)
@@ -108,9 +110,9 @@ def _count(rng: random.Random, size: int) -> tuple[list[str], str, tuple[str, ..
     kinds = list(dict.fromkeys(_items(rng, rng.randint(2, 4))))
     items = [rng.choice(kinds) for _ in range(size)]
     item = rng.choice(kinds)
-    found = items.count(item)
-    lines = (", ".join(f"{item} {nth}" for nth in range(1, found + 1)),) if found else ("none",)
-    return items, item, lines, str(found)
+    counts = list(accumulate(int(each == item) for each in items))
+    line = ", ".join(f"{each} {count}" for each, count in zip(items, counts, strict=True))
+    return items, item, (line,), str(counts[-1])
 
 
 def _items(rng: random.Random, size: int) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from effuse.models.problems_scenes import (
+from effuse.models.problems_frames import (
     COLOURS,
     COMPARE_FRAMES,
     EXPRESSION_FRAMES,
@@ -19,13 +19,12 @@ from effuse.models.problems_scenes import (
     NAMES,
     ORDER_FRAMES,
     PRODUCT_FRAMES,
-    SCENES,
-    Scene,
 )
+from effuse.models.problems_scenes import SCENES, Scene
 
 LIMIT = 9_999
-_STEP_COUNTS, _STEP_WEIGHTS = (2, 3, 4, 5, 6), (20, 25, 24, 17, 14)
-_DIGIT_WEIGHTS = (18, 42, 25, 15)
+_STEP_COUNTS, _STEP_WEIGHTS = (2, 3, 4, 5, 6), (16, 24, 25, 19, 16)
+_DIGIT_WEIGHTS = (14, 36, 30, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +194,9 @@ def _relation(rng: random.Random, frame: int, value: int) -> tuple[str, int, str
             return "*", rng.randint(3, 9), forms.times
         case "half" if value % 2 == 0:
             return "/", 2, forms.half
-        case "fewer" if value > 2:
-            return "-", number(rng, 1, value - 1), forms.fewer
-    return "+", number(rng, 1, 500), forms.more
+        case "fewer" if value > 3:
+            return "-", number(rng, 2, value - 1), forms.fewer
+    return "+", number(rng, 2, 500), forms.more
 
 
 def _conclude(ask: str, frame: int, owners: list[str], values: list[int], ledger: Ledger) -> str:

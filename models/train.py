@@ -40,7 +40,7 @@ class Plan:
     """What a run is: everything that decides the final parameters."""
 
     seed: int = 0
-    steps: int = 16_000
+    steps: int = 21_000
     warmup: int = 200
     cooldown: float = 0.5
     shape: BatchShape = field(default_factory=BatchShape)

@@ -25,9 +25,9 @@ class ModelConfig:
     """Sizes of the model; the defaults are those of the bundled weights."""
 
     vocab_size: int
-    hidden_size: int = 256
-    intermediate_size: int = 640
-    num_hidden_layers: int = 8
+    hidden_size: int = 192
+    intermediate_size: int = 448
+    num_hidden_layers: int = 7
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     head_dim: int = 32
