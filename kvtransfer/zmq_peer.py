@@ -10,7 +10,7 @@ from zmq.utils.monitor import recv_monitor_message
 from effuse.kvtransfer.memory import PageMemory, consecutive_runs
 from effuse.kvtransfer.messages import encode
 from effuse.kvtransfer.outgoing import Chunk
-from effuse.kvtransfer.zmq_messages import ToReceiver
+from effuse.kvtransfer.wire import ToReceiver
 
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000

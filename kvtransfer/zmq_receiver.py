@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import zmq
 
-from effuse.kvtransfer.connector import ConnectorEvent, HandoffRefused, Received, Refused
+from effuse.kvtransfer.connector import Cause, ConnectorEvent, HandoffRefused, Received, Refused
 from effuse.kvtransfer.incoming import Incoming
 from effuse.kvtransfer.messages import MAX_MANIFEST_BYTES, MalformedMessage, encode
-from effuse.kvtransfer.zmq_messages import (
+from effuse.kvtransfer.wire import (
     Accepted,
     Begin,
     Finish,
+    Landed,
     Pages,
     Placed,
     Rejected,
@@ -94,6 +95,8 @@ class ZmqReceiver:
             case Pages(attempt, source, destination, first, pages):
                 self._incoming.place(attempt, source, destination, first, pages, payload)
                 return Placed(attempt.transfer_id, first)
+            case Landed():
+                raise HandoffRefused(Cause.MALFORMED, "over ZMQ, pages come with their bytes")
             case Finish(manifest):
                 self._incoming.accept(manifest, one_sided=False)
                 self._emit(Received(manifest.transfer_id, manifest))

@@ -22,7 +22,7 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState, MalformedMessage, Reservation
 from effuse.kvtransfer.outgoing import Chunk, Origin, Push, checked_push, split
-from effuse.kvtransfer.zmq_messages import (
+from effuse.kvtransfer.wire import (
     MAX_CHUNK_PAGES,
     Accepted,
     Begin,
@@ -34,8 +34,8 @@ from effuse.kvtransfer.zmq_messages import (
 )
 from effuse.kvtransfer.zmq_peer import InFlight, ZmqPeer
 
-CHUNK_BYTES = 2 << 20
-WINDOW_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
+WINDOW_BYTES = 32 << 20
 CONNECT_S = 5.0
 DRAIN_S = 2.0  # for a receiver to answer what is in flight, before its connection is dropped
 

@@ -1,6 +1,7 @@
-"""What the two ends of the ZMQ connector say; every message is one header frame and its payload.
+"""What the two ends of a connector say to each other about one transfer. Schemas only.
 
-A sender begins, sends pages in chunks and finishes; each is answered. Schemas only.
+A sender begins, sends pages in chunks and finishes. Over ZMQ the bytes follow their header in
+frames and are answered; over NIXL they are written first, and a notification says where they lie.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from msgspec import Meta, Struct
 
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
+    MAX_PAGES,
     U32,
     AttemptId,
     Field,
@@ -44,6 +46,15 @@ class Pages(Struct, frozen=True, tag=True):
     pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
 
 
+class Landed(Struct, frozen=True, tag=True):
+    """Pages [first, first + n) were written into the pool by their sender."""
+
+    attempt: AttemptId
+    source: Name
+    first: U32
+    count: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
+
+
 class Finish(Struct, frozen=True, tag=True):
     """All pages were sent; the manifest says what they are."""
 
@@ -72,17 +83,17 @@ class Rejected(Struct, frozen=True, tag=True):
     first: U32 | None = None
 
 
-ToReceiver = Begin | Pages | Finish
+ToReceiver = Begin | Pages | Landed | Finish
 ToSender = Placed | Accepted | Rejected
 
 _to_receiver = msgspec.msgpack.Decoder(ToReceiver)
 _to_sender = msgspec.msgpack.Decoder(ToSender)
 
 
-def decode_to_receiver(data: memoryview) -> ToReceiver:
-    """A sender's header. Raises MalformedMessage."""
-    if data.nbytes > MAX_MANIFEST_BYTES:
-        raise MalformedMessage(f"a header of {data.nbytes} bytes exceeds {MAX_MANIFEST_BYTES}")
+def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
+    """What a sender says. Raises MalformedMessage."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise MalformedMessage(f"a message of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}")
     try:
         message: ToReceiver = _to_receiver.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

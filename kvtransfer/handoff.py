@@ -1,0 +1,186 @@
+"""The two ends of a handoff as tables: events in, instructions out. No I/O, no clock of its own.
+
+receiver.py and sender.py carry the instructions out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Generic, TypeAlias, TypeVar
+
+STORY_LENGTH = 16
+
+
+class ReceiverState(Enum):
+    """Where a reservation is in its life, on the decode side."""
+
+    RESERVED = auto()  # pages held, nobody told
+    RECEIVING = auto()  # a writer may write at any time
+    ABORTING = auto()  # given up; the writer may still write
+    VERIFIED = auto()  # over: the pages belong to the sequence
+    RELEASED = auto()  # over: the pages are free
+
+
+class ReceiverEvent(Enum):
+    """What can happen to a reservation."""
+
+    OFFERED = auto()
+    ARRIVED = auto()  # complete and verified
+    REFUSED = auto()  # it arrived and was wrong
+    EXPIRED = auto()
+    ABORTED = auto()
+    WRITER_GONE = auto()
+
+
+class ReceiverDo(Enum):
+    """What is to be done about it."""
+
+    OPEN_PAGES = auto()
+    EXPECT = auto()
+    FORGET = auto()
+    COMMIT_PAGES = auto()
+    QUARANTINE_PAGES = auto()
+    FENCE_PAGES = auto()
+    RELEASE_PAGES = auto()
+    REPORT_VERIFIED = auto()
+    REPORT_FAILED = auto()
+
+
+R: TypeAlias = ReceiverState
+E: TypeAlias = ReceiverEvent
+D: TypeAlias = ReceiverDo
+_GIVE_UP = (D.FORGET, D.QUARANTINE_PAGES)
+
+RECEIVER: Mapping[tuple[R, E], tuple[R, tuple[D, ...]]] = {
+    (R.RESERVED, E.OFFERED): (R.RECEIVING, (D.OPEN_PAGES, D.EXPECT)),
+    (R.RESERVED, E.ABORTED): (R.RELEASED, (D.RELEASE_PAGES,)),
+    (R.RECEIVING, E.ARRIVED): (R.VERIFIED, (D.COMMIT_PAGES, D.REPORT_VERIFIED)),
+    (R.RECEIVING, E.REFUSED): (R.ABORTING, (*_GIVE_UP, D.REPORT_FAILED)),
+    (R.RECEIVING, E.EXPIRED): (R.ABORTING, (*_GIVE_UP, D.REPORT_FAILED)),
+    (R.RECEIVING, E.ABORTED): (R.ABORTING, _GIVE_UP),
+    (R.RECEIVING, E.WRITER_GONE): (R.RELEASED, (*_GIVE_UP, D.FENCE_PAGES, D.REPORT_FAILED)),
+    (R.ABORTING, E.ARRIVED): (R.ABORTING, ()),
+    (R.ABORTING, E.REFUSED): (R.ABORTING, ()),
+    (R.ABORTING, E.ABORTED): (R.ABORTING, ()),
+    (R.ABORTING, E.WRITER_GONE): (R.RELEASED, (D.FENCE_PAGES,)),
+}
+
+
+class SenderState(Enum):
+    """Where a prompt's handoff is in its life, on the prefill side."""
+
+    COMPUTING = auto()  # no reservation yet
+    COMPUTED = auto()  # no reservation yet
+    PUSHING = auto()  # reservation known, prompt not done
+    FINISHING = auto()  # all pushed but the acknowledgement
+    DRAINING = auto()  # given up; writes may be in flight
+    ENDED = auto()
+
+
+class SenderEvent(Enum):
+    """What can happen to a prompt's handoff."""
+
+    ADDRESSED = auto()  # the reservation came
+    PAGES_READY = auto()
+    COMPUTED = auto()
+    ACKNOWLEDGED = auto()
+    FAILED = auto()  # the push, or the computing
+    EXPIRED = auto()
+    ABORTED = auto()
+    DRAINED = auto()
+
+
+class SenderDo(Enum):
+    """What is to be done about it."""
+
+    PUSH = auto()  # what is ready and was not pushed
+    FINISH = auto()
+    CANCEL = auto()
+    FREE_PAGES = auto()
+    REPORT_PUSHED = auto()
+    REPORT_FAILED = auto()
+
+
+S: TypeAlias = SenderState
+F: TypeAlias = SenderEvent
+G: TypeAlias = SenderDo
+
+SENDER: Mapping[tuple[S, F], tuple[S, tuple[G, ...]]] = {
+    (S.COMPUTING, F.ADDRESSED): (S.PUSHING, (G.PUSH,)),
+    (S.COMPUTING, F.PAGES_READY): (S.COMPUTING, ()),
+    (S.COMPUTING, F.COMPUTED): (S.COMPUTED, ()),
+    (S.COMPUTING, F.FAILED): (S.ENDED, (G.FREE_PAGES, G.REPORT_FAILED)),
+    (S.COMPUTING, F.EXPIRED): (S.ENDED, (G.FREE_PAGES, G.REPORT_FAILED)),
+    (S.COMPUTING, F.ABORTED): (S.ENDED, (G.FREE_PAGES,)),
+    (S.COMPUTED, F.ADDRESSED): (S.FINISHING, (G.PUSH, G.FINISH)),
+    (S.COMPUTED, F.EXPIRED): (S.ENDED, (G.FREE_PAGES, G.REPORT_FAILED)),
+    (S.COMPUTED, F.ABORTED): (S.ENDED, (G.FREE_PAGES,)),
+    (S.PUSHING, F.PAGES_READY): (S.PUSHING, (G.PUSH,)),
+    (S.PUSHING, F.COMPUTED): (S.FINISHING, (G.PUSH, G.FINISH)),
+    (S.PUSHING, F.FAILED): (S.DRAINING, (G.CANCEL, G.REPORT_FAILED)),
+    (S.PUSHING, F.EXPIRED): (S.DRAINING, (G.CANCEL, G.REPORT_FAILED)),
+    (S.PUSHING, F.ABORTED): (S.DRAINING, (G.CANCEL,)),
+    (S.FINISHING, F.ACKNOWLEDGED): (S.ENDED, (G.FREE_PAGES, G.REPORT_PUSHED)),
+    (S.FINISHING, F.FAILED): (S.DRAINING, (G.CANCEL, G.REPORT_FAILED)),
+    (S.FINISHING, F.EXPIRED): (S.DRAINING, (G.CANCEL, G.REPORT_FAILED)),
+    (S.FINISHING, F.ABORTED): (S.DRAINING, (G.CANCEL,)),
+    (S.DRAINING, F.ACKNOWLEDGED): (S.DRAINING, ()),
+    (S.DRAINING, F.FAILED): (S.DRAINING, ()),
+    (S.DRAINING, F.ABORTED): (S.DRAINING, ()),
+    (S.DRAINING, F.DRAINED): (S.ENDED, (G.FREE_PAGES,)),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """Our own mistake: an event that cannot happen in this state."""
+
+
+StateT = TypeVar("StateT", bound=Enum)
+EventT = TypeVar("EventT", bound=Enum)
+DoT = TypeVar("DoT", bound=Enum)
+
+
+class Machine(Generic[StateT, EventT, DoT]):
+    """One life along a table, under a lease; it remembers its last steps for error texts."""
+
+    def __init__(
+        self,
+        table: Mapping[tuple[StateT, EventT], tuple[StateT, tuple[DoT, ...]]],
+        start: StateT,
+        now: float,
+        lease_s: float,
+    ) -> None:
+        self._table = table
+        self.state = start
+        self.started = now
+        self.deadline = now + lease_s
+        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+
+    def handle(self, event: EventT, now: float) -> tuple[DoT, ...]:
+        """Moves on; says what is to be done, in order. Raises IllegalTransition."""
+        found = self._table.get((self.state, event))
+        if found is None:
+            raise IllegalTransition(
+                f"{event.name} cannot happen in {self.state.name}; so far: {self.story()}"
+            )
+        self._story.append(f"+{now - self.started:.3f}s {self.state.name} {event.name}")
+        self.state, to_do = found
+        return to_do
+
+    def allows(self, event: EventT) -> bool:
+        """Whether the event can happen now."""
+        return (self.state, event) in self._table
+
+    def renew(self, now: float, lease_s: float) -> None:
+        """Sets the lease anew, from now on."""
+        self.deadline = now + lease_s
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the lease has run out."""
+        return now > self.deadline
+
+    def story(self) -> str:
+        """The last steps, oldest first."""
+        return ", ".join(self._story) or "nothing"

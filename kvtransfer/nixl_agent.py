@@ -1,0 +1,127 @@
+"""NIXL's Python interface with types, and only the part of it that is used here.
+
+Not used on purpose: its progress thread, which spins on a core even when idle (measured: 1.0 s of
+CPU time a second), and its (de)serialisation of descriptor lists, which is pickle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NewType
+
+import numpy as np
+from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+from nixl._bindings import (
+    nixlBackendError,
+    nixlCancelledError,
+    nixlInvalidParamError,
+    nixlMismatchError,
+    nixlNotAllowedError,
+    nixlNotFoundError,
+    nixlNotPostedError,
+    nixlNotSupportedError,
+    nixlRemoteDisconnectError,
+    nixlRepostActiveError,
+    nixlUnknownError,
+)
+
+PageList = NewType("PageList", object)  # a prepared list of pages
+Transfer = NewType("Transfer", object)  # a posted or postable write
+
+NIXL_ERRORS: tuple[type[Exception], ...] = (
+    nixlBackendError,
+    nixlCancelledError,
+    nixlInvalidParamError,
+    nixlMismatchError,
+    nixlNotAllowedError,
+    nixlNotFoundError,
+    nixlNotPostedError,
+    nixlNotSupportedError,
+    nixlRemoteDisconnectError,
+    nixlRepostActiveError,
+    nixlUnknownError,
+)
+
+
+class NixlAgent:
+    """One agent over UCX. Every method may raise one of NIXL_ERRORS; all belong on one thread."""
+
+    def __init__(self, name: str) -> None:
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+        self.name = name
+        self._agent: Any = nixl_agent(
+            name,
+            nixl_agent_config(
+                enable_prog_thread=False,
+                backends=["UCX"],
+                sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            ),
+        )
+
+    def register(self, address: int, num_bytes: int, device_id: int, kind: str) -> None:
+        """Registers a pool; once, before its metadata is asked for. kind: DRAM or VRAM."""
+        self._agent.register_memory([(address, num_bytes, device_id, "")], kind)
+
+    def metadata(self) -> bytes:
+        """What peers need to reach this agent and its registered memory."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Makes a peer known; its name."""
+        name = self._agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, name: str) -> None:
+        """Forgets a peer and disconnects."""
+        self._agent.remove_remote_agent(name)
+
+    def pages(
+        self, owner: str, address: int, page_bytes: int, num_pages: int, device_id: int, kind: str
+    ) -> PageList:
+        """Prepares every page of a pool as a target or, with owner "", as a source, in one row."""
+        rows = np.array([[address, page_bytes, device_id, page_bytes, num_pages]], dtype=np.uint64)
+        return PageList(self._agent.prep_xfer_dlist(owner, rows, kind))
+
+    def write(
+        self,
+        source: PageList,
+        source_ids: Sequence[int],
+        target: PageList,
+        target_ids: Sequence[int],
+    ) -> Transfer:
+        """A write of pages, not posted yet; runs that are consecutive on both sides are merged."""
+        return Transfer(
+            self._agent.make_prepped_xfer(
+                "WRITE",
+                source,
+                np.array(source_ids, dtype=np.int32),
+                target,
+                np.array(target_ids, dtype=np.int32),
+            )
+        )
+
+    def post(self, transfer: Transfer, notification: bytes) -> bool:
+        """Starts a write whose end notifies the peer; True if it is over. May block for long."""
+        return bool(self._agent.transfer(transfer, notification) == "DONE")
+
+    def is_done(self, transfer: Transfer) -> bool:
+        """Whether a posted write is over."""
+        return bool(self._agent.check_xfer_state(transfer) == "DONE")
+
+    def release(self, transfer: Transfer) -> None:
+        """Frees a write that is over. Of one that is not, the bytes would still land."""
+        self._agent.release_xfer_handle(transfer)
+
+    def release_pages(self, pages: PageList) -> None:
+        """Frees a prepared list."""
+        self._agent.release_dlist_handle(pages)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Sends a message to a peer, not bound to a write."""
+        self._agent.send_notif(peer, message)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """(peer, message) since the last call; also moves transfers on."""
+        new: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        return [(peer, message) for peer, messages in new.items() for message in messages]

@@ -1,0 +1,116 @@
+"""The receivers that a NIXL agent knows: their metadata, and their pools as prepared page lists.
+
+A peer whose life, pool or connection changed is removed and added anew; nothing prepared survives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from effuse.kvtransfer.connector import Cause, HandoffRefused
+from effuse.kvtransfer.messages import ReceiverAddress, Reservation
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList
+
+MAX_PEERS = 64
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class NixlPeer:
+    """One receiver in one of its lives."""
+
+    address: ReceiverAddress
+    num_pages: int
+    pages: PageList
+    num_pushes: int = 0  # that may still have something in flight
+    is_lost: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of its agent."""
+        return self.address.agent_name
+
+
+class NixlPeers:
+    """All known receivers, at most MAX_PEERS; those in use are never removed."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._peers: dict[str, NixlPeer] = {}  # least recently used first
+
+    def find(self, reservation: Reservation) -> NixlPeer:
+        """The peer of a reservation, connected. Raises HandoffRefused where it cannot be used."""
+        address = reservation.address
+        if not address.agent_name or not address.agent_metadata or not address.memory_kind:
+            raise HandoffRefused(Cause.MALFORMED, "the reservation lacks its agent's address")
+        peer = self._peers.pop(address.agent_name, None)
+        if peer is not None and _is_same(peer, reservation):
+            self._peers[peer.name] = peer
+            return peer
+        if peer is not None:
+            self._remove(peer)
+        self._make_room()
+        added = self._add(reservation)
+        self._peers[added.name] = added
+        return added
+
+    def lose(self, peer: NixlPeer) -> None:
+        """A connection failed: the peer is prepared anew when it is next asked for."""
+        peer.is_lost = True
+
+    def _add(self, reservation: Reservation) -> NixlPeer:
+        address = reservation.address
+
+        def add() -> NixlPeer:
+            name = self._agent.add_peer(address.agent_metadata)
+            if name != address.agent_name:
+                self._agent.remove_peer(name)
+                raise HandoffRefused(
+                    Cause.PEER, f"the metadata is of agent {name}, not {address.agent_name}"
+                )
+            pages = self._agent.pages(
+                name,
+                address.pool_address,
+                reservation.page_bytes,
+                reservation.num_pool_pages,
+                address.device_id,
+                address.memory_kind,
+            )
+            return NixlPeer(address, reservation.num_pool_pages, pages)
+
+        return attempt(f"agent {address.agent_name} cannot be reached", add)
+
+    def _remove(self, peer: NixlPeer) -> None:
+        if peer.num_pushes:
+            self._peers[peer.name] = peer
+            raise HandoffRefused(Cause.PEER, f"agent {peer.name} is lost and still draining")
+
+        def remove() -> None:
+            self._agent.release_pages(peer.pages)
+            self._agent.remove_peer(peer.name)
+
+        attempt(f"agent {peer.name} cannot be removed", remove)
+
+    def _make_room(self) -> None:
+        if len(self._peers) < MAX_PEERS:
+            return
+        idle = next((peer for peer in self._peers.values() if not peer.num_pushes), None)
+        if idle is None:
+            raise HandoffRefused(Cause.PEER, f"pushes to {MAX_PEERS} peers are in flight already")
+        del self._peers[idle.name]
+        self._remove(idle)
+
+
+def attempt(what: str, action: Callable[[], T]) -> T:
+    """Runs a NIXL call, its typed errors turned into a refusal that names them."""
+    try:
+        return action()
+    except NIXL_ERRORS as error:
+        raise HandoffRefused(Cause.PEER, f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _is_same(peer: NixlPeer, reservation: Reservation) -> bool:
+    same_pool = (peer.address, peer.num_pages) == (reservation.address, reservation.num_pool_pages)
+    return same_pool and not peer.is_lost
