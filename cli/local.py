@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from effuse.decode_worker.boundary import Boundary
-from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.engine import DecodeEngine, Forward
 from effuse.decode_worker.handoffs import Handoffs, Identity
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import Limits
@@ -56,7 +56,15 @@ class LocalEngineError(Exception):
 class LocalEngine:
     """Runs many requests, at most `max_num_seqs` of them at a time."""
 
-    def __init__(self, model: Transformer, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        observe: Callable[[Forward], Forward] = lambda forward: forward,
+    ) -> None:
+        """`observe` may put something between the engine and its forward that looks on."""
         config = model.config
         num_pages = max_num_seqs * (max_model_len // PAGE_SIZE + 1)
         limits = Limits(
@@ -74,7 +82,7 @@ class LocalEngine:
         )
         hidden_size = config.hidden_size if config.shift_logits else None
         self._engine = DecodeEngine(
-            runner,
+            observe(runner),
             pool,
             Intake(config, limits),
             Handoffs(pool, _IDENTITY, None),
@@ -99,12 +107,16 @@ class LocalEngine:
                 self._engine.handle(self._start(index, ask))
                 answers[index] = Answer(began_s=time.monotonic())
                 unfinished += 1
-            self._engine.step()
+            self.step()
             done = self._gather(answers)
             unfinished -= done
             for _ in range(done):
                 on_done()
         return [answers[index] for index in range(len(answers))]
+
+    def step(self) -> bool:
+        """One iteration of the engine; False if there was nothing to do."""
+        return self._engine.step()
 
     def _start(self, index: int, ask: Ask) -> StartDecode:
         name = str(index)
