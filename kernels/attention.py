@@ -28,7 +28,7 @@ def block_attention(
     q is [T, Hq, D], k and v are [T, Hkv, D] with Hq a multiple of Hkv; k_cache and v_cache are one
     layer's logical views [pages, page_size, Hkv, D] of any strides. Cached slots that no page table
     reaches are never read. ``lse`` [T, Hq] fp32, if given, receives each row's log-sum-exp of the
-    scaled scores (natural log). On the CPU the rows of one diffusion block are computed by themselves
+    scaled scores (natural log). On the CPU the rows of one diffusion block are computed alone
     over the keys they see, so a row's result is bitwise the same whatever other sequences, and
     whatever later blocks of its own sequence, share the forward.
     """

@@ -58,6 +58,8 @@ def sample_confidence(logits: Tensor, sampling: RowSampling, mask_token_id: int)
     rows, vocab_size = logits.shape
     if vocab_size < 2 or not 0 <= mask_token_id < vocab_size:
         raise ValueError(f"logits {rows} x {vocab_size} have no place for mask id {mask_token_id}")
+    if logits.is_cuda:
+        return _launch_triton(logits, sampling, mask_token_id)
     kept = _kept_logits(logits, sampling, mask_token_id)
     token = _choose(kept, sampling, mask_token_id)
     probability = kept.softmax(dim=-1).nan_to_num_(nan=0.0)
@@ -73,6 +75,19 @@ def sample_confidence_ref(logits: Tensor, sampling: RowSampling, mask_token_id: 
         torch.tensor(tokens, dtype=torch.int64),
         torch.tensor(confidences, dtype=torch.float32),
         torch.tensor(scores, dtype=torch.float32),
+    )
+
+
+def _launch_triton(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
+    from effuse.kernels import confidence_triton
+
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    counters = (s.seed, s.position, s.denoise_count, s.answer_index)
+    return Candidates(
+        *confidence_triton.launch(
+            logits, s.temperature, s.top_p, s.top_k, counters, s.score, mask_token_id
+        )
     )
 
 
