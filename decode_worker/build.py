@@ -21,7 +21,8 @@ def build(config: DecodeConfig, incarnation: str) -> Engine:
     parts = assemble(config, incarnation, "decode", config.default_algorithm)
     limits = _limits(config, parts)
     parts.connector.start()
-    return Engine(_core(config, incarnation, parts, limits), parts.ready)
+    core = _core(config, incarnation, parts, limits)
+    return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
 
 
 def _core(config: DecodeConfig, incarnation: str, parts: Assembly, limits: Limits) -> DecodeEngine:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -22,8 +22,13 @@ from effuse.placement.records import Load
 from effuse.worker import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import (
+    AbortDone,
+    CoreEvent,
     EngineCore,
+    Failed,
+    Finished,
     Heartbeat,
+    Pushed,
     Ready,
     Shutdown,
     StartupFailed,
@@ -56,12 +61,13 @@ class Engine:
 
     core: EngineCore
     ready: Ready
+    wakes: Sequence[int] = ()  # descriptors that are readable while the core has something to do
 
 
 Builder = Callable[[Config, str], Engine]
 
 
-class EngineLoop(Generic[Config]):
+class EngineLoop:
     """Drives one core over one socket until told to shut down."""
 
     def __init__(
@@ -69,11 +75,15 @@ class EngineLoop(Generic[Config]):
         core: EngineCore,
         socket: "zmq.Socket[bytes]",
         *,
+        wakes: Sequence[int] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._socket = socket
         self._now = now
+        self._poller = zmq.Poller()
+        for source in (socket, *wakes):
+            self._poller.register(source, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._loops = 0
@@ -90,12 +100,11 @@ class EngineLoop(Generic[Config]):
         if not self._take():
             return False
         worked = self._core.step()
-        self.tell(self._core.outbox())
         self._loops += 1
-        load = self._core.load()
-        self._beat(load)
+        said, load = self._core.outbox(), self._core.load()
+        self.tell([*self._beat(load, said), *said])
         if not worked:
-            self._wait(_WAIT_BUSY_MS if load.running or load.waiting else _WAIT_IDLE_MS)
+            self._poller.poll(_WAIT_BUSY_MS if load.running or load.waiting else _WAIT_IDLE_MS)
         return True
 
     def tell(self, messages: Sequence[ToFront]) -> None:
@@ -111,15 +120,16 @@ class EngineLoop(Generic[Config]):
             self._core.handle(message)
         return True
 
-    def _beat(self, load: Load) -> None:
+    def _beat(self, load: Load, said: Sequence[CoreEvent]) -> list[Heartbeat]:
+        """The load is told before the end of an attempt, so that it is right for who hears that."""
         now = self._now()
         since = now - self._told_at
-        if since >= _BEAT_S or (load != self._told and since >= _BEAT_CHANGED_S):
-            self.tell([Heartbeat(loops=self._loops, load=load)])
-            self._told, self._told_at = load, now
-
-    def _wait(self, milliseconds: int) -> None:
-        self._socket.poll(milliseconds, zmq.POLLIN)
+        has_end = any(isinstance(event, Finished | Failed | Pushed | AbortDone) for event in said)
+        is_due = since >= _BEAT_S or (load != self._told and (has_end or since >= _BEAT_CHANGED_S))
+        if not is_due:
+            return []
+        self._told, self._told_at = load, now
+        return [Heartbeat(loops=self._loops, load=load)]
 
 
 def main(config_type: type[Config], build: Builder[Config]) -> int:
@@ -152,7 +162,7 @@ def _run(
         failed = StartupFailed(message=str(error), permanent=True)
         socket.send(msgspec.msgpack.encode([failed]))
         return 2
-    loop = EngineLoop[Config](engine.core, socket)
+    loop = EngineLoop(engine.core, socket, wakes=engine.wakes)
     loop.tell([engine.ready])
     try:
         loop.run()

@@ -15,8 +15,8 @@ import grpc.aio
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos import rpc
+from effuse.protos.stubs import worker_stub
 from effuse.v1 import worker_pb2 as pb
-from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
 
 LOG = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ async def until_gone(
     give_up_at, pause_s = now() + patience.lost_after_s, patience.first_pause_s
     request = pb.AbortRequest(attempt=wire.attempt_to_proto(attempt), reason=reason)
     async with rpc.connect(writer.address, keepalive=None) as channel:
-        stub: pb_grpc.WorkerServiceAsyncStub = pb_grpc.WorkerServiceStub(channel)  # type: ignore[assignment]
+        stub = worker_stub(channel)
         while now() < give_up_at:
             try:
                 await stub.Abort(request, timeout=patience.call_s)
