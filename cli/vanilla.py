@@ -24,7 +24,7 @@ class _Canvas:
         self._prompt_len = len(ask.prompt_token_ids)
         self._ids = [*ask.prompt_token_ids, *[config.mask_token_id] * ask.max_tokens]
         self._masked = list(range(self._prompt_len, len(self._ids)))
-        self._origin = config.block_origin(self._prompt_len)
+        self._origin = len(self._ids)  # before the first block: everything sees everything
         self._stops = config.eos_token_ids
 
     def part(self) -> Part:

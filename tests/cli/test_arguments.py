@@ -1,0 +1,51 @@
+"""Values of flags: what is taken, and how a bad one is refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from effuse.cli import arguments
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (arguments.whole(1), "0", "expected a whole number of 1 or more, got 0"),
+        (arguments.whole(1), "two", "expected a whole number of 1 or more, got 'two'"),
+        (arguments.whole(1, 64), "65", "expected 1 to 64, got 65"),
+        (arguments.number(0, 1), "1.5", "expected a number in [0, 1], got 1.5"),
+        (arguments.number(0, 1), "nan", "expected a number in [0, 1], got nan"),
+        (arguments.number(0), "inf", "expected a number in [0, infinity), got inf"),
+        (arguments.number(0, 1, open_left=True), "0", "expected a number in (0, 1], got 0"),
+        (arguments.target, "localhost", "expected HOST:PORT, got 'localhost'"),
+        (arguments.target, "host:70000", "expected HOST:PORT, got 'host:70000'"),
+        (arguments.directory, "/no/such", "expected a directory, got '/no/such'"),
+        (arguments.file, "/no/such", "expected a file, got '/no/such'"),
+    ],
+)
+def test_a_bad_value_names_the_accepted_form(
+    parse: Callable[[str], object], text: str, message: str
+) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        parse(text)
+    assert str(refused.value) == message
+
+
+def test_good_values(tmp_path: Path) -> None:
+    assert arguments.whole(0)("7") == 7
+    assert arguments.number(0, 1)("0.25") == 0.25
+    assert arguments.target("[::1]:50051") == "[::1]:50051"
+    assert arguments.directory(str(tmp_path)) == tmp_path
+
+
+def test_flags_must_be_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = arguments.command("x", "about")
+    parser.add_argument("--window")
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--win", "2"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --win" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""The benchmark table's arithmetic, on numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from effuse.cli.figures import Run, Sample, as_json, figures, percentile, table
+
+RUN = Run(
+    "fleet",
+    total_s=4.0,
+    samples=[Sample(10, 2, 0.1, 1.0), Sample(30, 6, 0.3, 3.0)],
+    failed=1,
+)
+
+
+def test_every_figure() -> None:
+    assert figures(RUN) == {
+        "samples": 2,
+        "failed": 1,
+        "total_s": 4.0,
+        "tokens": 40,
+        "tokens_per_s": 10.0,
+        "average_latency_s": 2.0,
+        "latency_p50_s": 1.0,
+        "latency_p99_s": 3.0,
+        "first_block_p50_s": 0.1,
+        "first_block_p99_s": 0.3,
+        "tokens_per_forward": 5.0,
+    }
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 2), (0.51, 3), (1.0, 4)])
+def test_percentiles(share: float, expected: float) -> None:
+    assert percentile([4, 2, 1, 3], share) == expected
+
+
+def test_a_run_without_answers_has_no_latency() -> None:
+    told = figures(Run("fleet", 1.0, [], failed=2))
+    assert math.isnan(told["latency_p50_s"])
+    assert told["tokens_per_s"] == 0
+
+
+def test_the_table_lines_up() -> None:
+    lines = table([RUN, Run("a longer name", 1.0, [])]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1].split()[:4] == ["fleet", "2", "4.000", "40"]
+
+
+def test_json_holds_every_request() -> None:
+    (entry,) = as_json([RUN])
+    assert entry["name"] == "fleet"
+    assert entry["requests"] == [
+        {"tokens": 10, "forward_passes": 2, "first_block_s": 0.1, "total_s": 1.0},
+        {"tokens": 30, "forward_passes": 6, "first_block_s": 0.3, "total_s": 3.0},
+    ]

@@ -1,0 +1,58 @@
+"""Flags become a request that says only what was given."""
+
+from __future__ import annotations
+
+import argparse
+
+from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
+from effuse.v1 import generation_pb2
+
+
+def _parse(*flags: str) -> Knobs:
+    parser = argparse.ArgumentParser()
+    add_knobs(parser)
+    return knobs_from(parser.parse_args(flags))
+
+
+def test_nothing_given_leaves_every_knob_unset() -> None:
+    assert _parse() == Knobs()
+    request = make_request("hello", Knobs())
+    assert request.prompt == "hello"
+    assert not request.HasField("request_id")
+    for message in (request.sampling, request.stopping, request.decoding, request.output):
+        assert not [field for field, value in message.ListFields() if value]
+
+
+def test_every_flag_reaches_its_field() -> None:
+    knobs = _parse(
+        *("--model", "m", "--max-tokens", "9", "--stop", "a", "--stop", "b"),
+        *("--stop-token-id", "3", "--ignore-eos", "--temperature", "0.5", "--top-p", "0.25"),
+        *("--top-k", "4", "--seed", "18446744073709551615", "--algorithm", "block_diffusion"),
+        *("--window", "2", "--confidence-threshold", "0.75", "--block-add-threshold", "0.5"),
+        *("--full-activation-threshold", "1", "--score", "margin"),
+        *("--remasking", "sequential", "--denoising-steps", "6"),
+    )
+    request = make_request("p", knobs, request_id="r", drafts=True)
+    assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
+    assert request.stopping == generation_pb2.StoppingParams(
+        max_tokens=9, stop=["a", "b"], stop_token_ids=[3], ignore_eos=True
+    )
+    assert request.sampling == generation_pb2.SamplingParams(
+        temperature=0.5, top_p=0.25, top_k=4, seed=2**64 - 1
+    )
+    assert request.decoding == generation_pb2.DecodingParams(
+        algorithm=generation_pb2.ALGORITHM_BLOCK_DIFFUSION,
+        window=2,
+        confidence_threshold=0.75,
+        block_add_threshold=0.5,
+        full_activation_threshold=1.0,
+        score=generation_pb2.SCORE_MARGIN,
+        remasking=generation_pb2.REMASKING_SEQUENTIAL,
+        denoising_steps=6,
+    )
+
+
+def test_zero_is_a_value_and_not_the_default() -> None:
+    request = make_request("p", _parse("--temperature", "0", "--confidence-threshold", "0"))
+    assert request.sampling.HasField("temperature")
+    assert request.decoding.HasField("confidence_threshold")

@@ -1,0 +1,29 @@
+"""Log files shown as one stream."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from effuse.cli.logs import LogFollower
+
+
+def test_whole_lines_are_copied_once(tmp_path: Path) -> None:
+    out = io.StringIO()
+    follower = LogFollower(tmp_path, out)
+    log = tmp_path / "decode-0.log"
+    log.write_text("one\ntwo\nthr")
+    follower.copy_new()
+    assert out.getvalue().splitlines() == ["decode-0   | one", "decode-0   | two"]
+    with log.open("a") as more:
+        more.write("ee\n")
+    follower.copy_new()
+    follower.copy_new()
+    assert out.getvalue().splitlines()[2:] == ["decode-0   | three"]
+
+
+def test_what_was_written_before_the_end_is_shown(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with LogFollower(tmp_path, out):
+        (tmp_path / "router.log").write_text("last words\n")
+    assert out.getvalue() == "router     | last words\n"

@@ -1,0 +1,106 @@
+"""Child processes: how they end, what they leave, and that they never outlive their parent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from effuse.cli.process import Process, Spawner, stop_all
+
+# Says that it is ready, then ignores SIGTERM until it is killed.
+STUBBORN = (
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'up');"
+    " time.sleep(60)"
+)
+OBEDIENT = "import os, time; os.write(1, b'up'); time.sleep(60)"
+
+
+@pytest.fixture
+def spawner() -> Iterator[Spawner]:
+    spawner = Spawner()
+    yield spawner
+    spawner.close()
+
+
+def _python(code: str) -> Sequence[str]:
+    return [sys.executable, "-c", code]
+
+
+def _start(spawner: Spawner, log: Path, code: str) -> Process:
+    """Start it and wait until it has said something."""
+    os.mkfifo(log)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        process = spawner.start("child", _python(code), log=log, env={})
+        assert select.select([reader], [], [], 20)[0], "the child said nothing"
+        assert os.read(reader, 100) == b"up"
+    finally:
+        os.close(reader)
+    return process
+
+
+def test_output_and_status(spawner: Spawner, tmp_path: Path) -> None:
+    code = "import os, sys; print('out'); print(os.environ['X'], file=sys.stderr); sys.exit(3)"
+    process = spawner.start("child", _python(code), log=tmp_path / "log", env={"X": "from env"})
+    assert process.wait(20) == 3
+    assert process.returncode == 3
+    assert process.ending() == f"child (pid {process.pid}) exited with status 3"
+    assert sorted(process.tail().splitlines()) == ["  from env", "  out"]
+    process.clear()
+
+
+def test_stop_ends_the_obedient_and_kills_the_stubborn(spawner: Spawner, tmp_path: Path) -> None:
+    obedient = _start(spawner, tmp_path / "one", OBEDIENT)
+    stubborn = _start(spawner, tmp_path / "two", STUBBORN)
+    stop_all([obedient, stubborn], grace_s=0.5)
+    assert obedient.returncode == -signal.SIGTERM
+    assert stubborn.returncode == -signal.SIGKILL
+    assert "was ended by SIGKILL" in stubborn.ending()
+
+
+def test_clear_takes_grandchildren_too(spawner: Spawner, tmp_path: Path) -> None:
+    code = (
+        "import os, subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'import time;"
+        " time.sleep(60)']); os.write(1, b'up'); c.wait()"
+    )
+    process = _start(spawner, tmp_path / "log", code)
+    (grandchild,) = psutil.Process(process.pid).children()
+    process.send(signal.SIGKILL)
+    process.wait(20)
+    process.clear()
+    grandchild.wait(20)
+    assert not grandchild.is_running()
+
+
+def test_wait_has_a_deadline(spawner: Spawner, tmp_path: Path) -> None:
+    process = _start(spawner, tmp_path / "log", OBEDIENT)
+    with pytest.raises(TimeoutError, match=r"child still runs after 0\.01 s"):
+        process.wait(0.01)
+    stop_all([process], grace_s=10)
+
+
+def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from effuse.cli.process import Spawner
+child = Spawner().start("child", [sys.executable, "-c", {OBEDIENT!r}], log=Path("log"), env={{}})
+print(child.pid, flush=True)
+child.wait(60)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, cwd=tmp_path
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        child.wait(20)
+    assert not child.is_running()
