@@ -273,8 +273,7 @@ def test_waiting_for_pages_holds_back_the_reservation_not_the_answer(sdar: Path)
     pair = Pair(load_tiny(sdar), num_pages=8, page_size=4)
     prompt = tuple(range(20, 37))
     requests = [
-        make_request(name, prompt, writer=SOURCE, max_tokens=16, stop_token_ids=())
-        for name in "ab"
+        make_request(name, prompt, writer=SOURCE, max_tokens=16, stop_token_ids=()) for name in "ab"
     ]
     for request in requests:
         pair.rig.engine.handle(request)

@@ -139,7 +139,7 @@ class Rig:
     def start(self, request: StartDecode) -> Answer:
         self.engine.handle(request)
         self.collect()
-        return self.answers[request.attempt.transfer_id]
+        return self.answers.setdefault(request.attempt.transfer_id, Answer())
 
     def step(self) -> bool:
         """One step; the pool's books are checked after it."""
