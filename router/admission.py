@@ -1,6 +1,6 @@
 """Who may run now, who waits, who is refused: a bounded queue in front of the fleet.
 
-No workers, no text: slots and ids only. A waiting request is bounded by its own deadline.
+No workers, no text, no ids: slots only. A waiting request is bounded by its own deadline.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from effuse.protos.errors import AlreadyRunning, Draining, Overloaded
+from effuse.protos.errors import Draining, Overloaded
 
 
 class Admission:
@@ -19,7 +19,6 @@ class Admission:
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.max_running = max_running
         self.max_waiting = max_waiting
-        self._ids: set[str] = set()
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_draining = False
@@ -39,26 +38,21 @@ class Admission:
         self._is_draining = True
 
     @asynccontextmanager
-    async def slot(self, request_id: str) -> AsyncIterator[None]:
+    async def slot(self) -> AsyncIterator[None]:
         """Holds a slot. Waits in the queue; the caller bounds how long.
 
-        Raises `AlreadyRunning`, `Overloaded` or `Draining` at once, before anything is held."""
-        self._check(request_id)
-        self._ids.add(request_id)
+        Raises `Overloaded` or `Draining` at once, before anything is held."""
+        self.check()
+        await self._acquire()
         try:
-            await self._acquire()
-            try:
-                yield
-            finally:
-                self._release()
+            yield
         finally:
-            self._ids.discard(request_id)
+            self._release()
 
-    def _check(self, request_id: str) -> None:
+    def check(self) -> None:
+        """Raises where a request would be refused now; costs nothing."""
         if self._is_draining:
             raise Draining("the router is shutting down; ask another one", retry_after_s=1.0)
-        if request_id in self._ids:
-            raise AlreadyRunning(f"a request with id {request_id!r} is running; choose another id")
         if self._running >= self.max_running and len(self._waiting) >= self.max_waiting:
             raise Overloaded(
                 f"{self._running} requests are running and {len(self._waiting)} are waiting, which "

@@ -6,7 +6,7 @@ lost, whichever worker says it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from effuse.v1 import worker_pb2 as pb
@@ -28,8 +28,10 @@ class Delivery:
         """Something is delivered: another attempt has to resume."""
         return bool(self.token_ids)
 
-    def accept(self, offset: int, token_ids: Sequence[int]) -> Sequence[int]:
-        """Appends a commit and returns the ids that are new.
+    def accept(
+        self, offset: int, token_ids: Sequence[int], frontier: Iterable[pb.BlockState] = ()
+    ) -> list[int]:
+        """Appends a commit, with the blocks in flight after it, and returns the ids that are new.
 
         Raises `BrokenStream` where it leaves a gap, or where it repeats positions with other ids.
         """
@@ -39,8 +41,10 @@ class Delivery:
         overlap = delivered - offset
         if list(token_ids[:overlap]) != self.token_ids[offset : offset + len(token_ids)]:
             raise BrokenStream(f"a commit at {offset} changes tokens that are delivered")
-        new = token_ids[overlap:]
-        self.token_ids.extend(new)
+        new = list(token_ids[overlap:])
+        self.token_ids += new
+        if offset + len(token_ids) == len(self.token_ids):
+            self.frontier = list(frontier)
         return new
 
     def resume(self) -> pb.Resume | None:

@@ -1,0 +1,57 @@
+"""What a router counts, as Prometheus text on a port of its own. Names follow vLLM's suffixes.
+
+Gauges are read when scraped and cost requests nothing. Not here: what workers report themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """One registry per router; nothing is global."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "effuse_requests", "Requests by the status they ended with", ["status"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.refused = Counter(
+            "effuse_refused", "Requests refused at the door", ["status"], registry=self.registry
+        )
+        self.prompt_tokens = Counter(
+            "effuse_prompt_tokens", "Prompt tokens of answered requests", registry=self.registry
+        )
+        self.generation_tokens = Counter(
+            "effuse_generation_tokens", "Tokens generated", registry=self.registry
+        )
+        self.first_block = self._histogram(
+            "effuse_time_to_first_block_seconds", "Arrival to first committed block"
+        )
+        self.latency = self._histogram(
+            "effuse_e2e_request_latency_seconds", "Arrival to the end of a request"
+        )
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Adds a value that `read` gives at the time of a scrape."""
+        Gauge(f"effuse_{name}", text, registry=self.registry).set_function(read)
+
+    @contextmanager
+    def served(self, host: str, port: int) -> Iterator[int]:
+        """Serves the text at `host`; port 0 takes a free one. Gives the port."""
+        server, thread = start_http_server(port, host, self.registry)
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join(5.0)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=BUCKETS_S, registry=self.registry)

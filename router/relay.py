@@ -1,0 +1,190 @@
+"""A request from its turn to its end: attempts, one after the other, down the ladder of rungs.
+
+Another prefill worker; the decode worker for itself; another pair that resumes; UNAVAILABLE. Never
+a good end with missing text. Not here: one attempt (`attempt.py`), choosing (`policy.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import msgspec
+
+from effuse.placement.records import PlacedOn, PlacementRecord, PlacementState, WorkerRecord
+from effuse.protos.errors import (
+    DeadlineExceeded,
+    EffuseError,
+    Overloaded,
+    PeerLost,
+    Unavailable,
+)
+from effuse.router.aborts import Aborts
+from effuse.router.attempt import Attempt
+from effuse.router.detokenizer import Decoder
+from effuse.router.fleet import Fleet
+from effuse.router.job import ClientGone, Job, Sink
+from effuse.router.legs import LegFailed
+from effuse.router.policy import Placement, WorkerLife
+from effuse.router.request import Event
+from effuse.v1.generation_pb2 import FinishReason
+
+LOG: Final = logging.getLogger(__name__)
+RETRY_AFTER_S: Final = 1.0
+"""What clients are told to wait when no worker is there: about as long as a lease takes to show."""
+
+
+class Placements(Protocol):
+    """Where placements are written, beside the request; placement.writer.PlacementWriter is one."""
+
+    def put(self, record: PlacementRecord) -> None:
+        """Writes soon; never waits, never fails."""
+
+
+@dataclass(slots=True)
+class Tries:
+    """What a request has tried."""
+
+    left: int
+    excluded: set[WorkerLife] = field(default_factory=set)
+    last: EffuseError | None = None
+    record: PlacementRecord | None = None  # of the last attempt
+
+
+class Relay:
+    """Runs admitted requests. One per router."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        aborts: Aborts,
+        placements: Placements,
+        decoder: Decoder,
+        *,
+        router_id: str,
+        max_retries: int,
+        now: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._aborts = aborts
+        self._placements = placements
+        self._decoder = decoder
+        self._router_id = router_id
+        self._max_retries = max_retries
+        self._now = now
+        self.num_retries = 0
+
+    async def run(self, job: Job, sink: Sink) -> FinishReason:
+        """Relays `job` to its end; raises `EffuseError` or `ClientGone`."""
+        tries = Tries(left=self._max_retries)
+        state: PlacementState = "failed"
+        try:
+            while True:
+                placement = self._place(job, tries)
+                try:
+                    reason = await self._attempt(job, placement, sink, tries)
+                except LegFailed as failure:
+                    self._learn(job, placement, failure, tries)
+                else:
+                    job.life.handle(Event.FINISHED, self._now())
+                    state = "finished"
+                    return reason
+        except (asyncio.CancelledError, ClientGone):
+            state = "cancelled"
+            raise
+        finally:
+            self._close_record(tries.record, state, job.answer.num_tokens)
+
+    async def _attempt(
+        self, job: Job, placement: Placement, sink: Sink, tries: Tries
+    ) -> FinishReason:
+        prefill = placement.prefill.worker_id if placement.prefill else ""
+        job.life.place(prefill, placement.decode.worker_id, self._now())
+        job.costs.connector = ""
+        transfer_id = secrets.token_hex(16)
+        tries.record = self._record(job, placement, transfer_id)
+        self._placements.put(tries.record)
+        with self._fleet.counted(placement, len(job.prompt_token_ids), job.max_tokens):
+            attempt = Attempt(
+                job,
+                placement,
+                transfer_id,
+                fleet=self._fleet,
+                aborts=self._aborts,
+                decoder=self._decoder,
+                sink=sink,
+                now=self._now,
+            )
+            return await attempt.run()
+
+    def _place(self, job: Job, tries: Tries) -> Placement:
+        placement = self._fleet.place(job.asked.model.name, tries.excluded)
+        if placement is not None:
+            return placement
+        if isinstance(tries.last, Overloaded):
+            raise tries.last
+        why = f"no live worker serves {job.asked.model.name!r} now"
+        if tries.last is not None:
+            why = f"{tries.last.message}; no other worker can go on"
+        elif self._fleet.mode == "remote":
+            why += ", or no prefill worker fits a decode worker"
+        raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
+
+    def _learn(self, job: Job, placement: Placement, failure: LegFailed, tries: Tries) -> None:
+        """Makes room for another attempt, or raises what the client is told."""
+        error = tries.last = failure.error
+        blamed = _blamed(placement, failure)
+        LOG.warning(
+            "request %s, attempt %d on %s: %s; so far: %s",
+            *(job.life.request_id, job.life.attempt, blamed.worker_id, error.message),
+            job.life.tell(),
+        )
+        job.costs.earlier_forwards += job.costs.forwards
+        job.costs.forwards = 0
+        if isinstance(error, PeerLost):
+            self._fleet.suspect(blamed)
+        if asyncio.get_running_loop().time() >= job.deadline:
+            raise DeadlineExceeded("the deadline passed before the answer was complete") from error
+        if not error.retryable:
+            raise error
+        job.life.handle(Event.LOST, self._now(), error.message[:80])
+        if tries.left == 0:
+            text = f"gave up after {job.life.attempt} attempts: {error.message}"
+            raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error
+        tries.left -= 1
+        self.num_retries += 1
+        tries.excluded.add((blamed.worker_id, blamed.incarnation))
+
+    def _record(self, job: Job, placement: Placement, transfer_id: str) -> PlacementRecord:
+        return PlacementRecord(
+            request_id=job.life.request_id,
+            attempt=job.life.attempt,
+            transfer_id=transfer_id,
+            router_id=self._router_id,
+            state="running",
+            model=job.asked.model.name,
+            decode=_placed_on(placement.decode),
+            prefill=None if placement.prefill is None else _placed_on(placement.prefill),
+            prompt_tokens=len(job.prompt_token_ids),
+        )
+
+    def _close_record(
+        self, record: PlacementRecord | None, state: PlacementState, num_tokens: int
+    ) -> None:
+        if record is not None:
+            ended = msgspec.structs.replace(record, state=state, num_tokens=num_tokens)
+            self._placements.put(ended)
+
+
+def _blamed(placement: Placement, failure: LegFailed) -> WorkerRecord:
+    if failure.on_prefill and placement.prefill is not None:
+        return placement.prefill
+    return placement.decode
+
+
+def _placed_on(record: WorkerRecord) -> PlacedOn:
+    return PlacedOn(worker_id=record.worker_id, incarnation=record.incarnation)
