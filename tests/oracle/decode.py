@@ -88,6 +88,7 @@ def _step(
     writes: dict[int, int] = {}
     for block in active:
         writes |= _write(canvas, block, candidates, settings, stops, occurred)
+    assert writes, "the first block that holds masks is full: every step writes"
     settled = rules.settle(canvas)
     occurred.steps_settling_several += len(settled) > 1
     occurred.blocks_waiting += sum(
