@@ -1,7 +1,7 @@
 """The limit of an engine step on the CPU: the same products in plain torch and nothing else.
 
-The same rows, contexts, attention and head rows as one engine step, over contiguous K and V that are
-already there: no pages, no scheduling, no sampling, no state.
+The same rows, contexts, attention and head rows as one engine step, over contiguous K and V that
+are already there: no pages, no scheduling, no sampling, no state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A decode step of the engine beside the bare torch forward of the same rows.
 
-Sixteen held-out problems are decoded by the bundled model, pipelined. Every step is timed, and right
-after it a plain forward over the same rows, contexts and head rows; the figure is the ratio of sums.
+Sixteen held-out problems are decoded by the bundled model, pipelined. Every step is timed, and
+right after it a plain forward over the same rows, contexts and head rows; the figure is the ratio
+of sums.
 """
 
 from __future__ import annotations

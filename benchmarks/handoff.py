@@ -1,0 +1,200 @@
+"""A handoff of 64 MiB between two processes, digests included, beside bare NIXL and bare ZMQ.
+
+The sender's pages are final at once, so nothing but the handoff is timed: from the first write to
+the receiver's word that every page was verified. Rounds of both sides alternate in one run.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import IO
+
+import torch
+
+from effuse.benchmarks.raw_transfer import raw_nixl_round_s, raw_zmq_round_s
+from effuse.benchmarks.report import Figure
+from effuse.kvtransfer.connector import Connector, Pushed, Received
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import (
+    AttemptId,
+    BoundaryState,
+    PageRef,
+    Reservation,
+    decode_reservation,
+    encode,
+)
+
+# A page of 1 MiB: 16 layers, 8 KV heads of 128, 16 tokens, bf16.
+LAYOUT = KVLayout("unified", 16, 8, 128, 16, "bfloat16")
+NUM_BYTES = 64 << 20
+NUM_PAGES = NUM_BYTES // LAYOUT.page_bytes
+ROUNDS = 15
+WARM_UP = 3
+DEADLINE_S = 60.0
+LEAST_SHARE = {"nixl": 0.7, "zmq": 0.5}
+
+
+def measure(kind: str) -> tuple[Figure, list[str]]:
+    """The share of the bare transport's rate that a handoff over `kind` reaches."""
+    ours: list[float] = []
+    bare: dict[int, list[float]] = {NUM_BYTES: [], LAYOUT.page_bytes: []}
+    for _ in range(2):  # in turns, so that both see the machine at its quieter and busier times
+        for piece, times in bare.items():
+            times += _bare_rounds_s(kind, piece)[WARM_UP:]
+        ours += _handoff_rounds_s(kind)[WARM_UP:]
+    limit = min(bare.values(), key=statistics.median)
+    share = statistics.median(limit) / statistics.median(ours)
+    figure = Figure(
+        name=f"handoff of 64 MiB over {kind}",
+        value=share,
+        limit=LEAST_SHARE[kind],
+        unit="x",
+        bound="at least",
+        against=f"bare {kind} transfer of the same bytes on loopback",
+    )
+    rates = (NUM_BYTES / statistics.median(times) / 1e9 for times in (ours, limit))
+    return figure, [f"{kind}: %.2f GB/s handed over and verified, %.2f GB/s bare" % (*rates,)]
+
+
+def _bare_rounds_s(kind: str, piece: int) -> list[float]:
+    """NIXL is given one descriptor or one a page, whichever is faster is the limit."""
+    if kind == "nixl":
+        return raw_nixl_round_s(NUM_BYTES, WARM_UP + ROUNDS, piece)
+    return raw_zmq_round_s(NUM_BYTES, WARM_UP + ROUNDS)
+
+
+def _handoff_rounds_s(kind: str) -> list[float]:
+    memory = PageMemory(LAYOUT, NUM_PAGES)
+    memory.tensor.copy_(torch.randn(memory.tensor.shape))
+    connector = _connector(kind, memory, "prefill-1", "prefill")
+    connector.start()
+    try:
+        with _receiver(kind) as (process, said):
+            return [_round_s(connector, process, said, n) for n in range(WARM_UP + ROUNDS)]
+    finally:
+        connector.close()
+
+
+def _round_s(
+    connector: Connector, process: subprocess.Popen[str], said: IO[str], number: int
+) -> float:
+    assert process.stdin is not None
+    process.stdin.write(f"{number}\n")
+    process.stdin.flush()
+    reservation = decode_reservation(base64.b64decode(_hear(said)["reservation"]))
+    start = time.perf_counter()
+    connector.push_pages(reservation, range(NUM_PAGES), 0)
+    connector.finish(
+        reservation, BoundaryState(prompt_len=NUM_PAGES * LAYOUT.page_size, tail_token_ids=())
+    )
+    _await_push(connector)
+    took = time.perf_counter() - start
+    assert _hear(said)["verified"] == NUM_BYTES
+    return took
+
+
+def _await_push(connector: Connector) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for event in connector.poll():
+            if isinstance(event, Pushed):
+                return
+            raise RuntimeError(f"the push ended with {event}")
+        select.select([connector.fileno()], [], [], 1.0)
+    raise TimeoutError(f"a handoff took longer than {DEADLINE_S} s")
+
+
+@contextlib.contextmanager
+def _receiver(kind: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "effuse.benchmarks.handoff", kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+        process.stdout.close()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _hear(said: IO[str]) -> dict[str, str | int]:
+    """The receiver's next JSON line; the libraries it loads may print in between."""
+    for line in said:
+        if line.startswith("{"):
+            message: dict[str, str | int] = json.loads(line)
+            return message
+    raise RuntimeError("the receiver ended")
+
+
+def _receive(kind: str) -> None:
+    """The receiving process: one reservation of all pages for each line on standard input."""
+    memory = PageMemory(LAYOUT, NUM_PAGES)
+    connector = _connector(kind, memory, "decode-1", "decode")
+    connector.start()
+    for line in sys.stdin:
+        number = int(line)
+        reservation = Reservation(
+            attempt=AttemptId(f"request-{number}", 1, f"transfer-{number}"),
+            incarnation="decode-1",
+            address=connector.describe(),
+            num_pool_pages=NUM_PAGES,
+            page_bytes=memory.page_bytes,
+            pages=tuple(PageRef(page, number + 1) for page in range(NUM_PAGES)),
+            fingerprint=_fingerprint(),
+            lease_s=DEADLINE_S,
+        )
+        connector.expect(reservation, "prefill-1")
+        print(
+            json.dumps({"reservation": base64.b64encode(encode(reservation)).decode()}), flush=True
+        )
+        print(json.dumps({"verified": _await_receipt(connector)}), flush=True)
+
+
+def _await_receipt(connector: Connector) -> int:
+    while True:
+        select.select([connector.fileno()], [], [], 1.0)
+        for event in connector.poll():
+            if isinstance(event, Received):
+                return event.manifest.num_bytes
+            raise RuntimeError(f"the handoff ended with {event}")
+
+
+def _connector(kind: str, memory: PageMemory, incarnation: str, role: str) -> Connector:
+    if kind == "nixl":
+        from effuse.kvtransfer.nixl_connector import NixlConnector
+
+        return NixlConnector(memory, incarnation, _fingerprint(), role=role)
+    from effuse.kvtransfer.zmq_connector import ZmqConnector
+
+    return ZmqConnector(memory, incarnation, _fingerprint())
+
+
+def _fingerprint() -> Fingerprint:
+    facts = ModelFacts(
+        weights="benchmark",
+        architecture="sdar",
+        block_size=16,
+        mask_token_id=2,
+        prompt_attention="causal_blocks",
+        commit_rule="none",
+    )
+    return fingerprint(LAYOUT, facts)
+
+
+if __name__ == "__main__":
+    _receive(sys.argv[1])
