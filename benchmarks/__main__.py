@@ -1,0 +1,57 @@
+"""`python -m effuse.benchmarks`: every CPU figure, its limit measured in the same run.
+
+Prints a table, writes it as JSON, and exits with 1 where a figure falls short of its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import grpc
+import torch
+
+from effuse.benchmarks import engine_step, handoff, router_overhead
+from effuse.benchmarks.report import Figure, Report
+
+Measured = tuple[Figure | list[Figure], list[str]]
+
+
+def _handoff(kind: str) -> Callable[[], Measured]:
+    return lambda: handoff.measure(kind)
+
+
+BENCHMARKS: dict[str, Callable[[], Measured]] = {
+    "step": engine_step.measure,
+    "router": router_overhead.measure,
+    "handoff-nixl": _handoff("nixl"),
+    "handoff-zmq": _handoff("zmq"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what was asked for; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks", description=__doc__)
+    parser.add_argument(
+        "--only", choices=sorted(BENCHMARKS), action="append", help="run these and no others"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("build/benchmarks/cpu.json"), help="where to write"
+    )
+    asked = parser.parse_args(argv)
+    report = Report("effuse on the CPU, each figure beside its limit")
+    report.settings = {"torch": torch.__version__, "grpcio": grpc.__version__}
+    for name in asked.only or BENCHMARKS:
+        print(f"measuring {name} ...", flush=True)
+        figures, notes = BENCHMARKS[name]()
+        report.figures += figures if isinstance(figures, list) else [figures]
+        report.notes += notes
+    report.print()
+    report.write(asked.json)
+    return report.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
