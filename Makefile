@@ -65,7 +65,7 @@ train: $(VENV)/.effuse ## Train the bundled model again (one GPU; resumable)
 
 .PHONY: load
 load: $(VENV)/.dev $(GHZ) ## Send unary and streaming load with ghz to a fleet started for it
-	$(BIN)/python tests/load/run.py --ghz $(GHZ)
+	PYTHONPATH=tests $(BIN)/python -m load.run --ghz $(GHZ)
 
 .PHONY: k8s-try
 k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up

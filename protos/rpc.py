@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from effuse.protos.interceptor import ErrorInterceptor
+from effuse.protos.symbols import SymbolPool
 
 MIB: Final = 1 << 20
 
@@ -125,7 +126,7 @@ class RpcServer:
         Raises OSError where the port is taken or the host is not ours."""
         names = list(services)
         reflection.enable_server_reflection(
-            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
+            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server, SymbolPool()
         )
         for name in names:
             await self.set_serving(name, False)

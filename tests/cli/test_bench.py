@@ -43,14 +43,14 @@ class FakeRouter(pb_grpc.GenerationServiceServicer):
         self.running -= 1
         await context.write(pb.GenerateStreamResponse(finished=finished))
 
-    async def Generate(  # type: ignore[override]
+    async def Generate(
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> pb.GenerateResponse:
         raise NotImplementedError
 
-    async def GetRequest(  # type: ignore[override]
+    async def GetRequest(
         self,
         request: pb.GetRequestRequest,
         context: grpc.aio.ServicerContext[pb.GetRequestRequest, pb.GetRequestResponse],
