@@ -19,6 +19,8 @@ from effuse.worker import messages
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+_MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the randomness' counter
+
 
 class BlockState(Enum):
     """Life of a block in flight. A COMMITTED block (KV stored) leaves the list of blocks."""
@@ -241,6 +243,11 @@ class Sequence:
             raise RequestError(
                 f"a frontier block must hold {self.block_size} ids and {num_bytes} bytes of masks, "
                 f"got {len(snapshot.token_ids)} and {len(snapshot.masks)}"
+            )
+        if not 0 <= snapshot.denoise_count < _MOST_DENOISE_COUNT:
+            raise RequestError(
+                f"denoise_count must be in 0..{_MOST_DENOISE_COUNT - 1}, "
+                f"got {snapshot.denoise_count}"
             )
         block = self.append_block()
         bits = np.unpackbits(np.frombuffer(snapshot.masks, dtype=np.uint8), bitorder="little")

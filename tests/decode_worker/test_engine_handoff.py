@@ -87,13 +87,13 @@ def remote(name: str = "a", **changes: object) -> StartDecode:
 
 @pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_handed_over_prompts_give_the_oracles_answers(
+def test_handed_over_prompts_give_the_oracles_answers_preempted_or_not(
     architecture: str, algorithm: str, tmp_path: Path
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=5)  # type: ignore[arg-type]
-    pair = Pair(load_tiny(directory), num_pages=40, page_size=3, budget=64)
+    pair = Pair(load_tiny(directory), num_pages=20, page_size=3, budget=64)
     requests = [
-        msgspec.structs.replace(request, writer=SOURCE)
+        msgspec.structs.replace(request, writer=SOURCE, max_tokens=24, stop_token_ids=())
         for request in random_requests(8, algorithm, block_size=4, sampled=True, seed=9)
     ]
     pair.serve(requests)
@@ -107,6 +107,7 @@ def test_handed_over_prompts_give_the_oracles_answers(
         moved += verified.bytes
     assert moved == pair.rig.engine.counters.kv_bytes > 0
     assert moved % pair.rig.layout.page_bytes == 0
+    assert pair.rig.engine.counters.preemptions > 0
     assert pair.rig.pool.num_free == pair.rig.pool.num_pages
     pair.close()
 

@@ -1,0 +1,60 @@
+"""An engine made from a worker's config answers as the oracle does; a bad config is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tiny_checkpoint
+from decoding.engines import make_request, oracle_settings
+from oracle.decode import decode
+
+from effuse.decode_worker.build import build
+from effuse.decode_worker.config import DecodeConfig
+from effuse.worker.messages import Committed
+
+PROMPT = tuple(range(20, 33))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("dream") / "model", "dream", seed=3)
+
+
+def test_a_built_engine_answers(directory: Path) -> None:
+    engine = build(DecodeConfig(model=directory, connector="zmq", page_size=8), "life-1")
+    request = make_request("a", PROMPT, max_tokens=20)
+    engine.core.handle(request)
+    while engine.core.step():
+        pass
+    said = engine.core.outbox()
+    engine.core.close()
+    tokens = [token for event in said if isinstance(event, Committed) for token in event.token_ids]
+    assert tuple(tokens) == decode(directory, PROMPT, oracle_settings(request)).token_ids
+
+
+def test_ready_describes_the_model_and_its_pages(directory: Path) -> None:
+    config = DecodeConfig(
+        model=directory, connector="loopback", num_pages=9, served_model_name="tiny"
+    )
+    engine = build(config, "life-1")
+    engine.core.close()
+    ready = engine.ready
+    assert (ready.model.name, ready.model.architecture) == ("tiny", "dream")
+    assert (ready.model.block_size, ready.model.max_model_len) == (4, 1024)
+    assert (ready.page_size, ready.total_pages) == (16, 9)
+    assert dict(ready.fingerprint)["prompt_attention"] == "bidirectional"
+    assert engine.core.load().total_pages == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param({"max_model_len": 4096}, "the model's 1024 positions", id="length"),
+        pytest.param({"max_num_batched_tokens": 7}, "max_num_batched_tokens 7", id="budget"),
+    ],
+)
+def test_a_bad_config_is_named(directory: Path, changes: dict[str, int], said: str) -> None:
+    config = DecodeConfig(model=directory, connector="loopback", **changes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        build(config, "life-1")
