@@ -61,7 +61,7 @@ class BareForward:
         config = self._model.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = functional.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, dim)
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = self._rotate(q).transpose(0, 1), self._rotate(k).transpose(0, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from typing import cast
 
 import grpc.aio
 
@@ -23,8 +24,14 @@ class DirectClient:
     def __init__(self, prefill_address: str, decode_address: str) -> None:
         self._prefill_channel = grpc.aio.insecure_channel(prefill_address)
         self._decode_channel = grpc.aio.insecure_channel(decode_address)
-        self._prefill = worker_pb2_grpc.PrefillServiceStub(self._prefill_channel)
-        self._decode = worker_pb2_grpc.DecodeServiceStub(self._decode_channel)
+        self._prefill = cast(
+            "worker_pb2_grpc.PrefillServiceAsyncStub",
+            worker_pb2_grpc.PrefillServiceStub(self._prefill_channel),
+        )
+        self._decode = cast(
+            "worker_pb2_grpc.DecodeServiceAsyncStub",
+            worker_pb2_grpc.DecodeServiceStub(self._decode_channel),
+        )
         self._prefill_ref = worker_pb2.WorkerRef()
         self._decode_ref = worker_pb2.WorkerRef()
 
@@ -105,6 +112,8 @@ _SETTINGS = worker_pb2.DecodeSettings(
 
 
 async def _worker(channel: grpc.aio.Channel) -> worker_pb2.WorkerRef:
-    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    stub = cast(
+        "worker_pb2_grpc.WorkerServiceAsyncStub", worker_pb2_grpc.WorkerServiceStub(channel)
+    )
     load = await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=DEADLINE_S)
     return load.worker

@@ -90,7 +90,7 @@ def _round_s(
     assert process.stdin is not None
     process.stdin.write(f"{number}\n")
     process.stdin.flush()
-    reservation = decode_reservation(base64.b64decode(_hear(said)["reservation"]))
+    reservation = decode_reservation(base64.b64decode(str(_hear(said)["reservation"])))
     start = time.perf_counter()
     connector.push_pages(reservation, range(NUM_PAGES), 0)
     connector.finish(

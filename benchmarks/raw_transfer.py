@@ -62,13 +62,13 @@ def raw_nixl_round_s(num_bytes: int, rounds: int, piece: int) -> list[float]:
 def raw_zmq_round_s(num_bytes: int, rounds: int) -> list[float]:
     """Seconds of each push of ``num_bytes`` in frames of 4 MiB, copied into place where they go."""
     buffer = np.random.default_rng(0).integers(0, 255, num_bytes, dtype=np.uint8)
-    view = memoryview(buffer)
+    view = buffer.data
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
     with _receiver("zmq", num_bytes) as (_, said):
-        socket.connect(_hear(said)["endpoint"])
+        socket.connect(str(_hear(said)["endpoint"]))
         times = []
         for _number in range(rounds):
             start = time.perf_counter()

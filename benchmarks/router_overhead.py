@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from typing import cast
 
 import grpc.aio
 import psutil
@@ -76,7 +77,10 @@ async def _alternate(fleet: Fleet) -> tuple[list[float], list[float]]:
     )
     direct, routed = [], []
     async with grpc.aio.insecure_channel(fleet.address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        stub = cast(
+            "generation_pb2_grpc.GenerationServiceAsyncStub",
+            generation_pb2_grpc.GenerationServiceStub(channel),
+        )
         await client.connect()
         for _ in range(WARM_UP + REQUESTS):
             start = time.perf_counter()
