@@ -1,0 +1,162 @@
+"""A worker's front in this process with an engine that has no model, and requests for it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from eventually import eventually
+
+from effuse.protos import rpc
+from effuse.protos.errors import EffuseError, from_rpc_error
+from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+from effuse.worker.config import WorkerConfig
+from effuse.worker.front import Front, Role
+
+FAKE_ENGINE = "fake_engine"
+PROMPT = (5, 6, 7)
+
+
+def use_fake_engine(role: Role) -> Role:
+    """The role with an engine process that has no model."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    return dataclasses.replace(role, engine_module=FAKE_ENGINE)
+
+
+@dataclass
+class Running:
+    """A front that serves, and a channel to it."""
+
+    front: Front
+    channel: grpc.aio.Channel
+    stop: asyncio.Event
+    done: asyncio.Task[None]
+    ready_file: Path
+
+    @property
+    def incarnation(self) -> str:
+        return self.front.shell.incarnation
+
+    @property
+    def decode(self) -> pb_grpc.DecodeServiceAsyncStub:
+        return decode_stub(self.channel)
+
+    @property
+    def prefill(self) -> pb_grpc.PrefillServiceAsyncStub:
+        return prefill_stub(self.channel)
+
+    @property
+    def worker(self) -> pb_grpc.WorkerServiceAsyncStub:
+        return worker_stub(self.channel)
+
+    async def load(self) -> pb.GetLoadResponse:
+        return await self.worker.GetLoad(pb.GetLoadRequest(), timeout=10)
+
+    async def until_free(self) -> None:
+        """Returns when nothing runs and every page is free."""
+
+        async def is_free() -> bool:
+            load = await self.load()
+            idle = not (load.running or load.waiting or load.quarantined_pages)
+            return idle and load.total_pages == load.free_pages > 0
+
+        await eventually(is_free)
+
+    async def until_new_life(self, old: str) -> None:
+        """Returns when an engine of another incarnation is ready."""
+        await eventually(lambda: self.incarnation not in ("", old))
+
+
+@asynccontextmanager
+async def running(role: Role, config: WorkerConfig, tmp_path: Path) -> AsyncIterator[Running]:
+    """A front that is ready; at the end it drains and must leave nothing."""
+    ready_file = tmp_path / "ready.json"
+    config = dataclasses.replace(config, ready_file=ready_file)
+    stop = asyncio.Event()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        front = Front(config, use_fake_engine(role), tasks)
+        done = tasks.create_task(front.run(stop))
+        try:
+            await eventually(ready_file.exists)
+            address = json.loads(ready_file.read_text())["address"]
+            async with rpc.connect(address, keepalive=None) as channel:
+                yield Running(front, channel, stop, done, ready_file)
+        finally:
+            stop.set()
+            await asyncio.wait({done})
+
+
+async def failure_of(
+    call: grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse],
+) -> EffuseError:
+    """Reads a decode to its end and returns the error that this must be."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return from_rpc_error(caught.value, "the worker")
+
+
+def attempt(name: str, number: int = 1) -> pb.AttemptId:
+    return pb.AttemptId(
+        request_id=f"request-{name}", attempt=number, transfer_id=f"{name}-{number}"
+    )
+
+
+def decode_request(name: str, incarnation: str, first_token: int = 5) -> pb.DecodeRequest:
+    """A request of 3 tokens that the worker prefills itself; the first token tells what happens."""
+    return pb.DecodeRequest(
+        attempt=attempt(name),
+        incarnation=incarnation,
+        prompt_token_ids=[first_token, *PROMPT[1:]],
+        max_tokens=3,
+        stop_token_ids=[1],
+        sampling=pb.DecodeSampling(top_p=1.0),
+        settings=pb.DecodeSettings(
+            algorithm="d2f",
+            window=2,
+            confidence_threshold=0.9,
+            block_add_threshold=0.1,
+            full_activation_threshold=0.95,
+            score="confidence",
+            remasking="low_confidence_dynamic",
+            denoising_steps=2,
+        ),
+        local=pb.LocalPrefill(),
+    )
+
+
+def prefill_start(name: str, incarnation: str, first_token: int = 5) -> pb.PrefillRequest:
+    return pb.PrefillRequest(
+        start=pb.PrefillStart(
+            attempt=attempt(name),
+            prompt_token_ids=[first_token, *PROMPT[1:]],
+            incarnation=incarnation,
+        )
+    )
+
+
+def reservation(name: str) -> pb.PrefillRequest:
+    """Two pages of a decode worker that nobody writes to."""
+    return pb.PrefillRequest(
+        reservation=pb.Reservation(
+            attempt=attempt(name),
+            incarnation="decode-life",
+            connector="zmq",
+            endpoint="tcp://127.0.0.1:1",
+            num_pool_pages=8,
+            page_bytes=32,
+            pages=[pb.PageRef(page_id=3, generation=1), pb.PageRef(page_id=4, generation=9)],
+            fingerprint=[pb.FingerprintField(name="weights", value="w")],
+            lease_s=30.0,
+        )
+    )

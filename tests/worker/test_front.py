@@ -1,0 +1,216 @@
+"""A front over an engine without a model: health, a crash, a hang, drain, signals, its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import fake_engine
+import fronts
+import grpc
+import grpc.aio
+import pytest
+import redis_server
+from eventually import eventually
+from fronts import decode_request, running
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from effuse.decode_worker.server import make_role
+from effuse.placement.fleet import FleetView
+from effuse.placement.store import Store
+from effuse.protos.errors import (
+    Draining,
+    EffuseError,
+    InvalidRequest,
+    Refused,
+    Unavailable,
+    from_rpc_error,
+)
+from effuse.v1 import worker_pb2 as pb
+from effuse.worker.config import WorkerConfig
+from effuse.worker.supervisor import GaveUp
+
+CONFIG = WorkerConfig(hang_timeout_s=1.0, drain_s=10.0, log_level="error")
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+DECODE, WORKER = "effuse.v1.DecodeService", "effuse.v1.WorkerService"
+
+
+async def health(channel: grpc.aio.Channel, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=service)
+    answer: health_pb2.HealthCheckResponse = await stub.Check(request, timeout=10)
+    return answer.status
+
+
+async def answer(one: fronts.Running, request: pb.DecodeRequest) -> list[str]:
+    """The names of all events of a decode."""
+    call = one.decode.Decode(request, timeout=20)
+    return [str(event.WhichOneof("event")) async for event in call]
+
+
+async def failure(one: fronts.Running, request: pb.DecodeRequest) -> EffuseError:
+    """The error that a decode ends with."""
+    return await fronts.failure_of(one.decode.Decode(request, timeout=20))
+
+
+def test_ready_means_that_a_request_is_served(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            for service in ("", WORKER, DECODE):
+                assert await health(one.channel, service) == SERVING
+            facts = json.loads(one.ready_file.read_text())
+            assert facts == {
+                "address": one.front.shell.identity.address,
+                "incarnation": one.incarnation,
+                "pid": os.getpid(),
+            }
+            events = await answer(one, decode_request("a", one.incarnation))
+            assert events == ["reservation", "verified", *["commit"] * 3, "finished"]
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+def test_a_crash_fails_what_ran_and_the_next_life_serves(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            old = one.incarnation
+            endless = one.decode.Decode(
+                decode_request("endless", old, fake_engine.ENDLESS), timeout=20
+            )
+            assert (await endless.read()).HasField("reservation")
+            errors = [await failure(one, decode_request("crash", old, fake_engine.CRASH))]
+            errors.append(await fronts.failure_of(endless))
+            for error in errors:
+                assert isinstance(error, Unavailable)
+                assert error.retryable
+                assert error.retry_after_s is not None
+                assert error.labels == {"incarnation": old}
+            await one.until_new_life(old)
+            refused = await failure(one, decode_request("late", old))
+            assert isinstance(refused, Refused)
+            assert old in refused.message
+            assert await answer(one, decode_request("good", one.incarnation))
+            await eventually(lambda: old not in one.ready_file.read_text())
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("first_token", [fake_engine.HANG, fake_engine.STAND_STILL])
+def test_a_hung_engine_is_noticed_and_replaced(tmp_path: Path, first_token: int) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            old = one.incarnation
+            error = await failure(one, decode_request("hang", old, first_token))
+            assert isinstance(error, Unavailable)
+            await one.until_new_life(old)
+            assert await answer(one, decode_request("good", one.incarnation))
+
+    asyncio.run(go())
+
+
+def test_readiness_is_lost_while_there_is_no_engine(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            seen: list[int] = []
+
+            async def watch() -> None:
+                stub = health_pb2_grpc.HealthStub(one.channel)
+                request = health_pb2.HealthCheckRequest(service=DECODE)
+                async for update in stub.Watch(request, timeout=30):
+                    seen.append(update.status)
+                    if seen[-2:] == [NOT_SERVING, SERVING]:
+                        return
+
+            watcher = asyncio.ensure_future(watch())
+            await eventually(lambda: seen == [SERVING])
+            life = one.front.shell.supervisor.life
+            assert life is not None
+            os.kill(life.client.pid, signal.SIGKILL)
+            await watcher
+            assert seen == [SERVING, NOT_SERVING, SERVING]
+            assert await health(one.channel, WORKER) == SERVING
+
+    asyncio.run(go())
+
+
+def test_a_drain_refuses_new_requests_and_lets_running_ones_end(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            endless = one.decode.Decode(
+                decode_request("endless", one.incarnation, fake_engine.ENDLESS), timeout=20
+            )
+            assert (await endless.read()).HasField("reservation")
+            answered = await one.worker.Drain(pb.DrainRequest(deadline_s=0.3), timeout=10)
+            assert answered.running == 1
+            assert isinstance(await failure(one, decode_request("new", one.incarnation)), Draining)
+            await eventually(lambda: is_not_serving(one))
+            assert (await one.load()).draining
+            assert isinstance(await fronts.failure_of(endless), Draining)
+            await one.until_free()
+
+    async def is_not_serving(one: fronts.Running) -> bool:
+        return await health(one.channel, DECODE) == NOT_SERVING
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("deadline_s", [-1.0, float("nan")])
+def test_a_drain_without_a_time_is_refused(tmp_path: Path, deadline_s: float) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await one.worker.Drain(pb.DrainRequest(deadline_s=deadline_s), timeout=10)
+            assert isinstance(from_rpc_error(caught.value, "w"), InvalidRequest)
+            assert await answer(one, decode_request("good", one.incarnation))
+
+    asyncio.run(go())
+
+
+def test_a_worker_announces_itself_its_new_life_and_its_end(tmp_path: Path) -> None:
+    async def go() -> None:
+        with redis_server.running() as server:
+            config = dataclasses.replace(
+                CONFIG, redis_url=server.connection_url, fleet="blue", worker_id="d0"
+            )
+            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+                view = FleetView(store)
+
+                async def shows(incarnation: str) -> bool:
+                    await view.poll()
+                    return [w.incarnation for w in view.workers("decode")] == [incarnation]
+
+                async with running(make_role(), config, tmp_path) as one:
+                    old = one.incarnation
+                    await eventually(lambda: shows(old))
+                    (record,) = view.workers()
+                    assert (record.worker_id, record.model.name) == ("d0", "fake")
+                    assert record.capacity.total_pages == fake_engine.PAGES
+                    await failure(one, decode_request("crash", old, fake_engine.CRASH))
+                    await one.until_new_life(old)
+                    await eventually(lambda: shows(one.incarnation))
+                await view.poll()
+                assert view.workers() == ()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("model", ["missing", "crashes"])
+def test_an_engine_that_cannot_start_ends_the_worker(tmp_path: Path, model: str) -> None:
+    async def go() -> None:
+        config = dataclasses.replace(CONFIG, served_model_name=model)
+        async with asyncio.TaskGroup() as tasks:
+            front = fronts.Front(config, fronts.use_fake_engine(make_role()), tasks)
+            tasks.create_task(front.run(asyncio.Event()))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(go())
+    assert caught.group_contains(
+        GaveUp, match="no such checkpoint" if model == "missing" else "exited with status 9"
+    )

@@ -1,0 +1,134 @@
+"""A worker's two processes from outside: signals, exit statuses, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fronts
+import psutil
+import pytest
+
+LAUNCH = """
+import sys, fronts
+from effuse.decode_worker.server import make_role
+from effuse.worker import flags, front
+from effuse.worker.config import WorkerConfig
+config = flags.parse(WorkerConfig, sys.argv[1:], prog="test", about="")
+sys.exit(front.run(config, fronts.use_fake_engine(make_role())))
+"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(fronts.__file__).parent)}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
+    """A worker in a process of its own, ready, and its engine."""
+    ready = tmp_path / "ready.json"
+    flags = ["--ready-file", str(ready), "--log-level", "error"]
+    command = [sys.executable, "-P", "-c", LAUNCH, *flags]
+    with subprocess.Popen(command, env=ENVIRONMENT) as process:
+        try:
+            until(lambda: ready.exists() or process.poll() is not None)
+            (engine,) = psutil.Process(process.pid).children()
+            yield process, engine
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_worker_with_status_0_and_no_engine_left(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with started(tmp_path) as (process, engine):
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        assert not engine.is_running()
+
+
+def test_the_engine_leaves_the_signals_of_a_terminal_to_its_front(tmp_path: Path) -> None:
+    with started(tmp_path) as (process, engine):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            engine.send_signal(number)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_an_engine_dies_with_its_front(tmp_path: Path) -> None:
+    with started(tmp_path) as (process, engine):
+        process.kill()
+        process.wait(10)
+        until(lambda: not engine.is_running())
+
+
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    ENVIRONMENT["TMPDIR"] = str(temporary)
+    try:
+        with started(tmp_path) as (process, _):
+            (home,) = temporary.iterdir()
+            assert home.stat().st_mode & 0o777 == 0o700
+            process.terminate()
+            assert process.wait(20) == 0
+    finally:
+        del ENVIRONMENT["TMPDIR"]
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_taken_port_is_an_error_and_not_a_share(tmp_path: Path) -> None:
+    with started(tmp_path):
+        port = json.loads((tmp_path / "ready.json").read_text())["address"].rpartition(":")[2]
+        second = subprocess.run(
+            [sys.executable, "-P", "-c", LAUNCH, "--port", port],
+            env=ENVIRONMENT,
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
+    assert second.returncode == 1
+    assert b"cannot listen" in second.stderr
+    assert b"Traceback" not in second.stderr
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_front_imports_no_torch(role: str) -> None:
+    code = (
+        f"import sys, effuse.{role}_worker.__main__\n"
+        "heavy = {'torch', 'numpy', 'triton', 'transformers', 'nixl'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--page-size", "none"], b"invalid int value: 'none'"),
+        (["--pages", "3"], b"unrecognized arguments: --pages 3"),
+        (["--connector", "tcp"], b"invalid choice: 'tcp'"),
+        (["--gpu-memory-utilization", "2"], b"expected a share in (0, 1], got 2"),
+        (["--model", "/nowhere"], b"--model: expected a directory, got '/nowhere'"),
+    ],
+)
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_wrong_flags_are_told_with_the_accepted_form(
+    role: str, flags: list[str], told: bytes
+) -> None:
+    command = [sys.executable, "-P", "-m", f"effuse.{role}_worker", *flags]
+    run = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    assert run.returncode == 2
+    assert told in run.stderr
