@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.batch import AttentionBatch
-from effuse.kernels.kv_pages import store_kv
 from effuse.kernels.norm import rms_norm, rms_norm_residual
-from effuse.kernels.rotary import make_cos_sin_cache, rotary
+from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.swiglu import swiglu
 from effuse.models.config import ModelConfig
 
@@ -130,8 +129,7 @@ class Transformer:
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        q, k = rotary(q, k, self._cos_sin, rows.positions)
-        store_kv(k, v, *layer_kv, rows.slot_mapping)
+        q, k = self._rotate_and_store(q, k, v, layer_kv, rows)
         mixed = block_attention(q, k, v, *layer_kv, rows.attention, scale=self._scale)
         return mixed.view(num_rows, self._q_dim)
 
@@ -140,8 +138,12 @@ class Transformer:
         k, v = map(self._heads, _linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
-        _, k = rotary(k, k, self._cos_sin, rows.positions)  # there is no q to rotate
-        store_kv(k, v, *layer_kv, rows.slot_mapping)
+        self._rotate_and_store(k, k, v, layer_kv, rows)  # there is no q to rotate
+
+    def _rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, rows: _Rows
+    ) -> tuple[Tensor, Tensor]:
+        return rotary_store_kv(q, k, v, self._cos_sin, rows.positions, *layer_kv, rows.slot_mapping)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), self.config.num_kv_heads, self.config.head_dim)
