@@ -94,7 +94,7 @@ class Rig:
         config = model.config
         self.clock = Clock()
         self.layout = layout_of(model, page_size)
-        self.memory = PageMemory(self.layout, num_pages)
+        self.memory = PageMemory(self.layout, num_pages, model.device)
         self.pool = PagePool(num_pages)
         self.fingerprint = fingerprint_of(model, self.layout)
         self.connector: Connector | None = None
@@ -183,9 +183,9 @@ def fingerprint_of(model: Transformer, layout: KVLayout) -> Fingerprint:
     return fingerprint(layout, facts)
 
 
-def load_tiny(directory: Path) -> Transformer:
+def load_tiny(directory: Path, device: str = "cpu") -> Transformer:
     torch.set_num_threads(1)
-    return load_model(directory)
+    return load_model(directory, device=device)
 
 
 def make_request(
