@@ -18,6 +18,9 @@ class Decoder(Protocol):
     def is_text(self, token_id: int) -> bool:
         """Whether the id stands for text: known, and not special."""
 
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the id stands for one byte of a run that is judged as a whole."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids that all are text."""
 
@@ -32,31 +35,40 @@ class Detokenizer:
         self._decoder = decoder
         self._window: list[int] = []  # ids of the last complete piece, then those since
         self._settled = 0  # how many of them belong to that piece
+        self._open: list[int] = []  # single bytes at the end, not yet in the window
         self._shown = 0  # characters of the window's text that were returned
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next ids; returns the text that they complete."""
-        new = [i for i in token_ids if self._decoder.is_text(i)]
-        if not new:
-            return ""
-        self._window += new
-        text = self._decoder.decode(self._window)
-        end = len(text.rstrip(REPLACEMENT)) if text.endswith(REPLACEMENT) else len(text)
-        piece = text[self._shown : end]
-        if end == len(text):
-            self._slide(text)
-        else:
-            self._shown = max(self._shown, end)
-        return piece
+        self._open += [i for i in token_ids if self._decoder.is_text(i)]
+        keep = len(self._open)
+        while keep and self._decoder.is_byte(self._open[keep - 1]):
+            keep -= 1
+        return self._complete(keep) if keep else ""
 
     def flush(self) -> str:
         """The ids are over: returns what was held back, as it is."""
+        self._window += self._open
+        self._open = []
         text = self._decoder.decode(self._window) if self._window else ""
         piece = text[self._shown :]
         self._shown = len(text)
         return piece
 
-    def _slide(self, text: str) -> None:
+    def _complete(self, num_ids: int) -> str:
+        """Moves the first open ids into the window and returns what they complete."""
+        self._window += self._open[:num_ids]
+        del self._open[:num_ids]
+        text = self._decoder.decode(self._window)
+        end = len(text.rstrip(REPLACEMENT)) if text.endswith(REPLACEMENT) else len(text)
+        piece = text[self._shown : end]
+        if end == len(text):
+            self._slide()
+        else:
+            self._shown = max(self._shown, end)
+        return piece
+
+    def _slide(self) -> None:
         """All is returned: what came since the last complete piece is the context of the next."""
         self._window = self._window[self._settled :]
         self._settled = len(self._window)

@@ -39,6 +39,8 @@ class Tokenizer:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         added = backend.get_added_tokens_decoder().items()
         self._special = frozenset(i for i, token in added if token.special)
+        bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self._bytes = frozenset(i for i in bytes_ if i is not None)
         self.reserved_ids: frozenset[int] = frozenset(
             i for i, token in added if token.special and _RESERVED.search(token.content)
         )
@@ -68,6 +70,11 @@ class Tokenizer:
     def is_text(self, token_id: int) -> bool:
         """Whether the id stands for text: known, and not special."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the id stands for one byte of a run, which becomes text as a whole or not at
+        all (the byte fallback of SentencePiece vocabularies)."""
+        return token_id in self._bytes
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids that all are text."""

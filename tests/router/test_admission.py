@@ -1,0 +1,106 @@
+"""The queue in front of the fleet: bounded, in order, and exact when turns meet cancellations."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from effuse.protos.errors import Draining, Overloaded
+from effuse.router.admission import Admission
+
+
+async def hold(admission: Admission, release: asyncio.Event, order: list[int], at: int) -> None:
+    async with admission.slot():
+        order.append(at)
+        await release.wait()
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_first_come_first_served_and_bounded() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(2, 3), asyncio.Event(), list[int]()
+        async with asyncio.TaskGroup() as group:
+            for at in range(5):
+                group.create_task(hold(admission, release, order, at))
+            await turns()
+            assert (order, admission.num_running, admission.num_waiting) == ([0, 1], 2, 3)
+            with pytest.raises(Overloaded, match="2 requests are running and 3") as caught:
+                async with admission.slot():
+                    pass
+            assert caught.value.retry_after_s
+            release.set()
+        assert order == [0, 1, 2, 3, 4]
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_queue_of_none() -> None:
+    async def main() -> None:
+        admission = Admission(1, 0)
+        async with admission.slot():
+            with pytest.raises(Overloaded):
+                admission.check()
+        async with admission.slot():
+            pass
+
+    asyncio.run(main())
+
+
+def test_draining_lets_the_queue_finish() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(1, 2), asyncio.Event(), list[int]()
+        async with asyncio.TaskGroup() as group:
+            for at in range(2):
+                group.create_task(hold(admission, release, order, at))
+            await turns()
+            admission.drain()
+            with pytest.raises(Draining):
+                admission.check()
+            release.set()
+        assert order == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_a_deadline_in_the_queue_gives_the_place_back() -> None:
+    async def main() -> None:
+        admission, release = Admission(1, 1), asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(hold(admission, release, [], 0))
+            await turns()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0), admission.slot():
+                    pass
+            assert admission.num_waiting == 0
+            release.set()
+        assert admission.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_no_slot_is_lost_whenever_cancelled() -> None:
+    async def main() -> None:
+        draw = random.Random(3)
+        for _ in range(300):
+            admission, release = Admission(2, 8), asyncio.Event()
+            tasks = [asyncio.create_task(hold(admission, release, [], at)) for at in range(8)]
+            for _ in range(draw.randrange(12)):
+                action = draw.choice(["cancel", "turn", "release"])
+                if action == "cancel":
+                    draw.choice(tasks).cancel()
+                elif action == "turn":
+                    await asyncio.sleep(0)
+                else:
+                    release.set()
+            release.set()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    asyncio.run(main())

@@ -1,0 +1,54 @@
+"""Flags are the fields; what is not accepted is refused with the accepted form."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from effuse.router.config import RouterConfig, parse
+
+
+def test_defaults() -> None:
+    config = parse([])
+    assert config == RouterConfig()
+    assert (config.port, config.prefill, config.max_message_bytes) == (50051, "auto", 4 << 20)
+
+
+def test_every_field_is_a_flag(tmp_path: Path) -> None:
+    config = parse(
+        [
+            "--host", "0.0.0.0", "--port", "0", "--metrics-port", "9", "--max-message-bytes",
+            "2048",
+            "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
+            "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
+            "--max-queue", "5", "--max-retries", "6", "--max-request-s", "7.5", "--drain-s", "8",
+            "--ready-file", "x", "--log-level", "debug",
+        ]
+    )  # fmt: skip
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+    assert changed == [f.name for f in fields(config)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--prot", "1"], "unrecognized arguments: --prot"),
+        (["--port", "many"], "invalid int value: 'many'"),
+        (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
+        (["--max-queue", "-1"], "--max-queue: expected 0 to"),
+        (["--max-request-s", "nan"], "--max-request-s: expected seconds above 0, got nan"),
+        (["--prefill", "maybe"], "choose from"),
+        (["--redis-url", "localhost"], "expected redis://host:port/db, got 'localhost'"),
+        (["--model", "/no/such/dir"], "--model: expected a directory, got '/no/such/dir'"),
+        (["--fleet", "a b"], "expected 1 to 128 letters"),
+    ],
+)
+def test_bad_flags_name_the_accepted_form(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(flags)
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Streaming text: the pieces together are the decoding of all ids at once, for any cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tokenizers
+from router.fakes import ANSWER, EOS, MASK, PAD, VOCAB_SIZE, byte_tokenizer, ids_of
+from tokenizers import decoders
+from tokenizers.models import BPE
+
+from effuse.router.answer import Answer
+from effuse.router.detokenizer import Detokenizer, draft_text
+from effuse.router.tokenizer import Tokenizer
+
+
+def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
+    """Llama's kind: words with a leading mark, bytes as <0xNN>, the first space dropped."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁cat", "s", "▁▁"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    model = BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
+
+
+BACKENDS = {"byte level": byte_tokenizer(), "byte fallback": byte_fallback_tokenizer()}
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    parts = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+    return [*(detokenizer.push(part) for part in parts), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_pieces_are_the_whole_for_random_ids_and_cuts(backend: tokenizers.Tokenizer) -> None:
+    tokenizer = Tokenizer(backend)
+    draw = random.Random(1)
+    words = [ids_of(word) for word in (" three", "é", "🙂", "日本", " ", "x")]
+    size = backend.get_vocab_size()
+    for _ in range(1000):
+        ids: list[int] = []
+        for _ in range(draw.randrange(1, 12)):
+            whole = backend is BACKENDS["byte level"] and draw.random() < 0.6
+            ids += draw.choice(words) if whole else [draw.randrange(size + 2)]
+        cuts = sorted(draw.randrange(len(ids) + 1) for _ in range(draw.randrange(6)))
+        assert "".join(pieces(tokenizer, ids, cuts)) == backend.decode(
+            ids, skip_special_tokens=True
+        )
+
+
+def test_a_character_comes_whole() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    ids = ids_of("a🙂b")
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push([one]) for one in ids] == ["a", "", "", "", "🙂", "b"]
+
+
+def test_what_never_becomes_a_character_comes_at_the_end() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push(ids_of("a🙂")[:3]) == "a"
+    assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert detokenizer.flush() == ""
+
+
+def test_special_and_unknown_ids_make_no_text() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    detokenizer = Detokenizer(tokenizer)
+    ids = [PAD, *ids_of("a"), EOS, VOCAB_SIZE + 7, *ids_of("b"), ANSWER]
+    assert detokenizer.push(ids) == "ab"
+
+
+def test_the_first_space_is_dropped_once_only() -> None:
+    tokenizer = Tokenizer(byte_fallback_tokenizer())
+    cat, a, s = (tokenizer._backend.token_to_id(word) for word in ("▁cat", "▁a", "s"))
+    found = pieces(tokenizer, [a, cat, s, a, cat], [1, 2, 3, 4])
+    assert found == ["a", " cat", "s", " a", " cat", ""]
+
+
+def test_bytes_wait_for_what_follows_where_one_bad_byte_spoils_the_run() -> None:
+    tokenizer = Tokenizer(byte_fallback_tokenizer())
+    good, bad = [0xC8 + 1, 0xBC + 1], 0xFF + 1
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push(good) == ""
+    assert detokenizer.push([bad]) == ""
+    assert detokenizer.flush() == 3 * "\N{REPLACEMENT CHARACTER}"
+
+
+def test_drafts_show_masks_between_text() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    x, y = ids_of("xy")
+    text = draft_text(tokenizer, [x, MASK, MASK, y, EOS], [False, True, True, False, False])
+    assert text == "x░░y"
+
+
+def test_an_answer_counts_the_tokens_up_to_its_stop_string() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    ids = ids_of("abc. def")
+    for size in (1, 2, 3, len(ids)):
+        answer, text = Answer(tokenizer, ["c."]), ""
+        for at in range(0, len(ids), size):
+            text += answer.push(ids[at : at + size])
+        assert (text + answer.flush(), answer.num_tokens, answer.is_stopped) == ("ab", 4, True)
+
+
+def test_an_answer_without_its_stop_string_is_whole() -> None:
+    answer = Answer(Tokenizer(byte_tokenizer()), ["xyz"])
+    assert answer.push(ids_of("end x")) == "end "
+    assert answer.flush() == "x"
+    assert (answer.num_tokens, answer.is_stopped) == (5, False)

@@ -1,0 +1,147 @@
+"""Placement as values: filter, score, pick."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from router.fakes import worker_record
+
+from effuse.placement.records import Load, Role, WorkerRecord
+from effuse.router.fleet import Fleet
+from effuse.router.policy import Candidate, InFlight, Placement, live_workers, place
+
+
+def worker(worker_id: str, **fields: object) -> WorkerRecord:
+    role: Role = "prefill" if worker_id.startswith("p") else "decode"
+    return worker_record(worker_id, role, **fields)  # type: ignore[arg-type]
+
+
+def candidate(record: WorkerRecord, tokens: int = 0, *, suspect: bool = False) -> Candidate:
+    return Candidate(record, InFlight(requests=int(tokens > 0), tokens=tokens), suspect)
+
+
+def names(placement: Placement | None) -> tuple[str | None, str] | None:
+    if placement is None:
+        return None
+    prefill = placement.prefill
+    return (None if prefill is None else prefill.worker_id), placement.decode.worker_id
+
+
+def used(pages: int) -> Load:
+    return Load(total_pages=256, free_pages=256 - pages)
+
+
+def test_the_least_loaded_pair_by_their_own_report() -> None:
+    workers = [
+        candidate(worker("d0", load=used(200))),
+        candidate(worker("d1", load=used(100))),
+        candidate(worker("p0", load=Load(queued_tokens=500))),
+        candidate(worker("p1", load=Load(queued_tokens=20))),
+    ]
+    assert names(place(workers, "fake", "auto")) == ("p1", "d1")
+
+
+def test_what_is_on_the_way_counts_before_it_is_reported() -> None:
+    workers = [
+        candidate(worker("d0"), tokens=1000),
+        candidate(worker("d1"), tokens=10),
+        candidate(worker("p0"), tokens=1000),
+        candidate(worker("p1"), tokens=10),
+    ]
+    assert names(place(workers, "fake", "auto")) == ("p1", "d1")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("auto", (None, "d0")), ("local", (None, "d0")), ("remote", None)]
+)
+def test_without_prefill_workers(mode: str, expected: tuple[str | None, str] | None) -> None:
+    workers = [candidate(worker("d0"))]
+    assert names(place(workers, "fake", mode)) == expected  # type: ignore[arg-type]
+
+
+def test_local_ignores_prefill_workers() -> None:
+    workers = [candidate(worker("d0")), candidate(worker("p0"))]
+    assert names(place(workers, "fake", "local")) == (None, "d0")
+
+
+def test_only_equal_fingerprints_work_together() -> None:
+    workers = [
+        candidate(worker("d0", fingerprint="a")),
+        candidate(worker("d1", fingerprint="b"), tokens=50),
+        candidate(worker("p0", fingerprint="b")),
+    ]
+    assert names(place(workers, "fake", "remote")) == ("p0", "d1")
+    assert names(place(workers, "fake", "auto")) == (None, "d0")
+
+
+def test_excluded_draining_and_other_models_are_out() -> None:
+    draining = msgspec.structs.replace(worker("d1"), state="draining")
+    workers = [
+        candidate(worker("d0")),
+        candidate(draining),
+        candidate(worker("d2", model="other")),
+        candidate(worker("p0")),
+    ]
+    assert names(place(workers, "fake", "auto")) == ("p0", "d0")
+    assert names(place(workers, "fake", "auto", {("p0", "1")})) == (None, "d0")
+    assert place(workers, "fake", "auto", {("d0", "1")}) is None
+    assert names(place(workers, "fake", "auto", {("d0", "an earlier life")})) == ("p0", "d0")
+    prefill, decode = live_workers(workers, "fake")
+    assert ([r.worker_id for r in prefill], [r.worker_id for r in decode]) == (["p0"], ["d0"])
+
+
+def test_a_suspect_comes_last_but_comes() -> None:
+    busy, suspect = candidate(worker("d0"), tokens=3000), candidate(worker("d1"), suspect=True)
+    assert names(place([busy, suspect], "fake", "auto")) == (None, "d0")
+    assert names(place([suspect], "fake", "auto")) == (None, "d1")
+
+
+class View:
+    """Workers that never change and report nothing new."""
+
+    def __init__(self, *records: WorkerRecord) -> None:
+        self.records = records
+
+    def workers(self) -> tuple[WorkerRecord, ...]:
+        return self.records
+
+
+def test_two_workers_of_each_role_share_64_requests_evenly() -> None:
+    fleet = Fleet(View(*(worker(n) for n in ("d0", "d1", "p0", "p1"))), "auto", lambda: 0.0)
+    placed: dict[str, int] = {}
+    for at in range(64):
+        placement = fleet.place("fake", ())
+        assert placement is not None and placement.prefill is not None
+        fleet.counted(placement, 10 + 3 * (at % 7), 64).__enter__()
+        for record in (placement.decode, placement.prefill):
+            placed[record.worker_id] = placed.get(record.worker_id, 0) + 1
+    assert min(placed.values()) >= 28, placed
+
+
+def test_equal_workers_take_turns() -> None:
+    fleet = Fleet(View(worker("d0"), worker("d1")), "auto", lambda: 0.0)
+    order = []
+    for _ in range(6):
+        placement = fleet.place("fake", ())
+        assert placement is not None
+        with fleet.counted(placement, 5, 5):
+            order.append(placement.decode.worker_id)
+    assert order == ["d0", "d1"] * 3
+
+
+def test_suspicion_ends() -> None:
+    now = 0.0
+    fleet = Fleet(View(worker("d0"), worker("d1")), "auto", lambda: now)
+    fleet.suspect(worker("d0"))
+    assert names(fleet.place("fake", ())) == (None, "d1")
+    now = 6.1
+    assert names(fleet.place("fake", ())) == (None, "d0")
+
+
+def test_counts_come_back_to_nothing() -> None:
+    fleet = Fleet(View(worker("d0"), worker("p0")), "auto", lambda: 0.0)
+    placement = fleet.place("fake", ())
+    assert placement is not None
+    with fleet.counted(placement, 7, 9):
+        assert [c.in_flight.tokens for c in fleet.candidates()] == [16, 7]
+    assert [(c.in_flight.tokens, c.in_flight.requests) for c in fleet.candidates()] == [(0, 0)] * 2

@@ -1,0 +1,84 @@
+"""Encoding prompts: text stays text, the template's tokens are added, long text leaves the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from router.fakes import ANSWER, EOS, MASK, PAD, PROMPT, byte_tokenizer, ids_of
+
+from effuse.router.tokenizer import Tokenizer, TokenizerError
+
+
+def encode(text: str) -> list[int]:
+    return asyncio.run(Tokenizer(byte_tokenizer()).encode(text))
+
+
+def test_the_template_is_added() -> None:
+    assert encode("hi") == [PROMPT, *ids_of("hi"), ANSWER]
+
+
+@pytest.mark.parametrize("spelled", ["<|mask|>", "<|eos|>", "a <|answer|> b", "<|pad|><|pad|>"])
+def test_special_tokens_that_are_spelled_stay_text(spelled: str) -> None:
+    ids = encode(spelled)[1:-1]
+    assert not {EOS, MASK, PAD, PROMPT, ANSWER} & set(ids)
+    assert Tokenizer(byte_tokenizer()).decode(ids) == spelled
+
+
+@pytest.mark.parametrize(
+    "text", ["\x00 nul \x00", "\ufeffbom", "‮bidi", "zero\u200bwidth", "e\u0301" * 50, "🙂" * 50]
+)
+def test_odd_text_goes_round(text: str) -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    assert tokenizer.decode(encode(text)[1:-1]) == text
+
+
+def test_long_text_is_encoded_by_another_thread() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    threads: list[str] = []
+    original = tokenizer._encode
+
+    def spy(text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return original(text)
+
+    tokenizer._encode = spy  # type: ignore[method-assign]
+
+    async def main() -> None:
+        assert len(await tokenizer.encode("a" * 5000)) == 5002
+        await tokenizer.encode("a")
+
+    asyncio.run(main())
+    tokenizer.close()
+    assert threads[0].startswith("tokenizer")
+    assert threads[1] == threading.main_thread().name
+
+
+def test_reserved_ids_are_found_by_their_names() -> None:
+    assert Tokenizer(byte_tokenizer()).reserved_ids == {MASK, PAD}
+
+
+def test_truncation_and_padding_of_the_file_are_off() -> None:
+    backend = byte_tokenizer()
+    backend.enable_truncation(4)
+    backend.enable_padding(pad_id=PAD, pad_token="<|pad|>", length=64)
+    assert len(asyncio.run(Tokenizer(backend).encode("abcdefgh"))) == 10
+
+
+def test_a_directory_without_tokenizer_json_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="effuse convert-tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert asyncio.run(tokenizer.encode("<|mask|>")) == encode("<|mask|>")
