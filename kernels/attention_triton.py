@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.merge_triton import merge_splits
 
 # Two resident programs on each of the 132 processors of an H100 or H200.
 PROGRAMS_PER_WAVE = 264
@@ -127,22 +128,7 @@ def launch(
         enable_fp_fusion=True,
     )
     if is_split:
-        _merge_kernel[(tokens, q_heads)](
-            partial_out,
-            partial_lse,
-            out,
-            lse if lse is not None else out,
-            batch.cu_seqlens,
-            batch.context_lens,
-            num_seqs,
-            tokens,
-            *out.stride()[:2],
-            HEAD_DIM=head_dim,
-            SPLIT_TOKENS=split,
-            HAS_LSE=lse is not None,
-            num_warps=1,
-            enable_fp_fusion=True,
-        )
+        merge_splits(partial_out, partial_lse, batch, split, out, lse)
 
 
 @triton.jit
@@ -365,59 +351,3 @@ def _attention_kernel(
         if HAS_LSE:
             place = token * (tl.num_programs(1) * GROUPS) + head
             tl.store(lse + place, row_lse * 0.6931471805599453, mask=valid)
-
-
-@triton.jit
-def _merge_kernel(
-    partial_out,
-    partial_lse,
-    out,
-    lse,
-    cu_seqlens,
-    context_lens,
-    num_seqs,
-    num_tokens,
-    out_token,
-    out_head,
-    HEAD_DIM: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
-    """Combine one (token, head) over its splits, in split order."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    num_heads = tl.num_programs(1)
-    low = 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens + middle) <= token:
-            low = middle
-        else:
-            high = middle
-    context = tl.load(context_lens + low)
-    num_splits = (context + SPLIT_TOKENS - 1) // SPLIT_TOKENS
-    if num_splits <= 1:
-        return
-    dim = tl.arange(0, HEAD_DIM)
-    place = token.to(tl.int64) * num_heads + head
-    step = num_tokens.to(tl.int64) * num_heads
-    peak = tl.load(partial_lse + place)
-    total = 1.0
-    result = tl.load(partial_out + place * HEAD_DIM + dim)
-    for _split in range(1, num_splits):
-        place += step
-        split_lse = tl.load(partial_lse + place)
-        new_peak = tl.maximum(peak, split_lse)
-        shrink = tl.exp2(peak - new_peak)
-        weight = tl.exp2(split_lse - new_peak)
-        values = tl.load(partial_out + place * HEAD_DIM + dim)
-        result = result * shrink + values * weight
-        total = total * shrink + weight
-        peak = new_peak
-    result = result / total
-    row = out + token.to(tl.int64) * out_token + head * out_head
-    tl.store(row + dim, result.to(out.dtype.element_ty))
-    if HAS_LSE:
-        place = token.to(tl.int64) * num_heads + head
-        tl.store(lse + place, (peak + tl.log2(total)) * 0.6931471805599453)

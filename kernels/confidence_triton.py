@@ -2,11 +2,12 @@
 """The Triton kernels of candidate sampling; `confidence` is the way in.
 
 Logits are read once, in chunks, and no probability is written: each chunk leaves its peak, its
-sum of exponentials and, where asked, an entropy term and its peak under Gumbel noise. A second
-kernel combines a row's chunks and looks again only into the chunk that holds the token. Rows with
-top-p or top-k are searched for their cut-off first, by bisection over the bits of a float.
+sum of exponentials and, where asked, an entropy term; the last kernel combines a row's chunks and
+looks again only into the chunk that holds the token. Two more kernels return at once for rows that
+do not need them: the cut-off of top-p and top-k, by bisection over the bits of a float, and the
+draw under Gumbel noise.
 
-Bytes: R * V logits once, one chunk a row again; a filtered row about 35 times more, from L2.
+Bytes: R * V logits once, one chunk a row again; drawn rows once more, filtered rows about 35 times.
 """
 
 import torch
@@ -49,7 +50,9 @@ def launch(
     num_chunks = triton.cdiv(vocab_size, chunk)
     cut_value = torch.empty(rows, dtype=torch.float32, device=device)
     cut_token = torch.empty(rows, dtype=torch.int32, device=device)
-    partial = torch.empty((4, rows, num_chunks), dtype=torch.float32, device=device)
+    drawn_token = torch.empty(rows, dtype=torch.int32, device=device)
+    drawn_value = torch.empty(rows, dtype=torch.float32, device=device)
+    partial = torch.empty((3, rows, num_chunks), dtype=torch.float32, device=device)
     num_warps = 8 if chunk >= 4096 else 4
     shape = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)
     _cutoff_kernel[(rows,)](
@@ -66,9 +69,19 @@ def launch(
         *shape,
         cut_value,
         cut_token,
-        *counters,
         score_kind,
         partial,
+        CHUNK=chunk,
+        num_warps=num_warps,
+        enable_fp_fusion=True,
+    )
+    _draw_kernel[(rows,)](
+        *shape,
+        cut_value,
+        cut_token,
+        *counters,
+        drawn_token,
+        drawn_value,
         CHUNK=chunk,
         num_warps=num_warps,
         enable_fp_fusion=True,
@@ -77,9 +90,10 @@ def launch(
         *shape,
         cut_value,
         cut_token,
-        *counters,
         score_kind,
         partial,
+        drawn_token,
+        drawn_value,
         num_chunks,
         token,
         confidence,
@@ -210,24 +224,22 @@ def _chunk_kernel(
     temperatures,
     cut_value,
     cut_token,
-    seeds,
-    positions,
-    denoise_counts,
-    answer_indices,
     score_kinds,
     partial,
     CHUNK: tl.constexpr,
 ):
-    """Peak, sum, entropy term and noisy peak of one chunk of one row."""
+    """Peak, sum and entropy term of one chunk of one row."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
-    row_logits = logits + row.to(tl.int64) * row_stride
-    temperature = tl.load(temperatures + row)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = _load_kept(
-        row_logits, tokens, vocab_size, mask_token_id, temperature,
-        tl.load(cut_value + row), tl.load(cut_token + row),
-    )  # fmt: skip
+        logits + row.to(tl.int64) * row_stride,
+        chunk * CHUNK + tl.arange(0, CHUNK),
+        vocab_size,
+        mask_token_id,
+        tl.load(temperatures + row),
+        tl.load(cut_value + row),
+        tl.load(cut_token + row),
+    )
     # A chunk may hold nothing but -inf; its peak must stay finite for the differences.
     peak = tl.maximum(tl.max(values, 0), -1.0e30)
     weights = tl.exp(values - peak)
@@ -238,16 +250,10 @@ def _chunk_kernel(
     if tl.load(score_kinds + row) == NEG_ENTROPY:
         terms = tl.where(weights > 0, weights * (values - peak), 0.0)
         tl.store(place + 2 * step, tl.sum(terms, 0))
-    if temperature > 0:
-        noise = gumbel_tile(
-            tl.load(seeds + row), chunk * CHUNK, tl.load(positions + row),
-            tl.load(denoise_counts + row), tl.load(answer_indices + row), CHUNK,
-        )  # fmt: skip
-        tl.store(place + 3 * step, tl.max(values + noise, 0))
 
 
 @triton.jit
-def _finish_kernel(
+def _draw_kernel(
     logits,
     row_stride,
     vocab_size,
@@ -259,8 +265,53 @@ def _finish_kernel(
     positions,
     denoise_counts,
     answer_indices,
+    drawn_token,
+    drawn_value,
+    CHUNK: tl.constexpr,
+):
+    """The token of largest noisy logit of one row with temperature, and its logit."""
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    if temperature <= 0:
+        return
+    row_logits = logits + row.to(tl.int64) * row_stride
+    value_cut = tl.load(cut_value + row)
+    token_cut = tl.load(cut_token + row)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
+    denoise_count = tl.load(denoise_counts + row)
+    answer_index = tl.load(answer_indices + row)
+    best = -float("inf")
+    best_token = 0
+    best_value = -float("inf")
+    for start in range(0, vocab_size, CHUNK):
+        tokens = start + tl.arange(0, CHUNK)
+        values = _load_kept(
+            row_logits, tokens, vocab_size, mask_token_id, temperature, value_cut, token_cut
+        )
+        noisy = values + gumbel_tile(seed, start, position, denoise_count, answer_index, CHUNK)
+        top = tl.max(noisy, 0)
+        if top > best:
+            best = top
+            best_token = tl.min(tl.where(noisy == top, tokens, FAR), 0)
+            best_value = tl.max(tl.where(tokens == best_token, values, float("-inf")), 0)
+    tl.store(drawn_token + row, best_token)
+    tl.store(drawn_value + row, best_value)
+
+
+@triton.jit
+def _finish_kernel(
+    logits,
+    row_stride,
+    vocab_size,
+    mask_token_id,
+    temperatures,
+    cut_value,
+    cut_token,
     score_kinds,
     partial,
+    drawn_token,
+    drawn_value,
     num_chunks,
     token_out,
     confidence_out,
@@ -270,6 +321,7 @@ def _finish_kernel(
 ):
     """Combine the chunks of one row and find its token."""
     row = tl.program_id(0)
+    kind = tl.load(score_kinds + row)
     chunk = tl.arange(0, TILE_CHUNKS)
     present = chunk < num_chunks
     place = partial + row * num_chunks + chunk
@@ -283,50 +335,36 @@ def _finish_kernel(
         # Nothing but -inf: the lowest allowed id, without any confidence.
         tl.store(token_out + row, tl.where(mask_token_id == 0, 1, 0).to(tl.int64))
         tl.store(confidence_out + row, 0.0)
-        empty_score = tl.where(tl.load(score_kinds + row) == NEG_ENTROPY, float("-inf"), 0.0)
-        tl.store(score_out + row, empty_score)
+        tl.store(score_out + row, tl.where(kind == NEG_ENTROPY, float("-inf"), 0.0))
         return
 
-    row_logits = logits + row.to(tl.int64) * row_stride
     temperature = tl.load(temperatures + row)
-    value_cut = tl.load(cut_value + row)
-    token_cut = tl.load(cut_token + row)
     best = tl.min(tl.where(present & (peaks == peak), chunk, FAR), 0)
     tokens = best * CHUNK + tl.arange(0, CHUNK)
     values = _load_kept(
-        row_logits, tokens, vocab_size, mask_token_id, temperature, value_cut, token_cut
+        logits + row.to(tl.int64) * row_stride,
+        tokens,
+        vocab_size,
+        mask_token_id,
+        temperature,
+        tl.load(cut_value + row),
+        tl.load(cut_token + row),
     )
-    top = tl.max(values, 0)
-    token = tl.min(tl.where(values == top, tokens, FAR), 0)
+    mode = tl.min(tl.where(values == tl.max(values, 0), tokens, FAR), 0)
+    token = mode
     confidence = 1.0 / total
-    kind = tl.load(score_kinds + row)
+    if temperature > 0:
+        token = tl.load(drawn_token + row)
+        confidence = tl.exp(tl.load(drawn_value + row) - peak) / total
     score = confidence
     if kind == MARGIN:
-        second = tl.max(tl.where(tokens == token, float("-inf"), values), 0)
+        second = tl.max(tl.where(tokens == mode, float("-inf"), values), 0)
         elsewhere = tl.max(tl.where(present & (chunk != best), peaks, -1.0e30), 0)
         score = (1.0 - tl.exp(tl.maximum(second, elsewhere) - peak)) / total
     if kind == NEG_ENTROPY:
         terms = tl.load(place + 2 * step, mask=present, other=0.0)
         moved = tl.sum(shrink * (terms + tl.where(sums > 0, (peaks - peak) * sums, 0.0)), 0)
         score = moved / total - tl.log(total)
-    if temperature > 0:
-        noisy_peaks = tl.load(place + 3 * step, mask=present, other=float("-inf"))
-        noisy_peak = tl.max(noisy_peaks, 0)
-        drawn = tl.min(tl.where(present & (noisy_peaks == noisy_peak), chunk, FAR), 0)
-        tokens = drawn * CHUNK + tl.arange(0, CHUNK)
-        values = _load_kept(
-            row_logits, tokens, vocab_size, mask_token_id, temperature, value_cut, token_cut
-        )
-        noise = gumbel_tile(
-            tl.load(seeds + row), drawn * CHUNK, tl.load(positions + row),
-            tl.load(denoise_counts + row), tl.load(answer_indices + row), CHUNK,
-        )  # fmt: skip
-        noisy = values + noise
-        token = tl.min(tl.where(noisy == tl.max(noisy, 0), tokens, FAR), 0)
-        chosen = tl.max(tl.where(tokens == token, values, float("-inf")), 0)
-        confidence = tl.exp(chosen - peak) / total
-        if (kind != MARGIN) & (kind != NEG_ENTROPY):
-            score = confidence
     tl.store(token_out + row, token.to(tl.int64))
     tl.store(confidence_out + row, confidence)
     tl.store(score_out + row, score)

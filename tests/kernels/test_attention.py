@@ -1,0 +1,71 @@
+"""Block attention on the torch path: against the explicit mask, and what must not change it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from operators import attention
+from operators.attention import CASES, Case, Row
+from operators.paths import public
+
+from effuse.kernels.attention import block_attention, visibility_mask
+
+OPS = public(torch.device("cpu"))
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_explicit_mask(name: str, dtype: torch.dtype) -> None:
+    attention.check(CASES[name], OPS, dtype)
+
+
+@pytest.mark.parametrize("name", ["ragged", "long_context", "heads_7_to_1", "token_major_pool"])
+def test_result_does_not_depend_on_batch_mates_or_page_order(name: str) -> None:
+    attention.check_alone_and_shuffled(CASES[name], OPS, torch.float32)
+
+
+def test_later_blocks_do_not_change_earlier_rows() -> None:
+    case = Case((Row(48, 20, origin=4),))
+    call = attention.build(case, OPS.device, torch.float32)
+    OPS.attention(call)
+    first = Case((Row(16, 20, origin=4),))
+    cut = replace(
+        call,
+        q=call.q[:16],
+        k=call.k[:16],
+        v=call.v[:16],
+        batch=attention.batch_of(first, call.batch.page_table.tolist(), OPS.device),
+        out=torch.empty_like(call.out[:16]),
+        lse=None,
+    )
+    OPS.attention(cut)
+    assert torch.equal(cut.out, call.out[:16])
+
+
+def test_mask_in_words_equals_mask_entry_by_entry() -> None:
+    for row in (Row(20, 0, 7), Row(20, 5, 3), Row(9, 30, 33), Row(4, 2, 0), Row(0, 3, 0)):
+        mask = visibility_mask(row.rows, row.context, row.origin, 4)
+        assert torch.equal(mask, attention.explicit_mask(row, 4))
+
+
+def test_result_is_allocated_when_no_place_is_given() -> None:
+    call = attention.build(CASES["ragged"], OPS.device, torch.float32)
+    result = block_attention(
+        call.q, call.k, call.v, call.k_cache, call.v_cache, call.batch, scale=call.scale
+    )
+    OPS.attention(call)
+    assert torch.equal(result, call.out)
+
+
+def test_shapes_that_do_not_agree_are_named() -> None:
+    call = attention.build(CASES["ragged"], OPS.device, torch.float32)
+    caches = (call.k_cache, call.v_cache, call.batch)
+    with pytest.raises(ValueError, match=r"q \(64, 3, 32\).*multiple of Hkv"):
+        block_attention(call.q[:, :3], call.k, call.v, *caches, scale=1.0)
+    with pytest.raises(ValueError, match=r"expected \[pages, 16, 2, 32\]"):
+        block_attention(
+            call.q, call.k, call.v, call.k_cache[:, :8], call.v_cache, call.batch, scale=1.0
+        )

@@ -1,0 +1,208 @@
+"""Attention cases, their poisoned memory, and the check against an explicit mask in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.attention import block_attention_ref
+from effuse.kernels.batch import AttentionBatch, make_attention_batch
+from operators.paths import Attention, Operators
+from operators.tolerance import assert_close
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence: in-flight rows, cached tokens, block origin."""
+
+    rows: int
+    context: int
+    origin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One batch. ``magnitude`` multiplies the queries."""
+
+    sequences: tuple[Row, ...]
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    page_size: int = 16
+    block_size: int = 16
+    token_major: bool = False
+    tokens_per_split: int | None = None
+    magnitude: float = 1.0
+
+
+RAGGED = (Row(5, 0), Row(0, 7), Row(40, 33), Row(3, 1, origin=4), Row(16, 16, origin=16))
+LONG = (Row(32, 200), Row(16, 64), Row(48, 0), Row(7, 129, origin=130))
+
+CASES = {
+    "ragged": Case(RAGGED),
+    "one_row_without_context": Case((Row(1, 0),)),
+    "only_empty_sequences": Case((Row(0, 5), Row(0, 0))),
+    "context_page_minus_one": Case((Row(16, 15),)),
+    "context_one_page": Case((Row(16, 16),)),
+    "context_page_plus_one": Case((Row(16, 17),)),
+    "bidirectional_prompt": Case((Row(37, 0, origin=21), Row(70, 0, origin=70))),
+    "origin_inside_rows_with_context": Case((Row(50, 20, origin=41),)),
+    "block_1_is_causal": Case((Row(20, 9),), block_size=1),
+    "block_larger_than_rows": Case((Row(20, 9),), block_size=64),
+    "long_context": Case(LONG),
+    "split_context": Case(LONG, tokens_per_split=64),
+    "heads_7_to_1": Case(RAGGED, q_heads=7, kv_heads=1),
+    "heads_14_to_2": Case((Row(33, 70), Row(9, 3)), q_heads=14, kv_heads=2),
+    "one_head_each": Case(RAGGED, q_heads=3, kv_heads=3),
+    "head_dim_64": Case(RAGGED, head_dim=64),
+    "head_dim_128": Case(RAGGED, head_dim=128),
+    "page_32": Case(LONG, page_size=32, block_size=32),
+    "page_64": Case(LONG, page_size=64, block_size=8),
+    "page_128": Case(LONG, page_size=128),
+    "token_major_pool": Case(RAGGED, token_major=True),
+    "huge_scores": Case(LONG, magnitude=300.0),
+}
+
+
+def check(case: Case, ops: Operators, dtype: torch.dtype) -> None:
+    """Output and log-sum-exp of a case; NaN lies in every slot and result that is not written."""
+    call = build(case, ops.device, dtype)
+    ops.attention(call)
+    assert call.lse is not None
+    exact, plain = reference(case, call, torch.float64), reference(case, call, dtype)
+    assert_close(call.out, exact[0], plain[0])
+    assert_close(call.lse, exact[1], plain[1].float())
+
+
+def check_alone_and_shuffled(case: Case, ops: Operators, dtype: torch.dtype) -> None:
+    """Bitwise the same result for a sequence by itself, from pages in another order."""
+    call = build(case, ops.device, dtype)
+    ops.attention(call)
+    begin = 0
+    for index, row in enumerate(case.sequences):
+        own = slice(begin, begin + row.rows)
+        begin += row.rows
+        pages = call.batch.page_table[index].tolist()[: pages_for(case, row)]
+        moved = [len(call.k_cache) - 1 - page for page in pages]
+        alone = replace(
+            call,
+            q=call.q[own],
+            k=call.k[own],
+            v=call.v[own],
+            k_cache=call.k_cache.flip(0),
+            v_cache=call.v_cache.flip(0),
+            batch=batch_of(replace(case, sequences=(row,)), [moved], ops.device),
+            out=torch.full_like(call.out[own], float("nan")),
+            lse=None,
+        )
+        ops.attention(alone)
+        assert torch.equal(alone.out, call.out[own])
+
+
+def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
+    generator = torch.Generator().manual_seed(len(case.sequences) + case.head_dim)
+    total = sum(row.rows for row in case.sequences)
+    heads = case.q_heads + 2 * case.kv_heads
+    # Queries, keys and values as slices of one projection, as models hand them over.
+    fused = torch.randn(total, heads, case.head_dim, generator=generator)
+    fused[:, : case.q_heads] *= case.magnitude
+    q, k, v = fused.to(device, dtype).split([case.q_heads, case.kv_heads, case.kv_heads], dim=1)
+    tables = page_tables(case, generator)
+    k_cache, v_cache = poisoned_cache(case, tables, generator)
+    return Attention(
+        q=q,
+        k=k,
+        v=v,
+        k_cache=strided(k_cache.to(device, dtype), case),
+        v_cache=strided(v_cache.to(device, dtype), case),
+        batch=batch_of(case, tables, device),
+        scale=case.head_dim**-0.5,
+        out=torch.full((total, case.q_heads, case.head_dim), float("nan")).to(device, dtype),
+        lse=torch.full((total, case.q_heads), float("nan"), device=device),
+        tokens_per_split=case.tokens_per_split,
+    )
+
+
+def pages_for(case: Case, row: Row) -> int:
+    return -(-row.context // case.page_size)
+
+
+def page_tables(case: Case, generator: torch.Generator) -> list[list[int]]:
+    """Pages in random order out of a pool with as many again that nobody may read."""
+    needed = [pages_for(case, row) for row in case.sequences]
+    shuffled = torch.randperm(2 * sum(needed) + 3, generator=generator).tolist()
+    return [[shuffled.pop() for _ in range(count)] for count in needed]
+
+
+def poisoned_cache(
+    case: Case, tables: list[list[int]], generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """[pages, page_size, Hkv, D] with numbers in cached slots and NaN in all others."""
+    pages = 2 * sum(map(len, tables)) + 3
+    shape = (pages, case.page_size, case.kv_heads, case.head_dim)
+    caches = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
+    for row, table in zip(case.sequences, tables, strict=True):
+        for position in range(row.context):
+            page, offset = table[position // case.page_size], position % case.page_size
+            for cache in caches:
+                cache[page, offset] = torch.randn(shape[2:], generator=generator)
+    return caches
+
+
+def strided(cache: Tensor, case: Case) -> Tensor:
+    """The same values as a view into page-major memory of three layers."""
+    if case.token_major:
+        return cache
+    pages, page_size, heads, dim = cache.shape
+    memory = cache.new_full((pages, 3, 2, heads, page_size, dim), float("nan"))
+    memory[:, 1, 1] = cache.transpose(1, 2)
+    return memory[:, 1, 1].transpose(1, 2)
+
+
+def batch_of(case: Case, tables: list[list[int]], device: torch.device) -> AttentionBatch:
+    return make_attention_batch(
+        [row.rows for row in case.sequences],
+        [row.context for row in case.sequences],
+        tables,
+        [row.origin for row in case.sequences],
+        block_size=case.block_size,
+        page_size=case.page_size,
+        device=device,
+    )
+
+
+def reference(case: Case, call: Attention, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of all sequences, each by itself under its explicit mask."""
+    outs, sums = [], []
+    begin = 0
+    for index, row in enumerate(case.sequences):
+        own = slice(begin, begin + row.rows)
+        begin += row.rows
+        q, k, v = (x[own].cpu().to(dtype) for x in (call.q, call.k, call.v))
+        pages = call.batch.page_table[index].long()
+        context = [
+            cache[pages].flatten(0, 1)[: row.context].cpu().to(dtype)
+            for cache in (call.k_cache, call.v_cache)
+        ]
+        mask = explicit_mask(row, case.block_size)
+        outs.append(block_attention_ref(q, k, v, *context, mask, scale=call.scale))
+        sums.append(log_sum_exp(q, torch.cat([context[0], k]), mask, call.scale))
+    return torch.cat(outs), torch.cat(sums)
+
+
+def explicit_mask(row: Row, block_size: int) -> Tensor:
+    """Visibility entry by entry, in Python's own floor division."""
+    blocks = [
+        max((position - row.origin) // block_size, -1)
+        for position in range(row.context, row.context + row.rows)
+    ]
+    seen = [[True] * row.context + [mine >= other for other in blocks] for mine in blocks]
+    return torch.tensor(seen, dtype=torch.bool).view(row.rows, row.context + row.rows)
+
+
+def log_sum_exp(q: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
+    groups = q.shape[1] // keys.shape[1]
+    scores = torch.einsum("thd,shd->ths", q, keys.repeat_interleave(groups, dim=1)) * scale
+    return scores.masked_fill(~mask[:, None, :], float("-inf")).logsumexp(dim=-1)

@@ -1,0 +1,130 @@
+"""The two ways into an operator: the public launcher, and the Triton launch behind it.
+
+In the interpreter tensors live on the CPU, where the public launchers would choose torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.confidence import Candidates, RowSampling
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Arguments of one attention call and where its results go."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    batch: AttentionBatch
+    scale: float
+    out: Tensor
+    lse: Tensor | None
+    tokens_per_split: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """One implementation of every operator."""
+
+    device: torch.device
+    attention: Callable[[Attention], None]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm_residual: Callable[[Tensor, Tensor, Tensor, float], Pair]
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
+    rotary_store_kv: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Pair
+    ]
+    swiglu: Callable[[Tensor], Tensor]
+    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    load_kv: Callable[[Tensor, Tensor, Tensor], Pair]
+    sample_confidence: Callable[[Tensor, RowSampling, int], Candidates]
+
+
+def public(device: torch.device) -> Operators:
+    """The launchers that the models call."""
+    from effuse.kernels.attention import block_attention
+    from effuse.kernels.confidence import sample_confidence
+    from effuse.kernels.kv_pages import load_kv, store_kv
+    from effuse.kernels.norm import rms_norm, rms_norm_residual
+    from effuse.kernels.rotary import rotary, rotary_store_kv
+    from effuse.kernels.swiglu import swiglu
+
+    def attention(a: Attention) -> None:
+        block_attention(
+            a.q, a.k, a.v, a.k_cache, a.v_cache, a.batch, scale=a.scale, out=a.out, lse=a.lse
+        )
+
+    return Operators(
+        device=device,
+        attention=attention,
+        rms_norm=rms_norm,
+        rms_norm_residual=rms_norm_residual,
+        rotary=rotary,
+        rotary_store_kv=rotary_store_kv,
+        swiglu=swiglu,
+        store_kv=store_kv,
+        load_kv=load_kv,
+        sample_confidence=sample_confidence,
+    )
+
+
+def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
+    """The Triton kernels, on a GPU or (TRITON_INTERPRET=1) on the CPU."""
+    from effuse.kernels import (
+        attention_triton,
+        confidence_triton,
+        kv_pages_triton,
+        norm_triton,
+        rotary_triton,
+        swiglu_triton,
+    )
+
+    def attention(a: Attention) -> None:
+        attention_triton.launch(
+            a.q,
+            a.k,
+            a.v,
+            a.k_cache,
+            a.v_cache,
+            a.batch,
+            scale=a.scale,
+            out=a.out,
+            lse=a.lse,
+            tokens_per_split=a.tokens_per_split,
+        )
+
+    def rotary_store_kv(
+        q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, *cache: Tensor
+    ) -> Pair:
+        k_cache, v_cache, slots = cache
+        return rotary_triton.launch(q, k, table, positions, (v, k_cache, v_cache, slots))
+
+    def sample_confidence(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
+        counters = (s.seed, s.position, s.denoise_count, s.answer_index)
+        settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
+        found = confidence_triton.launch(logits, *settings, mask_token_id, max_chunk)
+        return Candidates(*found)
+
+    return Operators(
+        device=device,
+        attention=attention,
+        rms_norm=norm_triton.launch,
+        rms_norm_residual=norm_triton.launch_residual,
+        rotary=rotary_triton.launch,
+        rotary_store_kv=rotary_store_kv,
+        swiglu=swiglu_triton.launch,
+        store_kv=kv_pages_triton.launch_store,
+        load_kv=kv_pages_triton.launch_load,
+        sample_confidence=sample_confidence,
+    )
