@@ -33,6 +33,10 @@ FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 # What `make eval` measures.
 SEED ?= 1
 COUNT ?= 2000
+# What `make k8s-try` uses; with BUILD="docker build -t" it builds the images first.
+KUBECTL ?= kubectl
+BUILD ?=
+BASE ?=
 
 .PHONY: help
 help: ## List the targets
@@ -68,8 +72,9 @@ load: $(VENV)/.dev $(GHZ) ## Send unary and streaming load with ghz to a fleet s
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz $(GHZ)
 
 .PHONY: k8s-try
-k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up
-	$(BIN)/python k8s/attempt.py $(K8S_FLAGS)
+k8s-try: $(VENV)/.effuse $(KUSTOMIZE) ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up
+	$(BIN)/python k8s/attempt.py --kustomize $(KUSTOMIZE) --kubectl "$(KUBECTL)" \
+	  $(if $(BUILD),--build "$(BUILD)") $(if $(BASE),--base "$(BASE)")
 
 .PHONY: wheel
 wheel: $(VENV)/.dev ## Build the wheel and the source distribution into dist/

@@ -1,0 +1,203 @@
+"""`make k8s-try`: the 1P1D overlay on whatever cluster KUBECONFIG names, once, and away again.
+
+A namespace of its own under the restricted pod-security level, every Deployment available, one
+fresh problem through a port-forward answered rightly with its KV moved between pods, and nothing
+left behind. Images are built first where `--build` says how.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from effuse.cli.client import Answer, ask
+from effuse.cli.knobs import Knobs, make_request
+from effuse.models.problems import check, problem
+from effuse.protos.rpc import connect
+from effuse.protos.stubs import generation_stub
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ("redis", "router", "worker-base", "prefill", "decode")
+DEPLOYMENTS = ("redis", "router", "prefill", "decode")
+FROM_BASE = ("redis", "router", "worker-base")
+TAG = "0.1.0"
+WAIT_S = 600
+FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
+
+
+class AttemptError(Exception):
+    """The cluster did not do what it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The commands to speak to a cluster with, and the namespace to do it in."""
+
+    kubectl: str
+    namespace: str
+
+    def run(self, *words: str, stdin: str | None = None, timeout_s: float = WAIT_S) -> str:
+        """Output of one kubectl command in the namespace. Raises AttemptError."""
+        command = [self.kubectl, "--namespace", self.namespace, *words]
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        if done.returncode:
+            raise AttemptError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}".strip())
+        return done.stdout
+
+
+def main() -> int:
+    found = _parse()
+    cluster = Cluster(found.kubectl, f"effuse-try-{secrets.token_hex(3)}")
+    try:
+        if found.build:
+            build_images(shlex.split(found.build), found.base)
+        attempt(cluster, found.kustomize, found.overlay, found.connector)
+    except AttemptError as error:
+        print(f"make k8s-try: {error}", file=sys.stderr)
+        return 1
+    print("nothing is left of it")
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make k8s-try", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--kubectl", default="kubectl", help="the kubectl to use")
+    add("--kustomize", required=True, help="the kustomize to use")
+    add("--overlay", type=Path, default=ROOT / "k8s/overlays/1p1d", help="what to bring up")
+    add("--connector", default="nixl", help="what must have moved the KV (default: nixl)")
+    add("--build", help="command that builds an image, as in 'docker build -t'")
+    add("--base", help="base image with Python 3.11 for the images that are built")
+    return parser.parse_args()
+
+
+def build_images(build: Sequence[str], base: str | None) -> None:
+    """Build every image, the shared layer before what stands on it."""
+    for name in IMAGES:
+        arguments = ["--build-arg", f"BASE={base}"] if base and name in FROM_BASE else []
+        began = time.monotonic()
+        tag = f"localhost/effuse-{name}:{TAG}"
+        command = [*build, tag, "-f", f"k8s/Dockerfile.{name}", *arguments, "."]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            raise AttemptError(f"{shlex.join(command)} failed")
+        print(f"built {tag} in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def attempt(cluster: Cluster, kustomize: str, overlay: Path, connector: str) -> None:
+    """Everything from the namespace's creation to its end. Raises AttemptError."""
+    manifests = subprocess.run(
+        [kustomize, "build", str(overlay)], capture_output=True, text=True, check=True
+    ).stdout
+    with namespace(cluster):
+        cluster.run("apply", "-f", "-", stdin=manifests)
+        wait_until_available(cluster)
+        with port_forward(cluster) as address:
+            answer, expected = asyncio.run(solve(address))
+    stats = answer.stats
+    print(f"prompt of {answer.usage.prompt_tokens} tokens, {answer.usage.completion_tokens} tokens "
+          f"in {stats.forward_passes} forward passes, {stats.kv_bytes:,} KV bytes over "
+          f"{stats.connector} from {stats.prefill_worker} to {stats.decode_worker}")  # fmt: skip
+    if not expected:
+        raise AttemptError(f"the answer is wrong: {answer.text!r}")
+    if stats.connector != connector or not stats.kv_bytes:
+        raise AttemptError(f"expected KV over {connector}, got {stats}")
+
+
+@contextlib.contextmanager
+def namespace(cluster: Cluster) -> Iterator[None]:
+    """A fresh namespace under the restricted level; on leaving it is gone with all it held."""
+    levels = "".join(
+        f"    pod-security.kubernetes.io/{mode}: restricted\n" for mode in ("enforce", "warn")
+    )
+    manifest = (
+        "apiVersion: v1\nkind: Namespace\nmetadata:\n"
+        f"  name: {cluster.namespace}\n  labels:\n{levels}"
+    )
+    cluster.run("apply", "-f", "-", stdin=manifest)
+    print(f"namespace {cluster.namespace}", flush=True)
+    try:
+        yield
+    except BaseException:
+        print(diagnosis(cluster), file=sys.stderr)
+        raise
+    finally:
+        name = cluster.namespace
+        cluster.run("delete", "namespace", name, "--wait=true", f"--timeout={WAIT_S}s")
+        if left := leftovers(cluster):
+            raise AttemptError("still there after the deletion:\n" + "\n".join(left))
+
+
+def leftovers(cluster: Cluster) -> list[str]:
+    """The namespace itself, and volumes claimed from it, as far as they are still there."""
+    name = cluster.namespace
+    namespaces = cluster.run("get", "namespaces", "--output=name").split()
+    volumes = cluster.run(
+        "get", "persistentvolumes", "--output=jsonpath={.items[*].spec.claimRef.namespace}"
+    ).split()
+    return [one for one in [*namespaces, *volumes] if one in (name, f"namespace/{name}")]
+
+
+def wait_until_available(cluster: Cluster) -> None:
+    """Wait for every Deployment's pods to be Ready."""
+    for name in DEPLOYMENTS:
+        began = time.monotonic()
+        cluster.run(
+            "rollout", "status", f"deployment/{name}", f"--timeout={WAIT_S}s", timeout_s=WAIT_S + 30
+        )
+        print(f"{name} is Ready after {time.monotonic() - began:.0f} s more", flush=True)
+
+
+@contextlib.contextmanager
+def port_forward(cluster: Cluster) -> Iterator[str]:
+    """An address on this machine that leads to the router's service."""
+    command = [cluster.kubectl, "--namespace", cluster.namespace, "port-forward"]
+    with subprocess.Popen(
+        [*command, "service/router", ":50051"], stdout=subprocess.PIPE, text=True
+    ) as forward:
+        try:
+            assert forward.stdout is not None
+            line = forward.stdout.readline()
+            if (match := FORWARDING.search(line)) is None:
+                raise AttemptError(f"port-forward said {line!r}")
+            yield f"127.0.0.1:{match[1]}"
+        finally:
+            forward.terminate()
+
+
+async def solve(address: str) -> tuple[Answer, bool]:
+    """Send one fresh problem; its answer, and whether it is right."""
+    drawn = problem(secrets.randbits(32), 0, "held_out")
+    request = make_request(drawn.prompt, Knobs(max_tokens=160))
+    async with connect(address, keepalive=None) as channel:
+        answer = await ask(generation_stub(channel), request, timeout_s=60.0)
+    print(f"{drawn.prompt}\n{answer.text}")
+    return answer, check(drawn, answer.text).final
+
+
+def diagnosis(cluster: Cluster) -> str:
+    """What the cluster says of a failed attempt."""
+    told = []
+    for words in (
+        ("get", "pods", "--output=wide"),
+        ("get", "events", "--sort-by=.lastTimestamp"),
+        *(("logs", f"deployment/{name}", "--tail=30") for name in DEPLOYMENTS),
+    ):
+        try:
+            told.append(cluster.run(*words, timeout_s=30))
+        except AttemptError as error:
+            told.append(str(error))
+    return "\n".join(told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
