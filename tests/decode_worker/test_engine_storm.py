@@ -87,19 +87,23 @@ class Storm:
 
     def settle(self) -> None:
         """Everything that still can end, ends; every writer is gone."""
-        self.rig.run()
-        self.rig.clock.now += 100.0
-        self.rig.run()
-        for name in self.started:
-            self.rig.engine.handle(WriterGone(transfer_id=name))
-        self.rig.run()
+        for _ in range(10):  # rounds: what waits for pages gets them as others give theirs back
+            self.rig.run()
+            self.rig.clock.now += 100.0
+            for name in self.started:
+                self.rig.engine.handle(WriterGone(transfer_id=name))
+            self.rig.collect()
         self.target.close()
         self.source.connector.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_every_attempt_ends_once_and_every_page_is_free(model: Transformer, seed: int) -> None:
-    storm = Storm(model, seed)
+def test_every_attempt_ends_once_and_every_page_is_free(model: Transformer) -> None:
+    kinds = [kind for seed in range(6) for kind in survive(Storm(model, seed))]
+    assert all(kinds.count(kind) > 10 for kind in TERMINAL)
+
+
+def survive(storm: Storm) -> list[type]:
+    """Runs a storm to its end under audit; returns how its attempts ended."""
     for _ in range(250):
         storm.act()
     storm.settle()
@@ -107,10 +111,11 @@ def test_every_attempt_ends_once_and_every_page_is_free(model: Transformer, seed
     assert storm.rig.pool.num_free == storm.rig.pool.num_pages
     load = storm.rig.engine.load()
     assert (load.running, load.waiting, load.quarantined_pages) == (0, 0, 0)
-    kinds = set()
+    assert len(storm.started) == 50
+    kinds = []
     for name, request in storm.started.items():
         events = storm.rig.answers[name].events
         ends = [event for event in events if isinstance(event, TERMINAL)]
         assert len(ends) == 1 and ends[0] is events[-1], request
-        kinds.add(type(ends[0]))
-    assert len(storm.started) == 50 and kinds == set(TERMINAL)
+        kinds.append(type(ends[0]))
+    return kinds

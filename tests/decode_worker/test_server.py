@@ -1,0 +1,342 @@
+"""DecodeService over an engine without a model: forms, ends of a stream, and fencing of writers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import fake_engine
+import fronts
+import grpc
+import grpc.aio
+import pytest
+from eventually import eventually
+from fronts import attempt, decode_request, failure_of, running
+
+from effuse.decode_worker.server import make_role
+from effuse.protos import rpc
+from effuse.protos.errors import (
+    AlreadyRunning,
+    Bug,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Refused,
+    Unavailable,
+)
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+from effuse.worker.config import WorkerConfig
+
+CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
+NAN = float("nan")
+
+
+class PrefillPeer(pb_grpc.WorkerServiceServicer):
+    """A prefill worker that is asked to let go of attempts."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.may_answer = asyncio.Event()
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.AbortResponse:
+        self.asked.append(request.attempt.transfer_id)
+        await self.may_answer.wait()
+        return pb.AbortResponse(incarnation="prefill-life", was_running=True)
+
+    async def GetLoad(
+        self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.GetLoadResponse:
+        raise NotImplementedError
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.DrainResponse:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def prefill_peer() -> AsyncIterator[tuple[PrefillPeer, str]]:
+    peer, server = PrefillPeer(), rpc.RpcServer(rpc.FLEET_LIMITS)
+    pb_grpc.add_WorkerServiceServicer_to_server(peer, server.server)
+    port = await server.start("127.0.0.1:0", ["effuse.v1.WorkerService"])
+    try:
+        yield peer, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+def remote_request(name: str, incarnation: str, address: str) -> pb.DecodeRequest:
+    request = decode_request(name, incarnation)
+    request.remote.CopyFrom(
+        pb.WorkerRef(worker_id="p0", incarnation="prefill-life", address=address)
+    )
+    return request
+
+
+def test_all_of_an_answer_arrives_in_order(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            request = decode_request("a", one.incarnation)
+            request.drafts = True
+            events = [event async for event in one.decode.Decode(request, timeout=20)]
+            held = events[0].reservation
+            assert (held.attempt, held.incarnation) == (attempt("a"), one.incarnation)
+            assert [(p.page_id, p.generation) for p in held.pages] == [(3, 1), (4, 9)]
+            commits = [event.commit for event in events if event.HasField("commit")]
+            assert [(c.token_offset, list(c.token_ids)) for c in commits] == [
+                (0, [7]),
+                (1, [7]),
+                (2, [7]),
+            ]
+            assert commits[0].frontier[0] == pb.BlockState(
+                token_ids=[7, 99], masks=b"\x02", full=True, denoise_count=0
+            )
+            drafts = [event.draft for event in events if event.HasField("draft")]
+            assert [draft.token_offset for draft in drafts] == [0, 1, 2]
+            assert events[-1].finished == pb.DecodeFinished(num_tokens=3, forward_passes=3)
+
+    asyncio.run(go())
+
+
+Change = Callable[[pb.DecodeRequest], object]
+WRONG: list[tuple[str, Change]] = [
+    ("attempt.request_id", lambda r: r.attempt.ClearField("request_id")),
+    ("attempt.transfer_id", lambda r: setattr(r.attempt, "transfer_id", "t" * 129)),
+    ("attempt.attempt", lambda r: setattr(r.attempt, "attempt", 0)),
+    ("prompt_token_ids", lambda r: r.ClearField("prompt_token_ids")),
+    ("max_tokens", lambda r: setattr(r, "max_tokens", 0)),
+    ("max_tokens", lambda r: setattr(r, "max_tokens", 1 << 31)),
+    ("sampling.temperature", lambda r: setattr(r.sampling, "temperature", NAN)),
+    ("sampling.temperature", lambda r: setattr(r.sampling, "temperature", -1.0)),
+    ("sampling.temperature", lambda r: setattr(r.sampling, "temperature", float("inf"))),
+    ("sampling.top_p", lambda r: setattr(r.sampling, "top_p", 0.0)),
+    ("sampling.top_p", lambda r: setattr(r.sampling, "top_p", NAN)),
+    ("settings.window", lambda r: setattr(r.settings, "window", 0)),
+    ("settings.denoising_steps", lambda r: setattr(r.settings, "denoising_steps", 0)),
+    ("settings.confidence_threshold", lambda r: setattr(r.settings, "confidence_threshold", NAN)),
+    ("settings.block_add_threshold", lambda r: setattr(r.settings, "block_add_threshold", 1.1)),
+    ("settings.algorithm", lambda r: setattr(r.settings, "algorithm", "magic")),
+    ("settings.score", lambda r: r.settings.ClearField("score")),
+    ("settings.remasking", lambda r: setattr(r.settings, "remasking", "all")),
+    ("prefill", lambda r: r.ClearField("local")),
+    ("remote.address", lambda r: r.remote.CopyFrom(pb.WorkerRef(address="nowhere"))),
+    ("remote.address", lambda r: r.remote.CopyFrom(pb.WorkerRef(address="host:99999"))),
+    ("remote.incarnation", lambda r: r.remote.CopyFrom(pb.WorkerRef(address="host:1"))),
+    (
+        "resume.frontier[0].token_ids",
+        lambda r: r.resume.frontier.add(token_ids=[1], masks=b"\0"),
+    ),
+    (
+        "resume.frontier[0].masks",
+        lambda r: r.resume.frontier.add(token_ids=[1, 2], masks=b"\0\0"),
+    ),
+]
+
+
+def test_every_wrong_field_is_named_and_nothing_is_held(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            for field, change in WRONG:
+                request = decode_request("wrong", one.incarnation)
+                change(request)
+                error = await failure_of(one.decode.Decode(request, timeout=20))
+                assert isinstance(error, InvalidRequest), (field, error)
+                assert [v.field for v in error.violations] == [field]
+                assert "expected" in error.message
+            assert len(one.front.shell.attempts) == 0
+            # The same transfer id is still good: it was never admitted.
+            good = one.decode.Decode(decode_request("wrong", one.incarnation), timeout=20)
+            assert len([event async for event in good]) == 6
+
+    asyncio.run(go())
+
+
+def test_what_the_engine_refuses_reaches_the_caller(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            full = decode_request("full", one.incarnation, fake_engine.NO_ROOM)
+            error = await failure_of(one.decode.Decode(full, timeout=20))
+            assert isinstance(error, Overloaded)
+            assert error.message == "no 3 pages are free of 8"
+            assert error.retry_after_s is not None
+            broken = decode_request("broken", one.incarnation, fake_engine.BROKEN)
+            error = await failure_of(one.decode.Decode(broken, timeout=20))
+            assert isinstance(error, Bug)
+            assert "secret" not in error.message
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("incarnation", ["", "another-life"])
+def test_a_request_for_another_life_is_refused(tmp_path: Path, incarnation: str) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            call = one.decode.Decode(decode_request("a", incarnation), timeout=20)
+            error = await failure_of(call)
+            assert isinstance(error, Refused)
+            assert one.incarnation in error.message
+
+    asyncio.run(go())
+
+
+def test_an_attempt_that_runs_or_has_ended_is_not_taken_again(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            endless = decode_request("a", one.incarnation, fake_engine.ENDLESS)
+            first = one.decode.Decode(endless, timeout=20)
+            await first.read()
+            same_transfer, same_try = (
+                decode_request("b", one.incarnation),
+                decode_request("a", one.incarnation),
+            )
+            same_transfer.attempt.transfer_id = endless.attempt.transfer_id
+            same_try.attempt.transfer_id = "other"
+            for request in (endless, same_transfer, same_try):
+                error = await failure_of(one.decode.Decode(request, timeout=20))
+                assert isinstance(error, AlreadyRunning)
+            # The next attempt at the same request may run beside the one that is ending.
+            second = decode_request("a", one.incarnation)
+            second.attempt.CopyFrom(attempt("a", 2))
+            assert len([event async for event in one.decode.Decode(second, timeout=20)]) == 6
+            first.cancel()
+            await one.until_free()
+            error = await failure_of(one.decode.Decode(endless, timeout=20))
+            assert isinstance(error, Refused)
+
+    asyncio.run(go())
+
+
+def test_a_cancelled_stream_frees_everything(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            for reads in range(4):
+                request = decode_request(f"c{reads}", one.incarnation, fake_engine.ENDLESS)
+                call = one.decode.Decode(request, timeout=20)
+                for _ in range(reads):
+                    await call.read()
+                call.cancel()
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+def test_a_deadline_ends_an_attempt(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            request = decode_request("late", one.incarnation, fake_engine.ENDLESS)
+            error = await failure_of(one.decode.Decode(request, timeout=0.2))
+            assert isinstance(error, DeadlineExceeded)
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+def test_without_a_deadline_the_worker_sets_one(tmp_path: Path) -> None:
+    async def go() -> None:
+        config = WorkerConfig(max_request_s=0.2, log_level="error")
+        async with running(make_role(), config, tmp_path) as one:
+            request = decode_request("late", one.incarnation, fake_engine.ENDLESS)
+            error = await failure_of(one.decode.Decode(request))
+            assert isinstance(error, DeadlineExceeded)
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+def test_an_abort_ends_a_running_attempt_and_refuses_a_late_one(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            request = decode_request("a", one.incarnation, fake_engine.ENDLESS)
+            call = one.decode.Decode(request, timeout=20)
+            await call.read()
+            asked = pb.AbortRequest(attempt=request.attempt, reason="test")
+            answer = await one.worker.Abort(asked, timeout=10)
+            assert (answer.incarnation, answer.was_running) == (one.incarnation, True)
+            assert (await one.load()).free_pages == fake_engine.PAGES
+            assert isinstance(await failure_of(call), Refused)
+            assert not (await one.worker.Abort(asked, timeout=10)).was_running
+
+            early = decode_request("early", one.incarnation)
+            asked = pb.AbortRequest(attempt=early.attempt, reason="before it came")
+            assert not (await one.worker.Abort(asked, timeout=10)).was_running
+            assert isinstance(await failure_of(one.decode.Decode(early, timeout=20)), Refused)
+
+    asyncio.run(go())
+
+
+def test_pages_are_free_only_once_the_writer_has_let_go(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one, prefill_peer() as (peer, address):
+            call = one.decode.Decode(remote_request("a", one.incarnation, address), timeout=20)
+            assert (await call.read()).HasField("reservation")
+            call.cancel()
+            await eventually(lambda: peer.asked == ["a-1"])
+            load = await one.load()
+            assert (load.quarantined_pages, load.free_pages) == (1, fake_engine.PAGES - 1)
+            peer.may_answer.set()
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+def test_a_writer_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            async with prefill_peer() as (_, address):
+                pass  # its port is closed now
+            call = one.decode.Decode(remote_request("a", one.incarnation, address), timeout=20)
+            assert (await call.read()).HasField("reservation")
+            call.cancel()
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+def test_a_lost_engine_asks_no_writer(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one, prefill_peer() as (peer, address):
+            old = one.incarnation
+            call = one.decode.Decode(remote_request("a", old, address), timeout=20)
+            assert (await call.read()).HasField("reservation")
+            crash = decode_request("crash", old, fake_engine.CRASH)
+            await failure_of(one.decode.Decode(crash, timeout=20))
+            assert isinstance(await failure_of(call), Unavailable)
+            await one.until_new_life(old)
+            assert peer.asked == []
+            await one.until_free()
+
+    asyncio.run(go())
+
+
+def test_no_task_is_left_by_a_storm_of_cancels(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(make_role(), CONFIG, tmp_path) as one:
+            await fronts_answer(one, "warm")
+            before = (await one.load()).tasks
+            for number in range(60):
+                first = fake_engine.ENDLESS if number % 2 else 5
+                request = decode_request(f"s{number}", one.incarnation, first)
+                call = one.decode.Decode(request, timeout=20)
+                if number % 3:
+                    await call.read()
+                call.cancel()
+            await one.until_free()
+            gc.collect()
+
+            async def is_back() -> bool:
+                return (await one.load()).tasks <= before
+
+            await eventually(is_back)
+
+    async def fronts_answer(one: fronts.Running, name: str) -> None:
+        async for _ in one.decode.Decode(decode_request(name, one.incarnation), timeout=20):
+            pass
+
+    asyncio.run(go())
