@@ -66,7 +66,8 @@ class NixlPeers:
         def add() -> NixlPeer:
             name = self._agent.add_peer(address.agent_metadata)
             if name != address.agent_name:
-                self._agent.remove_peer(name)
+                if name not in self._peers:
+                    self._agent.remove_peer(name)
                 raise HandoffRefused(
                     Cause.PEER, f"the metadata is of agent {name}, not {address.agent_name}"
                 )
@@ -85,7 +86,9 @@ class NixlPeers:
     def _remove(self, peer: NixlPeer) -> None:
         if peer.num_pushes:
             self._peers[peer.name] = peer
-            raise HandoffRefused(Cause.PEER, f"agent {peer.name} is lost and still draining")
+            raise HandoffRefused(
+                Cause.PEER, f"agent {peer.name} has changed, and writes to it are in flight"
+            )
 
         def remove() -> None:
             self._agent.release_pages(peer.pages)

@@ -47,6 +47,7 @@ class Outgoing:
     digesting: list[Future[None]] = field(default_factory=list)
     is_failed: bool = False
     is_cancelled: bool = False
+    uses_peer: bool = True
 
     @property
     def is_quiet(self) -> bool:
@@ -210,7 +211,8 @@ class NixlSender:
     def _conclude(self, transfer_id: str, outgoing: Outgoing) -> None:
         push = outgoing.push
         self._say(outgoing, Finish(push.manifest(self._origin)))
-        self._forget(transfer_id, outgoing)
+        self._leave_peer(outgoing)
+        del self._outgoing[transfer_id]
         seconds = self._now() - push.started
         self._emit(Pushed(transfer_id, len(push.reservation.pages), push.num_bytes, seconds))
 
@@ -238,10 +240,14 @@ class NixlSender:
         self._emit(PushFailed(transfer_id, refusal.cause, str(refusal)))
 
     def _end_failed(self, transfer_id: str, outgoing: Outgoing) -> None:
-        if outgoing.is_cancelled and outgoing.is_quiet:
-            self._forget(transfer_id, outgoing)
+        if not outgoing.is_quiet:
+            return
+        self._leave_peer(outgoing)
+        if outgoing.is_cancelled:
+            del self._outgoing[transfer_id]
             self._emit(Cancelled(transfer_id))
 
-    def _forget(self, transfer_id: str, outgoing: Outgoing) -> None:
-        del self._outgoing[transfer_id]
-        outgoing.peer.num_pushes -= 1
+    def _leave_peer(self, outgoing: Outgoing) -> None:
+        if outgoing.uses_peer:
+            outgoing.uses_peer = False
+            outgoing.peer.num_pushes -= 1

@@ -106,7 +106,7 @@ class HandoffReceiver:
         return reservation
 
     def abort(self, transfer_id: str) -> None:
-        """Gives a handoff up, without a report. Its pages are free again only after writer_gone()."""
+        """Gives a handoff up, unreported. Its pages are free again only after writer_gone()."""
         if transfer_id in self._handoffs:
             self._handle(transfer_id, ReceiverEvent.ABORTED)
 

@@ -38,7 +38,11 @@ class ZmqPeer:
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         self.monitor = self.socket.get_monitor_socket(WATCHED)
-        self.socket.connect(endpoint)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Drops the connection and all that is queued."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+
 from effuse.kvtransfer.connector import Connector, ConnectorEvent
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
@@ -70,13 +71,12 @@ def reservation(
     )
 
 
-def next_event(connector: Connector, within_s: float = DEADLINE_S) -> ConnectorEvent:
-    """Waits for the connector's next event; exactly one may be there."""
-    deadline = time.monotonic() + within_s
+def next_event(connector: Connector, transfer_id: str) -> ConnectorEvent:
+    """Waits for the connector's next event of this transfer; those of others are dropped."""
+    deadline = time.monotonic() + DEADLINE_S
     while True:
-        events = connector.poll()
+        events = [event for event in connector.poll() if event.transfer_id == transfer_id]
         if events:
-            assert len(events) == 1, events
             return events[0]
         left = deadline - time.monotonic()
         assert left > 0, "no event came"

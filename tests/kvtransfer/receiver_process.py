@@ -1,4 +1,4 @@
-"""A receiving pool in a process of its own, driven by JSON lines; what the connector tests talk to."""
+"""A receiving pool in a process of its own, driven by JSON lines; the connector tests' peer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 import time
 from typing import Any
 
+from kvtransfer.fixtures import LARGE, SMALL, print_of, reservation
+
 from effuse.kvtransfer.connector import Connector, Received, Refused
 from effuse.kvtransfer.digest import page_digests
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, encode
-from kvtransfer.fixtures import LARGE, SMALL, print_of, reservation
 
 LAYOUTS: dict[str, KVLayout] = {"small": SMALL, "large": LARGE}
 

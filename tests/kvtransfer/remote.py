@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import queue
@@ -14,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from effuse.kvtransfer.messages import Reservation, decode_reservation
-
 from kvtransfer.fixtures import DEADLINE_S
+
+from effuse.kvtransfer.messages import Reservation, decode_reservation
 
 TESTS = Path(__file__).parents[1]
 
@@ -28,12 +29,15 @@ class RemoteReceiver:
         self, kind: str, layout: str, num_pages: int, incarnation: str = "decode-1"
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvtransfer.receiver_process"]
-            + [kind, layout, str(num_pages), incarnation],
+            [
+                *(sys.executable, "-P", "-m", "kvtransfer.receiver_process"),
+                *(kind, layout, str(num_pages), incarnation),
+            ],
             env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        self._numbers = itertools.count(1)
         self._heard: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -47,12 +51,7 @@ class RemoteReceiver:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
-        self._reader.join(DEADLINE_S)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
+        self.close()
 
     def ask(self, **command: object) -> None:
         """Sends one command."""
@@ -60,22 +59,53 @@ class RemoteReceiver:
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
-        """The next line it says."""
-        return self._heard.get(timeout=DEADLINE_S)
+    def hear(self, transfer_id: str | None = None) -> dict[str, Any]:
+        """The next line it says, of this transfer if one is named."""
+        while True:
+            words = self._heard.get(timeout=DEADLINE_S)
+            if transfer_id is None or words.get("transfer") == transfer_id:
+                return words
+
+    def digests(self) -> list[str]:
+        """Digests of all its pages, in hexadecimal."""
+        self.ask(do="digests")
+        while True:
+            words = self.hear()
+            if "event" not in words:
+                found: list[str] = words["digests"]
+                return found
+
+    def forget(self, transfer_id: str) -> None:
+        """Has it refuse a transfer from now on."""
+        self.ask(do="forget", transfer=transfer_id)
+        while self.hear() != {"forgotten": transfer_id}:
+            pass
+
+    def close(self) -> None:
+        """Ends it for certain."""
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
 
     def reserve(
         self,
         pages: Sequence[int],
         *,
-        number: int = 1,
+        number: int | None = None,
         writer: str | None = "prefill-1",
         lease_s: float = 10.0,
     ) -> Reservation:
-        """Has it expect a transfer into these pages."""
+        """Has it expect a transfer into these pages; numbered by itself unless told."""
+        number = next(self._numbers) if number is None else number
         refs = [(page, 1) for page in pages]
         self.ask(do="reserve", pages=refs, number=number, writer=writer, lease_s=lease_s)
-        return decode_reservation(base64.b64decode(self.hear()["reservation"]))
+        while True:
+            words = self.hear()
+            if "reservation" in words:
+                return decode_reservation(base64.b64decode(words["reservation"]))
 
     def _read(self) -> None:
         assert self.process.stdout is not None

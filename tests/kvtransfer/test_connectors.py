@@ -1,0 +1,323 @@
+"""The connectors between real processes: what arrives, what is refused, what an abort means."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from kvtransfer.fixtures import SMALL, changed, filled, next_event, print_of, reservation
+from kvtransfer.receiver_process import LAYOUTS, make
+from kvtransfer.remote import RemoteReceiver
+
+from effuse.kvtransfer.connector import (
+    Cancelled,
+    Cause,
+    Connector,
+    ConnectorEvent,
+    Pushed,
+    PushFailed,
+)
+from effuse.kvtransfer.digest import page_digests
+from effuse.kvtransfer.layout import FIELD_NAMES
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import (
+    AttemptId,
+    BoundaryState,
+    PageRef,
+    ReceiverAddress,
+    Reservation,
+)
+
+BOUNDARY = BoundaryState(prompt_len=25, tail_token_ids=(9,), hidden=b"\x01" * 64)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A sending connector here and a receiving one in another process."""
+
+    kind: str
+    source: PageMemory
+    sender: Connector
+    remote: RemoteReceiver
+
+    def push(self, reserved: Reservation, pages: Sequence[int]) -> None:
+        self.sender.push_pages(reserved, pages, 0)
+        self.sender.finish(reserved, BOUNDARY)
+
+    def next_event(self, reserved: Reservation) -> ConnectorEvent:
+        return next_event(self.sender, reserved.transfer_id)
+
+    def hear(self, reserved: Reservation) -> dict[str, Any]:
+        return self.remote.hear(reserved.transfer_id)
+
+
+@contextlib.contextmanager
+def pair_of(kind: str, layout: str, num_pages: int) -> Iterator[Pair]:
+    source = filled(LAYOUTS[layout], num_pages)
+    sender = make(kind, source, "prefill-1")
+    sender.start()
+    try:
+        with RemoteReceiver(kind, layout, num_pages) as remote:
+            yield Pair(kind, source, sender, remote)
+    finally:
+        sender.close()
+
+
+@pytest.fixture(scope="module", params=["zmq", "nixl"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with pair_of(request.param, "small", 20) as made:
+        yield made
+
+
+@pytest.fixture(params=["zmq", "nixl"])
+def large(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with pair_of(request.param, "large", 768) as made:
+        yield made
+
+
+@pytest.fixture
+def alone() -> Iterator[Connector]:
+    """A ZMQ connector without a peer."""
+    connector = make("zmq", PageMemory(SMALL, 4), "prefill-1")
+    connector.start()
+    yield connector
+    connector.close()
+
+
+def digests(memory: PageMemory, pages: Sequence[int]) -> list[str]:
+    return [digest.hex() for digest in page_digests(memory, pages)]
+
+
+def test_pages_arrive_byte_for_byte(pair: Pair) -> None:
+    scattered = [5, 6, 7, 2, 11]
+    reserved = pair.remote.reserve([1, 2, 9, 10, 4])
+    pair.sender.push_pages(reserved, (), 0)
+    pair.sender.push_pages(reserved, scattered[:3], 0)
+    pair.sender.push_pages(reserved, scattered[3:], 3)
+    pair.sender.finish(reserved, BOUNDARY)
+    pushed, heard = pair.next_event(reserved), pair.hear(reserved)
+    assert isinstance(pushed, Pushed), pushed
+    assert (pushed.pages, pushed.num_bytes) == (5, 5 * SMALL.page_bytes)
+    assert (heard["event"], heard["tail"]) == ("received", [9])
+    assert heard["digests"] == digests(pair.source, scattered)
+
+
+def test_chunks_may_come_in_any_order_and_handoffs_at_once(pair: Pair) -> None:
+    first, second = pair.remote.reserve([0, 1, 2]), pair.remote.reserve([12, 13])
+    pair.sender.push_pages(first, [2], 2)
+    pair.sender.push_pages(second, [8, 9], 0)
+    pair.sender.push_pages(first, [0, 1], 0)
+    pair.sender.finish(second, BOUNDARY)
+    pair.sender.finish(first, BOUNDARY)
+    heard = [pair.remote.hear(), pair.remote.hear()]
+    found = {words["transfer"]: words["digests"] for words in heard}
+    assert found[first.transfer_id] == digests(pair.source, [0, 1, 2])
+    assert found[second.transfer_id] == digests(pair.source, [8, 9])
+
+
+def test_a_prompt_without_a_page_hands_over_its_boundary(pair: Pair) -> None:
+    reserved = pair.remote.reserve([])
+    pair.sender.finish(reserved, BOUNDARY)
+    assert isinstance(pair.next_event(reserved), Pushed)
+    assert pair.hear(reserved)["event"] == "received"
+
+
+def test_many_chunks_and_a_long_manifest(large: Pair) -> None:
+    """48 MB in 64 KiB pages: more than a window, more than any one message."""
+    order = [*range(0, 768, 2), *range(767, 0, -2)]
+    reserved = large.remote.reserve(range(768))
+    large.push(reserved, order)
+    pushed, heard = large.next_event(reserved), large.hear(reserved)
+    assert isinstance(pushed, Pushed), pushed
+    assert heard["digests"] == digests(large.source, order)
+
+
+@pytest.mark.parametrize("name", [*FIELD_NAMES, "page_bytes"])
+def test_a_reservation_of_another_model_is_refused_before_a_write(
+    alone: Connector, name: str
+) -> None:
+    """The same check in every connector, so one of them stands for all."""
+    reserved = nowhere()
+    if name == "page_bytes":
+        reserved = msgspec.structs.replace(reserved, page_bytes=reserved.page_bytes * 2)
+    else:
+        reserved = msgspec.structs.replace(reserved, fingerprint=changed(print_of(SMALL), name))
+    alone.push_pages(reserved, [0], 0)
+    failed = next_event(alone, reserved.transfer_id)
+    assert isinstance(failed, PushFailed)
+    assert failed.cause is (Cause.SIZE if name == "page_bytes" else Cause.FINGERPRINT)
+    assert name == "page_bytes" or repr(name) in failed.message
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"pages": (PageRef(3, 0),)}, "GENERATION"),
+        ({"pages": (PageRef(4, 1),)}, "COVERAGE"),
+        ({"pages": (PageRef(3, 1), PageRef(4, 1))}, "COVERAGE"),
+        ({"incarnation": "decode-0"}, "INCARNATION"),
+        ({"attempt": 2}, "ATTEMPT"),
+        ({"writer": "prefill-0"}, "INCARNATION"),
+    ],
+    ids=str,
+)
+def test_what_was_not_reserved_is_refused(
+    pair: Pair, change: dict[str, object], cause: str
+) -> None:
+    reserved = pair.remote.reserve([3], writer=str(change.get("writer", "prefill-1")))
+    other = AttemptId(reserved.attempt.request_id, 2, reserved.transfer_id)
+    words: dict[str, object] = {"attempt": other} if "attempt" in change else change
+    words = {name: word for name, word in words.items() if name != "writer"}
+    false = msgspec.structs.replace(reserved, **words)
+    pair.push(false, range(len(false.pages)))
+    heard = pair.hear(reserved)
+    assert (heard["event"], heard["cause"]) == ("refused", cause)
+
+
+def test_a_push_that_overlaps_itself_fails(pair: Pair) -> None:
+    reserved = pair.remote.reserve([3, 4])
+    pair.sender.push_pages(reserved, [0, 1], 0)
+    pair.sender.push_pages(reserved, [2], 1)
+    failed = pair.next_event(reserved)
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.COVERAGE
+    pair.sender.cancel(reserved.transfer_id)
+    assert isinstance(pair.next_event(reserved), Cancelled)
+
+
+def test_a_push_that_does_not_cover_its_pages_fails(pair: Pair) -> None:
+    reserved = pair.remote.reserve([3, 4])
+    pair.push(reserved, [0])
+    failed = pair.next_event(reserved)
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.COVERAGE
+    assert "1 pages were never pushed" in failed.message
+
+
+def test_nothing_of_a_forgotten_transfer_is_accepted(pair: Pair) -> None:
+    reserved = pair.remote.reserve([3])
+    before = pair.remote.digests()
+    pair.remote.forget(reserved.transfer_id)
+    pair.push(reserved, [0])
+    if pair.kind == "zmq":  # a one-sided writer places its bytes all the same
+        failed = pair.next_event(reserved)
+        assert isinstance(failed, PushFailed) and failed.cause is Cause.UNKNOWN_TRANSFER
+        assert pair.remote.digests() == before
+    last = pair.remote.reserve([])
+    pair.push(last, [])
+    assert pair.remote.hear()["transfer"] == last.transfer_id
+
+
+def test_cancelling_what_is_unknown_or_over_is_answered(pair: Pair) -> None:
+    pair.sender.cancel("never-begun")
+    assert next_event(pair.sender, "never-begun") == Cancelled("never-begun")
+    reserved = pair.remote.reserve([3])
+    pair.push(reserved, [0])
+    assert isinstance(pair.next_event(reserved), Pushed)
+    pair.sender.cancel(reserved.transfer_id)
+    assert isinstance(pair.next_event(reserved), Cancelled)
+
+
+def test_after_cancelled_nothing_more_is_written(large: Pair) -> None:
+    reserved = large.remote.reserve(range(768))
+    large.sender.push_pages(reserved, range(768), 0)
+    large.sender.cancel(reserved.transfer_id)
+    assert isinstance(large.next_event(reserved), Cancelled)
+    before = large.remote.digests()
+    large.source.tensor.zero_()
+    last = large.remote.reserve([])
+    large.push(last, [])
+    assert large.hear(last)["event"] == "received"
+    assert large.remote.digests() == before
+
+
+def test_a_receiver_that_dies_fails_the_push_and_is_reached_anew(pair: Pair) -> None:
+    with RemoteReceiver(pair.kind, "small", 8, "decode-2") as remote:
+        reserved = remote.reserve([3, 4], number=100, lease_s=5.0)
+        pair.sender.push_pages(reserved, [0], 0)
+        other = remote.reserve([], number=101)
+        pair.push(other, [])
+        assert isinstance(pair.next_event(other), Pushed)
+    pair.sender.push_pages(reserved, [1], 1)
+    pair.sender.finish(reserved, BOUNDARY)
+    failed = pair.next_event(reserved)
+    assert isinstance(failed, PushFailed), failed
+    assert failed.cause in (Cause.PEER, Cause.LEASE)
+    pair.sender.cancel(reserved.transfer_id)
+    assert isinstance(pair.next_event(reserved), Cancelled)
+    with RemoteReceiver(pair.kind, "small", 8, "decode-2") as again:
+        reserved = again.reserve([0], number=102)
+        pair.push(reserved, [4])
+        assert isinstance(pair.next_event(reserved), Pushed)
+        assert again.hear()["digests"] == digests(pair.source, [4])
+
+
+def test_a_frozen_receiver_is_noticed_by_the_lease() -> None:
+    with pair_of("zmq", "large", 768) as pair:
+        reserved = pair.remote.reserve(range(768), lease_s=0.5)
+        os.kill(pair.remote.process.pid, signal.SIGSTOP)
+        pair.push(reserved, range(768))
+        failed = pair.next_event(reserved)
+        assert isinstance(failed, PushFailed) and failed.cause is Cause.LEASE
+        pair.sender.cancel(reserved.transfer_id)
+        assert isinstance(pair.next_event(reserved), Cancelled)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "nonsense", "tcp://nowhere"])
+def test_an_endpoint_where_nobody_listens_fails_the_push(alone: Connector, endpoint: str) -> None:
+    reserved = nowhere(endpoint)
+    alone.push_pages(reserved, [0], 0)
+    failed = next_event(alone, reserved.transfer_id)
+    assert isinstance(failed, PushFailed)
+    assert failed.cause in (Cause.PEER, Cause.LEASE)
+    alone.cancel(reserved.transfer_id)
+    assert isinstance(next_event(alone, reserved.transfer_id), Cancelled)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"agent_name": "decode-9"},
+        {"agent_metadata": b"junk" * 50},
+        {"pool_address": 4096},
+        {"memory_kind": ""},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_false_addresses_are_refused_and_the_honest_one_still_works(
+    pair: Pair, change: dict[str, object]
+) -> None:
+    if pair.kind != "nixl":
+        change = {"endpoint": "tcp://decode-9"}
+    honest = pair.remote.reserve([3])
+    false = msgspec.structs.replace(
+        honest,
+        address=msgspec.structs.replace(honest.address, **change),
+        attempt=AttemptId("request-1", 1, "false"),
+    )
+    pair.push(false, [0])
+    failed = pair.next_event(false)
+    assert isinstance(failed, PushFailed)
+    assert failed.cause in (Cause.PEER, Cause.MALFORMED)
+    pair.push(honest, [0])
+    assert isinstance(pair.next_event(honest), Pushed)
+    assert pair.hear(honest)["digests"] == digests(pair.source, [0])
+
+
+def test_a_connector_that_waits_uses_no_processor_time(pair: Pair) -> None:
+    """NIXL's own progress thread would use a whole core."""
+    before = time.process_time()
+    select.select([pair.sender.fileno()], [], [], 0.5)
+    assert time.process_time() - before < 0.25
+
+
+def nowhere(endpoint: str = "tcp://127.0.0.1:9") -> Reservation:
+    """A reservation that nobody made."""
+    address = ReceiverAddress(connector="zmq", endpoint=endpoint)
+    return reservation(PageMemory(SMALL, 4), address, (PageRef(1, 1),), lease_s=0.3)
