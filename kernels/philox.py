@@ -54,13 +54,20 @@ def gumbel_noise(
 ) -> Tensor:
     """Standard Gumbel noise [R, vocab_size] fp32 for the rows' keys and counters, each [R].
 
-    Token i takes word i % 4 of counter (i // 4, position, denoise_count, answer_index);
-    u = (word >> 8) * 2**-24 + 2**-25 and the noise is -log(-log(u)). Computed in fp64: in fp32 the
-    largest u would round to 1, and the noise that decides a draw is made of u close to 1.
+    Token i takes word i % 4 of counter (i // 4, position, denoise_count, answer_index).
     """
     quads = torch.arange((vocab_size + 3) // 4, device=seed.device)
     columns = [x.long()[:, None] for x in (position, denoise_count, answer_index)]
     words = philox_4x32((quads[None, :], columns[0], columns[1], columns[2]), seed[:, None])
     word = torch.stack(words, dim=-1).view(len(seed), -1)[:, :vocab_size]
+    return gumbel_of_words(word)
+
+
+def gumbel_of_words(word: Tensor) -> Tensor:
+    """-log(-log(u)) as fp32, for u = (word >> 8) * 2**-24 + 2**-25 of words in 0..2**32-1.
+
+    Computed in fp64: in fp32 the largest u would round to 1, and the noise that decides a draw is
+    made of u close to 1.
+    """
     uniform = (word >> 8).double() * 2.0**-24 + 2.0**-25
     return -(-uniform.log()).log().float()

@@ -1,0 +1,138 @@
+"""Checks of the operators that work row by row: norms, rotary embedding, SwiGLU, moving K and V."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.kv_pages import store_kv_ref
+from effuse.kernels.norm import rms_norm_ref
+from effuse.kernels.rotary import make_cos_sin_cache, rotary_ref
+from effuse.kernels.swiglu import swiglu_ref
+from operators.paths import Operators
+from operators.tolerance import assert_close
+
+EPS = 1e-6
+THETA = 10_000.0
+# (tokens, width): powers of two and not, one row, one column, none.
+SHAPES = [(1, 64), (7, 192), (33, 100), (5, 3584), (3, 1), (0, 64)]
+# (tokens, query heads, KV heads, head dim)
+HEADS = [(1, 4, 2, 32), (9, 7, 1, 64), (5, 28, 4, 128), (3, 3, 3, 16), (0, 4, 2, 32)]
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator) * scale
+
+
+def check_norm(ops: Operators, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, weight = random(*shape, scale=3).to(dtype), random(shape[1]).to(dtype)
+    result = ops.rms_norm(x.to(ops.device), weight.to(ops.device), EPS)
+    assert_close(
+        result, rms_norm_ref(x.double(), weight.double(), EPS), rms_norm_ref(x, weight, EPS)
+    )
+
+
+def check_norm_of_heads(ops: Operators, dtype: torch.dtype) -> None:
+    """Heads of one part of a fused projection: rows at two strides."""
+    fused, weight = random(6, 5, 32).to(dtype), random(32).to(dtype)
+    heads = fused[:, 1:4]
+    result = ops.rms_norm(fused.to(ops.device)[:, 1:4], weight.to(ops.device), EPS)
+    assert_close(
+        result,
+        rms_norm_ref(heads.double(), weight.double(), EPS),
+        rms_norm_ref(heads, weight, EPS),
+    )
+
+
+def check_norm_residual(ops: Operators, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, residual = random(*shape).to(dtype), random(*shape, scale=4).flip(0).to(dtype)
+    weight = random(shape[1]).to(dtype)
+    normed, total = ops.rms_norm_residual(
+        x.to(ops.device), residual.to(ops.device), weight.to(ops.device), EPS
+    )
+    added = x + residual
+    assert torch.equal(total.cpu(), added)
+    assert_close(
+        normed,
+        rms_norm_ref(added.double(), weight.double(), EPS),
+        rms_norm_ref(added, weight, EPS),
+    )
+
+
+def check_swiglu(ops: Operators, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    gate_up = random(shape[0], 2 * shape[1], scale=3).to(dtype)
+    result = ops.swiglu(gate_up.to(ops.device))
+    assert_close(result, swiglu_ref(gate_up.double()), swiglu_ref(gate_up))
+
+
+def check_rotary(
+    ops: Operators, dtype: torch.dtype, shape: tuple[int, int, int, int], *, stores: bool
+) -> None:
+    """Rotation of slices of a fused projection; with ``stores``, also what lands in the pages."""
+    tokens, q_heads, kv_heads, dim = shape
+    fused = random(tokens, q_heads + 2 * kv_heads, dim).to(dtype)
+    q, k, v = fused.to(ops.device).split([q_heads, kv_heads, kv_heads], dim=1)
+    positions = torch.arange(tokens) * 37 % 900
+    table = make_cos_sin_cache(dim, 900, THETA, ops.device)
+    places = (table, positions.to(ops.device))
+    if stores:
+        k_cache, v_cache, slots = empty_pages(tokens, kv_heads, dim, dtype)
+        expected = k_cache.clone(), v_cache.clone()
+        k_cache, v_cache = k_cache.to(ops.device), v_cache.to(ops.device)
+        new_q, new_k = ops.rotary_store_kv(q, k, v, *places, k_cache, v_cache, slots.to(ops.device))
+        store_kv_ref(new_k.cpu(), v.cpu(), *expected, slots)
+        assert_same(k_cache, expected[0])
+        assert_same(v_cache, expected[1])
+    else:
+        new_q, new_k = ops.rotary(q, k, *places)
+    for before, after in ((q, new_q), (k, new_k)):
+        exact = rotary_ref(before.cpu().double(), positions, THETA)
+        assert_close(after, exact, rotary_plain(before.cpu(), table.cpu()[positions]))
+
+
+def check_store(ops: Operators, dtype: torch.dtype) -> None:
+    k, v = random(11, 2, 32).to(dtype), random(11, 2, 32).flip(0).to(dtype)
+    k_cache, v_cache, slots = empty_pages(11, 2, 32, dtype)
+    expected = k_cache.clone(), v_cache.clone()
+    store_kv_ref(k, v, *expected, slots)
+    k_cache, v_cache = k_cache.to(ops.device), v_cache.to(ops.device)
+    ops.store_kv(k.to(ops.device), v.to(ops.device), k_cache, v_cache, slots.to(ops.device))
+    assert_same(k_cache, expected[0])
+    assert_same(v_cache, expected[1])
+    kept = slots >= 0
+    loaded_k, loaded_v = ops.load_kv(k_cache, v_cache, slots[kept].to(ops.device))
+    assert torch.equal(loaded_k.cpu(), k[kept])
+    assert torch.equal(loaded_v.cpu(), v[kept])
+
+
+def check_store_of_nothing(ops: Operators, dtype: torch.dtype) -> None:
+    k = random(4, 2, 32).to(ops.device, dtype)
+    k_cache, v_cache, _ = empty_pages(4, 2, 32, dtype)
+    k_cache, v_cache = k_cache.to(ops.device), v_cache.to(ops.device)
+    nothing = torch.full((4,), -1, device=ops.device)
+    ops.store_kv(k, k, k_cache, v_cache, nothing)
+    ops.store_kv(k[:0], k[:0], k_cache, v_cache, nothing[:0])
+    assert k_cache.isnan().all() and v_cache.isnan().all()
+
+
+def empty_pages(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two strided views of page-major memory full of NaN, and a slot for two rows of three."""
+    memory = torch.full((tokens + 3, 2, 2, heads, 8, dim), float("nan"), dtype=dtype)
+    slots = torch.randperm((tokens + 3) * 8, generator=torch.Generator().manual_seed(5))[:tokens]
+    slots[1::3] = -1
+    return memory[:, 1, 0].transpose(1, 2), memory[:, 1, 1].transpose(1, 2), slots
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def rotary_plain(x: Tensor, table: Tensor) -> Tensor:
+    """The half rotation in the dtype of x, written out."""
+    half = x.shape[-1] // 2
+    cos, sin = (part.to(x.dtype)[:, None] for part in table.split(half, dim=-1))
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,129 @@
+"""Sampling cases, each a kind of row, and the check against the row-by-row reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.confidence import RowSampling, Score, sample_confidence_ref
+from operators.paths import Operators
+
+MASK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Some rows with the same settings over logits of one kind; every row gets its own counters."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    score: Score = Score.CONFIDENCE
+    logits: str = "normal"
+    rows: int = 4
+
+
+CASES = {
+    "greedy": Case(),
+    "greedy_margin": Case(score=Score.MARGIN),
+    "greedy_entropy": Case(score=Score.NEG_ENTROPY),
+    "mask_is_the_mode": Case(logits="mask_largest"),
+    "ties_take_lowest_id": Case(logits="ties", score=Score.MARGIN),
+    "huge": Case(logits="huge", score=Score.NEG_ENTROPY),
+    "huge_drawn": Case(logits="huge", temperature=0.5, score=Score.MARGIN),
+    "half_minus_inf": Case(logits="half_minus_inf", score=Score.NEG_ENTROPY),
+    "half_minus_inf_drawn": Case(logits="half_minus_inf", temperature=1.3),
+    "all_minus_inf": Case(logits="all_minus_inf", score=Score.MARGIN),
+    "all_minus_inf_entropy": Case(logits="all_minus_inf", score=Score.NEG_ENTROPY, temperature=1),
+    "one_finite": Case(logits="one_finite", score=Score.MARGIN, temperature=0.7),
+    "one_finite_entropy": Case(logits="one_finite", score=Score.NEG_ENTROPY),
+    "only_mask_finite": Case(logits="only_mask_finite"),
+    "drawn": Case(temperature=0.8),
+    "drawn_hot_entropy": Case(temperature=5.0, score=Score.NEG_ENTROPY),
+    "drawn_margin": Case(temperature=1.0, score=Score.MARGIN),
+    "top_p": Case(top_p=0.7),
+    "top_p_tiny_keeps_the_mode": Case(top_p=1e-6, temperature=1.0, score=Score.MARGIN),
+    "top_p_drawn": Case(top_p=0.9, temperature=1.2),
+    "top_k_1": Case(top_k=1, temperature=1.0, score=Score.NEG_ENTROPY),
+    "top_k_drawn": Case(top_k=5, temperature=2.0),
+    "top_k_above_vocabulary": Case(top_k=10_000, temperature=1.0),
+    "top_k_among_ties": Case(top_k=3, temperature=1.0, logits="ties", score=Score.MARGIN),
+    "top_p_among_ties": Case(top_p=0.5, logits="all_equal", score=Score.NEG_ENTROPY),
+    "top_p_and_top_k": Case(top_p=0.8, top_k=7, temperature=1.5, score=Score.NEG_ENTROPY),
+    "filters_with_minus_inf": Case(top_p=0.9, top_k=9, temperature=1, logits="half_minus_inf"),
+}
+
+
+def check(cases: list[Case], ops: Operators, dtype: torch.dtype, vocab_size: int) -> None:
+    """All ``cases`` in one call, so that rows of different settings share it."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.cat([make_logits(case, vocab_size, generator) for case in cases]).to(dtype)
+    sampling = make_sampling(cases, generator)
+    poisoned = logits.to(ops.device)
+    found = ops.sample_confidence(poisoned, to_device(sampling, ops.device), MASK)
+    wanted = sample_confidence_ref(logits, sampling, MASK)
+    assert torch.equal(poisoned.cpu(), logits), "the logits were written to"
+    assert found.token.dtype == torch.int64
+    assert found.token.tolist() == wanted.token.tolist()
+    torch.testing.assert_close(found.confidence.cpu(), wanted.confidence, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(found.score.cpu(), wanted.score, rtol=2e-5, atol=5e-6)
+
+
+def make_logits(case: Case, vocab_size: int, generator: torch.Generator) -> Tensor:
+    normal = torch.randn(case.rows, vocab_size, generator=generator) * 2
+    minus_inf = torch.full_like(normal, float("-inf"))
+    token = vocab_size - 2
+    match case.logits:
+        case "normal":
+            return normal
+        case "mask_largest":
+            return normal.index_fill(1, torch.tensor([MASK]), 50.0)
+        case "ties":
+            return normal.round().clamp(-2, 2)
+        case "all_equal":
+            return torch.zeros_like(normal)
+        case "huge":
+            return normal * 1e4
+        case "half_minus_inf":
+            return normal.masked_fill(torch.arange(vocab_size) % 2 == 0, float("-inf"))
+        case "all_minus_inf":
+            return minus_inf
+        case "one_finite":
+            return minus_inf.index_fill(1, torch.tensor([token]), -7.0)
+        case "only_mask_finite":
+            return minus_inf.index_fill(1, torch.tensor([MASK]), 1.0)
+    raise ValueError(case.logits)
+
+
+def make_sampling(cases: list[Case], generator: torch.Generator) -> RowSampling:
+    rows = [case for case in cases for _ in range(case.rows)]
+    count = len(rows)
+
+    def integers(low: int, high: int, dtype: torch.dtype) -> Tensor:
+        return torch.randint(low, high, (count,), generator=generator).to(dtype)
+
+    return RowSampling(
+        temperature=torch.tensor([case.temperature for case in rows]),
+        top_p=torch.tensor([case.top_p for case in rows]),
+        top_k=torch.tensor([case.top_k for case in rows], dtype=torch.int32),
+        seed=integers(-(2**63), 2**63 - 1, torch.int64),
+        answer_index=integers(0, 3, torch.int32),
+        position=integers(0, 4096, torch.int32),
+        denoise_count=integers(0, 40, torch.int32),
+        score=torch.tensor([int(case.score) for case in rows], dtype=torch.int8),
+    )
+
+
+def to_device(s: RowSampling, device: torch.device) -> RowSampling:
+    return RowSampling(
+        temperature=s.temperature.to(device),
+        top_p=s.top_p.to(device),
+        top_k=s.top_k.to(device),
+        seed=s.seed.to(device),
+        answer_index=s.answer_index.to(device),
+        position=s.position.to(device),
+        denoise_count=s.denoise_count.to(device),
+        score=s.score.to(device),
+    )
