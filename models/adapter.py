@@ -31,6 +31,8 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "bias": (None, "none"),
     "exclude_modules": (None,),
     "fan_in_fan_out": (None, False),
+    # PiSSA, OLoRA and the like start from a changed base, which the factors alone do not tell.
+    "init_lora_weights": (None, True, False, "gaussian"),
     "layer_replication": (None,),
     "layers_to_transform": (None,),
     "lora_bias": (None, False),

@@ -132,6 +132,7 @@ def test_head_and_block_output_of_llada_share_a_name(tmp_path: Path) -> None:
         ("rank_pattern", {"q_proj": 4}, "is not supported"),
         ("fan_in_fan_out", True, "is not supported"),
         ("layers_to_transform", [0], "is not supported"),
+        ("init_lora_weights", "pissa", 'or "gaussian"'),
         ("peft_type", "IA3", 'accepted: "LORA"'),
         ("r", 0, "expected an integer of at least 1, found 0"),
         ("lora_alpha", None, "missing; expected a number"),
