@@ -178,16 +178,20 @@ async def serve(
 ) -> None:
     """Serves until `stop` is set, then drains: unhealthy first, `on_drain`, then calls that still
     run get what is left of `drain_s`."""
-    # Waits for ever by intent: this is the life of the process.
-    await stop.wait()
     loop = asyncio.get_running_loop()
-    until = loop.time() + drain_s
-    await rpc.drain()
-    if on_drain is not None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await on_drain()
-    await rpc.stop(max(0.0, until - loop.time()))
+    grace_s = 0.0
+    try:
+        # Waits for ever by intent: this is the life of the process.
+        await stop.wait()
+        until = loop.time() + drain_s
+        await rpc.drain()
+        if on_drain is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await on_drain()
+        grace_s = max(0.0, until - loop.time())
+    finally:
+        await rpc.stop(grace_s)
 
 
 def write_ready_file(path: Path, address: str) -> None:

@@ -111,6 +111,13 @@ class FakeStore(Store):
         self.records: dict[str, WorkerRecord] = {}
         self.placements: dict[str, PlacementRecord] = {}
         self.is_down = False
+        self._changed = asyncio.Event()
+
+    async def until(self, is_so: Callable[[dict[str, PlacementRecord]], bool]) -> None:
+        """Returns once the placements are so."""
+        while not is_so(self.placements):
+            self._changed.clear()
+            await self._changed.wait()
 
     async def workers(self) -> list[tuple[bytes, float]]:
         self._check()
@@ -119,6 +126,7 @@ class FakeStore(Store):
     async def place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
         self._check()
         self.placements[record.request_id] = record
+        self._changed.set()
         return "placed"
 
     async def placement(self, request_id: str) -> bytes | None:
@@ -142,9 +150,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.at: dict[str, Point] = {}
         self.running: dict[str, str] = {}  # transfer id to request id
         self.aborted: list[str] = []  # transfer ids
+        self.abort_came = asyncio.Event()
         self.served: list[str] = []  # request ids, one for each attempt
         self.idle = asyncio.Event()
         self.idle.set()
+        self.crashed = asyncio.Event()
         self.server = RpcServer(rpc.FLEET_LIMITS)
         self.record = worker_record(worker_id, self.role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server.server)
@@ -153,9 +163,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         port = await self.server.start("127.0.0.1:0", [])
         self.record = worker_record(self.worker_id, self.role, address=f"127.0.0.1:{port}")
 
-    async def die(self) -> None:
-        """Breaks every call at once, as a crash would, and answers nothing more."""
-        await self.server.stop(0)
+    async def until_crash(self) -> None:
+        """Then breaks every call at once, and answers nothing more."""
+        try:
+            await self.crashed.wait()
+        finally:
+            await self.server.stop(0)
+
+    async def crash(self) -> None:
+        """A point at which the worker dies."""
+        self.crashed.set()
+        await asyncio.Event().wait()
 
     async def point(self, name: str) -> None:
         action = self.at.get(name)
@@ -176,6 +194,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> pb.AbortResponse:
         self.aborted.append(request.attempt.transfer_id)
+        self.abort_came.set()
         return pb.AbortResponse(incarnation=self.record.incarnation)
 
     async def GetLoad(
@@ -342,16 +361,18 @@ class FakeFleet:
 
 @asynccontextmanager
 async def fake_fleet(
-    prefill: int = 1, decode: int = 1, **settings: object
+    num_prefill: int = 1, num_decode: int = 1, **settings: object
 ) -> AsyncIterator[FakeFleet]:
-    """A running fleet. `settings` are of RouterConfig."""
+    """A running fleet. `settings` are of RouterConfig, but for the port."""
     handoffs, store, stop = Handoffs(), FakeStore(), asyncio.Event()
-    prefillers = [FakePrefill(f"p{i}", handoffs) for i in range(prefill)]
-    decoders = [FakeDecode(f"d{i}", handoffs) for i in range(decode)]
+    prefillers = [FakePrefill(f"p{i}", handoffs) for i in range(num_prefill)]
+    decoders = [FakeDecode(f"d{i}", handoffs) for i in range(num_decode)]
     async with AsyncExitStack() as stack:
+        workers = await stack.enter_async_context(asyncio.TaskGroup())
         for worker in [*prefillers, *decoders]:
             await worker.start()
-            stack.push_async_callback(worker.die)
+            workers.create_task(worker.until_crash())
+            stack.callback(worker.crashed.set)
             store.records[worker.worker_id] = worker.record
         config = RouterConfig(port=0, **settings)  # type: ignore[arg-type]
         router = Router(config, Tokenizer(byte_tokenizer()), store)
@@ -386,6 +407,17 @@ def raises(error: EffuseError) -> Point:
         raise error
 
     return fail
+
+
+def once(point: Point) -> Point:
+    """A point that acts the first time only."""
+    left = [point]
+
+    async def act() -> None:
+        if left:
+            await left.pop()()
+
+    return act
 
 
 def holds(event: asyncio.Event, reached: asyncio.Event | None = None) -> Point:
