@@ -13,21 +13,18 @@ import pytest
 import torch
 from checkpoints import Architecture
 from e2e.client import all_at_once, connect, load_of
+from e2e.comparison import MARGIN, Pair, compare, margin, settings_of
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import Job, draw_jobs
 from oracle.decode import decode_with
 from oracle.forward import RawModel, load_raw
-from oracle.settings import Occurrences, OracleResult, Settings
+from oracle.settings import Occurrences
 
 from effuse.cli.fleet import Fleet
 from effuse.v1 import generation_pb2 as pb
 
 CONCURRENT = 16
 DRAWN = 36
-MARGIN = 2e-5
-FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
-
-Pair = tuple[Job, OracleResult]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +40,7 @@ def test_tokens_equal_the_oracles(connector: str, architecture: Architecture) ->
         for algorithm in ("d2f", "block_diffusion"):
             pairs = solid_jobs(raw, algorithm, seed=2)
             answers = _ask(fleet, [job for job, _ in pairs])
-            _compare(pairs, answers)
+            compare(pairs, answers)
             _all_handed_over(answers, connector)
             _cases_occurred(pairs, algorithm, architecture)
         _counted_the_same_bytes(fleet)
@@ -56,7 +53,7 @@ def test_tokens_equal_the_oracles_while_requests_are_preempted(architecture: Arc
         for algorithm in ("d2f", "block_diffusion"):
             pairs = solid_jobs(raw, algorithm, seed=3)
             answers = _ask(fleet, [job for job, _ in pairs])
-            _compare(pairs, answers)
+            compare(pairs, answers)
             assert sum(answer.stats.preemptions for answer in answers) > 0, "nobody was preempted"
         load = load_of(fleet.address_of("decode-0"))
         assert load.preemptions > 0
@@ -73,18 +70,10 @@ def solid_jobs(raw: RawModel, algorithm: str, seed: int) -> list[Pair]:
         if number % 2 == 0 and len(answer.token_ids) > 4:
             job = _stopping_at(job, answer.token_ids[len(answer.token_ids) // 2])
             answer = decode_with(raw, job.prompt, settings_of(job, raw))
-        if _margin(job, answer) > MARGIN:
+        if margin(job, answer) > MARGIN:
             pairs.append((job, answer))
     assert len(pairs) >= CONCURRENT, f"only {len(pairs)} of {DRAWN} jobs are far from every edge"
     return pairs[:CONCURRENT]
-
-
-def settings_of(job: Job, raw: RawModel | None = None) -> Settings:
-    """The job in the oracle's words; its stop ids join the model's own where the model is given."""
-    shared = {field.name for field in fields(Settings)} & {field.name for field in fields(Job)}
-    values = {name: getattr(job, name) for name in shared}
-    stops = (*raw.eos_token_ids, *job.stop_token_ids) if raw else None
-    return Settings(**(values | {"stop_token_ids": stops}))
 
 
 def _stopping_at(job: Job, token: int) -> Job:
@@ -96,29 +85,9 @@ def _stopping_at(job: Job, token: int) -> Job:
     )
 
 
-def _margin(job: Job, answer: OracleResult) -> float:
-    """How far the closest confidence lies from the threshold."""
-    return min(
-        (
-            abs(candidate.confidence - job.confidence_threshold)
-            for step in answer.steps
-            for candidate in step.candidates.values()
-        ),
-        default=1.0,
-    )
-
-
 def _ask(fleet: Fleet, jobs: list[Job]) -> list[pb.GenerateResponse]:
     with connect(fleet.address) as client:
         return all_at_once(lambda job: client.generate(job.message()), jobs)
-
-
-def _compare(pairs: list[Pair], answers: list[pb.GenerateResponse]) -> None:
-    for (job, expected), answer in zip(pairs, answers, strict=True):
-        assert tuple(answer.token_ids) == expected.token_ids, job
-        assert answer.finish_reason == FINISH[expected.finish], job
-        assert answer.usage.prompt_tokens == len(job.prompt)
-        assert answer.usage.completion_tokens == len(expected.token_ids)
 
 
 def _all_handed_over(answers: list[pb.GenerateResponse], connector: str) -> None:

@@ -1,0 +1,72 @@
+"""The bundled model through separate processes: the oracle's tokens, and right answers as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.client import all_at_once, connect
+from e2e.comparison import MARGIN, compare, margin, settings_of
+from e2e.workload import Job
+from oracle.decode import decode_with
+from oracle.forward import load_raw
+from tokenizers import Tokenizer
+
+import effuse.models
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.models.problems import Problem, problem
+from effuse.v1 import generation_pb2 as pb
+
+CONCURRENT = 16
+DRAWN = 22
+BUNDLED = Path(next(iter(effuse.models.__path__))) / "bundled"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("connector", ["zmq", "nixl"])
+def test_sixteen_problems_at_once(connector: str) -> None:
+    problems = [problem(2, number, "held_out") for number in range(DRAWN)]
+    raw = load_raw(BUNDLED)
+    with Fleet(FleetConfig(connector=connector)) as fleet:
+        for algorithm in ("d2f", "block_diffusion"):
+            jobs = [_job(each, algorithm, number) for number, each in enumerate(problems)]
+            pairs = [(job, decode_with(raw, job.prompt, settings_of(job))) for job in jobs]
+            solid = [(job, answer) for job, answer in pairs if margin(job, answer) > MARGIN]
+            assert len(solid) >= CONCURRENT
+            with connect(fleet.address) as client:
+                answers = all_at_once(
+                    lambda job: client.generate(job.message()), [job for job, _ in solid]
+                )
+            compare(solid, answers)
+            assert all(answer.stats.connector == connector for answer in answers)
+            assert sum(answer.stats.kv_bytes for answer in answers) > 0
+
+
+def test_text_in_right_answers_out() -> None:
+    problems = [problem(4, number, "held_out") for number in range(CONCURRENT)]
+    with Fleet(FleetConfig(connector="nixl")) as fleet, connect(fleet.address) as client:
+        answers = all_at_once(
+            lambda each: client.generate(pb.GenerateRequest(prompt=each.prompt)), problems
+        )
+    right = sum(
+        answer.text.strip() == each.answer.strip()
+        for each, answer in zip(problems, answers, strict=True)
+    )
+    assert right >= CONCURRENT - 2, f"{right} of {CONCURRENT} are right word for word"
+
+
+def _job(each: Problem, algorithm: str, number: int) -> Job:
+    ids = Tokenizer.from_file(str(BUNDLED / "tokenizer.json")).encode(each.prompt).ids
+    return Job(
+        prompt=tuple(ids),
+        max_tokens=40 + 10 * number,
+        algorithm=algorithm,
+        window=1 + number % 4,
+        confidence_threshold=(0.9, 0.8)[number % 2],
+        denoising_steps=16,
+    )
