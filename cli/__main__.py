@@ -14,6 +14,7 @@ COMMANDS = {
     "bench": ("bench", "measure a fleet on a dataset"),
     "eval": ("evaluate", "measure the bundled model's accuracy"),
     "demo": ("demo", "start a fleet and solve three fresh problems"),
+    "convert-tokenizer": ("convert_tokenizer", "write tokenizer.json for a checkpoint"),
 }
 
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """What `effuse --help` prints."""
     lines = ["usage: effuse COMMAND [FLAGS]", ""]
-    lines += [f"  {name:<10} {about}" for name, (_, about) in COMMANDS.items()]
+    lines += [f"  {name:<18} {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join([*lines, "", "effuse COMMAND --help lists a command's flags."])
 
 

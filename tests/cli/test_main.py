@@ -27,7 +27,11 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_refuses_an_unknown_flag(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    required = {"generate": ["hello"], "bench": ["--dataset", __file__]}
+    required = {
+        "generate": ["hello"],
+        "bench": ["--dataset", __file__],
+        "convert-tokenizer": ["."],
+    }
     with pytest.raises(SystemExit) as ended:
         main([name, *required.get(name, []), "--no-such-flag"])
     assert ended.value.code == 2
