@@ -5,6 +5,7 @@ One object is one life of an engine, under one incarnation. What is done when it
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -48,7 +49,7 @@ class EngineClient:
     ) -> None:
         self.incarnation = incarnation
         self._process = process
-        self._home = home
+        self.home = home  # private directory of the socket
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[ToFront])
@@ -122,7 +123,7 @@ class EngineClient:
         if self._receiving is not None:
             self._receiving.cancel()
         self._socket.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        shutil.rmtree(self.home, ignore_errors=True)
         if not self._exited.done():
             raise EngineLost(f"engine process {self.pid} does not die", permanent=True)
 
@@ -140,7 +141,8 @@ class _Socket:
         self._sender: zmq.Socket[bytes] = zmq.Socket.shadow(self._receiver.underlying)
 
     def send(self, frame: bytes) -> None:
-        self._sender.send(frame, zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # nobody is connected: not yet, or no more
+            self._sender.send(frame, zmq.NOBLOCK)
 
     async def receive(self) -> bytes:
         return await self._receiver.recv()

@@ -76,10 +76,12 @@ class EngineLoop:
         socket: "zmq.Socket[bytes]",
         *,
         wakes: Sequence[int] = (),
+        idle_ms: int | None = _WAIT_IDLE_MS,  # None waits until something comes
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._socket = socket
+        self._idle_ms = idle_ms
         self._now = now
         self._poller = zmq.Poller()
         for source in (socket, *wakes):
@@ -104,7 +106,7 @@ class EngineLoop:
         said, load = self._core.outbox(), self._core.load()
         self.tell([*self._beat(load, said), *said])
         if not worked:
-            self._poller.poll(_WAIT_BUSY_MS if load.running or load.waiting else _WAIT_IDLE_MS)
+            self._poller.poll(_WAIT_BUSY_MS if load.running or load.waiting else self._idle_ms)
         return True
 
     def tell(self, messages: Sequence[ToFront]) -> None:
@@ -138,7 +140,7 @@ def main(config_type: type[Config], build: Builder[Config]) -> int:
     die_with(orders.front_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
-    config = msgspec.json.decode(orders.config, type=config_type, dec_hook=_path)
+    config = read_config(orders.config, config_type)
     logs.set_up("engine", config.log_level)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -176,6 +178,11 @@ def die_with(front_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != front_pid:
         raise SystemExit("the front is gone")
+
+
+def read_config(raw: msgspec.Raw, config_type: type[Config]) -> Config:
+    """Reads a config as `config.to_json` wrote it; raises msgspec.ValidationError."""
+    return msgspec.json.decode(raw, type=config_type, dec_hook=_path)
 
 
 def _path(kind: type, value: object) -> object:

@@ -53,7 +53,7 @@ def _add(parser: argparse.ArgumentParser, one: "Field[Any]", hint: object) -> No
     if get_origin(hint) is not Annotated:
         raise TypeError(f"field {one.name} has no help text")
     flag = f"--{one.name.replace('_', '-')}"
-    kind, text = _without_none(get_args(hint)[0]), str(get_args(hint)[1])
+    kind, text = _without_none(get_args(hint)[0]), str(get_args(hint)[1]).replace("%", "%%")
     default = None if one.default is MISSING else one.default
     if default is not None and default is not False:
         text += f" (default: {default})"

@@ -1,0 +1,109 @@
+"""The table of attempts: who may come in, who hears what, who is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from effuse.kvtransfer.messages import AttemptId
+from effuse.protos.errors import AlreadyRunning, Refused, Unavailable
+from effuse.worker.attempts import Attempts
+from effuse.worker.messages import AbortDone, BlockState, Draft, PrefillDone
+
+ONE = AttemptId("r", 1, "t1")
+
+
+def done(attempt: AttemptId) -> AbortDone:
+    return AbortDone(attempt=attempt, was_running=True)
+
+
+def test_an_attempt_is_admitted_once() -> None:
+    attempts = Attempts()
+    attempts.open(ONE, "life")
+    for again in (ONE, AttemptId("other", 9, "t1"), AttemptId("r", 1, "t9")):
+        with pytest.raises(AlreadyRunning):
+            attempts.open(again, "life")
+    attempts.open(AttemptId("r", 2, "t2"), "life")
+    assert len(attempts) == 2
+
+
+def test_events_reach_their_attempt_in_order_and_no_other() -> None:
+    async def go() -> None:
+        attempts = Attempts()
+        one, two = attempts.open(ONE, "life"), attempts.open(AttemptId("q", 1, "t2"), "life")
+        first = PrefillDone(attempt=ONE, queue_s=0.0, compute_s=0.0)
+        for event in (first, done(two.id), done(ONE), done(AttemptId("x", 1, "gone"))):
+            attempts.deliver(event)
+        assert [await one.next_event(), await one.next_event()] == [first, done(ONE)]
+        assert await two.next_event() == done(two.id)
+
+    asyncio.run(go())
+
+
+def test_an_error_ends_the_wait_of_a_handler() -> None:
+    async def go() -> None:
+        attempts = Attempts()
+        attempt = attempts.open(ONE, "life")
+        attempts.lose_engine(Unavailable("gone"))
+        assert attempt.engine_gone
+        with pytest.raises(Unavailable, match="gone"):
+            await attempt.next_event()
+
+    asyncio.run(go())
+
+
+def test_a_slow_reader_misses_drafts_and_nothing_else() -> None:
+    async def go() -> None:
+        attempts = Attempts()
+        attempt = attempts.open(ONE, "life")
+        draft = Draft(attempt=ONE, token_offset=0, block=BlockState((1,), b"\1", True, 0))
+        for _ in range(1000):
+            attempts.deliver(draft)
+        for _ in range(10):
+            attempts.deliver(done(ONE))
+        events = [await attempt.next_event() for _ in range(75)]
+        assert events.count(done(ONE)) == 10
+        assert events.count(draft) == 65
+
+    asyncio.run(go())
+
+
+def test_what_has_ended_is_refused_until_it_is_forgotten() -> None:
+    async def go() -> None:
+        now = 0.0
+        attempts = Attempts(remember_s=10.0, now=lambda: now)
+        attempts.close(attempts.open(ONE, "life"))
+        attempts.bury("never seen")
+        for late in (ONE, AttemptId("r", 1, "never seen")):
+            with pytest.raises(Refused):
+                attempts.open(late, "life")
+        now = 10.0
+        attempts.open(ONE, "life")
+
+    asyncio.run(go())
+
+
+def test_the_memory_of_ended_attempts_is_bounded() -> None:
+    attempts = Attempts(most_remembered=3)
+    for number in range(5):
+        attempts.bury(f"t{number}")
+    attempts.open(AttemptId("r", 1, "t1"), "life")
+    with pytest.raises(Refused):
+        attempts.open(AttemptId("r", 2, "t2"), "life")
+
+
+def test_idle_is_when_the_last_one_is_closed() -> None:
+    async def go() -> None:
+        attempts = Attempts()
+        await attempts.wait_idle()
+        one, two = attempts.open(ONE, "life"), attempts.open(AttemptId("q", 1, "t2"), "life")
+        waiter = asyncio.ensure_future(attempts.wait_idle())
+        attempts.close(one)
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        attempts.close(two)
+        await asyncio.wait_for(waiter, 5)
+        assert one.ended.is_set()
+
+    asyncio.run(go())

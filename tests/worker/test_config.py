@@ -1,0 +1,66 @@
+"""A worker's config: what is refused, by flag, and that the engine reads what the front wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from effuse.decode_worker.config import DecodeConfig
+from effuse.prefill_worker.config import PrefillConfig
+from effuse.worker.config import WorkerConfig, to_json
+from effuse.worker.engine_process import read_config
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"page_size": 0}, "--page-size: expected 1 or more, got 0"),
+        ({"num_pages": -1}, "--num-pages: expected 1 or more"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+        ({"port": -1}, "--port: expected 0 or more"),
+        (
+            {"gpu_memory_utilization": 0.0},
+            r"--gpu-memory-utilization: expected a share in \(0, 1\]",
+        ),
+        ({"gpu_memory_utilization": NAN}, "--gpu-memory-utilization"),
+        ({"drain_s": -1.0}, "--drain-s: expected seconds above 0, got -1"),
+        ({"hang_timeout_s": float("inf")}, "--hang-timeout-s: expected seconds above 0, got inf"),
+        ({"fleet": "a}b"}, "fleet 'a}b' is not a name"),
+        ({"worker_id": ""}, "worker id '' is not a name"),
+        ({"adapter": Path("/nowhere")}, "--adapter: expected a directory, got '/nowhere'"),
+    ],
+)
+def test_bad_values_name_their_flag(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        WorkerConfig(**changes)  # type: ignore[arg-type]
+
+
+def test_roles_check_their_own() -> None:
+    with pytest.raises(ValueError, match="--handoff-lease-s"):
+        DecodeConfig(handoff_lease_s=0.0)
+    with pytest.raises(ValueError, match="--reservation-s"):
+        PrefillConfig(reservation_s=NAN)
+    with pytest.raises(ValueError, match="--page-size"):
+        DecodeConfig(page_size=0)
+
+
+def test_the_engine_reads_what_the_front_wrote(tmp_path: Path) -> None:
+    config = DecodeConfig(model=tmp_path, num_pages=7, enforce_eager=True, handoff_lease_s=3.5)
+    assert read_config(msgspec.Raw(to_json(config)), DecodeConfig) == config
+
+
+def test_the_engine_refuses_a_config_of_another_form() -> None:
+    fields = json.loads(to_json(DecodeConfig())) | {"page_size": "many"}
+    with pytest.raises(msgspec.ValidationError, match="page_size"):
+        read_config(msgspec.Raw(json.dumps(fields).encode()), DecodeConfig)
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_a_wildcard_address_is_never_advertised(host: str, is_told: bool) -> None:
+    assert (WorkerConfig(host=host).reachable_host() == host) is is_told
+    assert WorkerConfig(host=host, advertise_host="pod-7").reachable_host() == "pod-7"

@@ -1,0 +1,112 @@
+"""One life of an engine process: ready, last words, silence, a crash, and its end at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import fake_engine
+import fronts
+import psutil
+import pytest
+from eventually import eventually
+
+from effuse.kvtransfer.messages import AttemptId
+from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_client import EngineClient, EngineLost, new_incarnation
+from effuse.worker.messages import Abort, AbortDone, Heartbeat, ToFront
+
+ABORT = Abort(attempt=AttemptId("r", 1, "t1"), reason="test")
+
+
+@asynccontextmanager
+async def spawned(model: str = "fake") -> AsyncIterator[EngineClient]:
+    os.environ["PYTHONPATH"] = str(Path(fronts.__file__).parent)
+    config = WorkerConfig(served_model_name=model, log_level="error")
+    client = await EngineClient.spawn(fronts.FAKE_ENGINE, config)
+    try:
+        yield client
+    finally:
+        await client.kill()
+
+
+async def events(client: EngineClient) -> list[ToFront]:
+    """The next messages that are no heartbeats."""
+    async with asyncio.timeout(20):
+        while True:
+            heard = [m for m in await client.receive(20) if not isinstance(m, Heartbeat)]
+            if heard:
+                return heard
+
+
+def test_it_says_that_it_is_ready_and_answers() -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            ready = await client.ready(20)
+            assert (ready.model.name, ready.total_pages) == ("fake", fake_engine.PAGES)
+            client.send(ABORT)
+            assert await events(client) == [AbortDone(attempt=ABORT.attempt, was_running=False)]
+
+    asyncio.run(go())
+
+
+def test_a_silent_engine_says_nothing_in_time() -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            with pytest.raises(EngineLost, match="not ready after 0 s"):
+                await client.ready(0)
+            assert (await client.ready(20)).model.name == "fake"
+
+    asyncio.run(go())
+
+
+def test_why_it_could_not_start_is_heard() -> None:
+    async def go() -> None:
+        async with spawned("missing") as client:
+            with pytest.raises(EngineLost, match="no such checkpoint") as caught:
+                await client.ready(20)
+            assert caught.value.permanent
+
+    asyncio.run(go())
+
+
+def test_a_crash_is_told_with_its_status_after_its_last_words() -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            await client.ready(20)
+            client.send(ABORT)
+            await asyncio.sleep(0)
+            assert await events(client)
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(EngineLost, match="killed by signal 9"):
+                await events(client)
+            client.send(ABORT)  # in vain, and no error
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_it_ends_at_any_moment_and_leaves_nothing(is_ready: bool) -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            if is_ready:
+                await client.ready(20)
+            process = psutil.Process(client.pid)
+            home = client.home
+            assert home.is_dir()
+            await client.stop(20 if is_ready else 0)
+            await eventually(lambda: not process.is_running())
+            assert not home.exists()
+            await client.kill()  # again, and no error
+
+    asyncio.run(go())
+
+
+def test_incarnations_differ_and_sort_by_age() -> None:
+    ids = [new_incarnation() for _ in range(100)]
+    assert len(set(ids)) == 100
+    assert ids == sorted(ids)

@@ -1,0 +1,164 @@
+"""The engine's loop over a real socket: order, heartbeats, waking, and its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+import zmq
+
+from effuse.kvtransfer.messages import AttemptId
+from effuse.placement.records import Load
+from effuse.worker.engine_process import EngineLoop, die_with
+from effuse.worker.messages import (
+    Abort,
+    AbortDone,
+    CoreEvent,
+    Heartbeat,
+    PrefillDone,
+    Shutdown,
+    StartPrefill,
+    ToEngine,
+    ToFront,
+)
+
+ONE = AttemptId("r", 1, "t1")
+START = StartPrefill(attempt=ONE, prompt_token_ids=(1, 2))
+
+
+@dataclass
+class Core:
+    """Answers a start when it is stepped, and an abort at once."""
+
+    handled: list[ToEngine] = field(default_factory=list)
+    out: list[CoreEvent] = field(default_factory=list)
+    now_load: Load = field(default_factory=Load)
+    steps: int = 0
+
+    def handle(self, message: ToEngine) -> None:
+        self.handled.append(message)
+        if isinstance(message, Abort):
+            self.out.append(AbortDone(attempt=message.attempt, was_running=True))
+
+    def step(self) -> bool:
+        self.steps += 1
+        started = [m for m in self.handled if isinstance(m, StartPrefill)]
+        for message in started:
+            self.out.append(PrefillDone(attempt=message.attempt, queue_s=0.0, compute_s=0.0))
+            self.handled.remove(message)
+        return bool(started)
+
+    def outbox(self) -> Sequence[CoreEvent]:
+        out, self.out = self.out, []
+        return out
+
+    def load(self) -> Load:
+        return self.now_load
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Front:
+    """The other end of the socket, and time that a test moves."""
+
+    socket: zmq.Socket[bytes]
+    theirs: zmq.Socket[bytes]
+    loop: EngineLoop
+    core: Core
+    now: float = 0.0
+
+    def say(self, *messages: ToEngine) -> None:
+        for message in messages:
+            self.socket.send(msgspec.msgpack.encode(message))
+
+    def hear(self) -> list[ToFront]:
+        heard: list[ToFront] = []
+        while self.socket.poll(0):
+            heard += msgspec.msgpack.decode(self.socket.recv(), type=list[ToFront])
+        return heard
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    context = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    ours.bind("inproc://front")
+    theirs.connect("inproc://front")
+    core = Core()
+    made: list[Front] = []
+    loop = EngineLoop(core, theirs, now=lambda: made[0].now)
+    made.append(Front(ours, theirs, loop, core))
+    yield made[0]
+    context.destroy(linger=0)
+
+
+def test_messages_are_handled_in_order_before_the_step_and_answers_are_sent(front: Front) -> None:
+    abort = Abort(attempt=ONE, reason="test")
+    front.say(START, abort)
+    assert front.loop.turn()
+    assert front.core.handled == [abort]
+    kinds = [type(message) for message in front.hear()]
+    assert kinds == [Heartbeat, AbortDone, PrefillDone]
+
+
+def test_shutdown_ends_the_loop_without_a_step(front: Front) -> None:
+    front.say(Shutdown(), START)
+    front.loop.run()
+    assert (front.core.steps, front.core.handled) == (0, [])
+
+
+def test_heartbeats_come_seldom_when_nothing_changes(front: Front) -> None:
+    beats = []
+    for turn in range(21):
+        front.now = turn * 0.1
+        front.say(START)
+        front.loop.turn()
+        beats += [m for m in front.hear() if isinstance(m, Heartbeat)]
+    assert [beat.loops for beat in beats] == [1, 6, 11, 16, 21]
+
+
+def test_a_changed_load_is_told_sooner(front: Front) -> None:
+    front.say(START)
+    front.loop.turn()
+    front.hear()
+    front.core.now_load = Load(running=1, runnable=1)
+    for now, is_told in ((0.01, False), (0.06, True), (0.1, False)):
+        front.now = now
+        front.say(START)
+        front.loop.turn()
+        beats = [m for m in front.hear() if isinstance(m, Heartbeat)]
+        assert bool(beats) is is_told
+
+
+def test_the_load_after_an_end_is_told_before_the_end(front: Front) -> None:
+    front.loop.turn()
+    front.hear()
+    front.core.now_load = Load(free_pages=8)
+    front.say(Abort(attempt=ONE, reason="test"))
+    front.loop.turn()
+    beat, end = front.hear()
+    assert isinstance(beat, Heartbeat)
+    assert (beat.load.free_pages, type(end)) == (8, AbortDone)
+
+
+def test_an_idle_engine_is_woken_by_its_connector(front: Front) -> None:
+    wake = os.eventfd(1)
+    loop = EngineLoop(front.core, front.theirs, wakes=(wake,), idle_ms=None)
+    assert loop.turn()  # returns although nothing was said and nothing will be
+    os.close(wake)
+
+
+def test_bytes_that_are_no_message_end_the_engine(front: Front) -> None:
+    front.socket.send(b"\xc1 not a message")
+    with pytest.raises(msgspec.DecodeError):
+        front.loop.turn()
+
+
+def test_a_process_whose_front_is_gone_does_not_begin() -> None:
+    with pytest.raises(SystemExit, match="the front is gone"):
+        die_with(os.getppid() + 1)

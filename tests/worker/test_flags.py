@@ -1,0 +1,89 @@
+"""Flags from fields: every type, every default, and errors that name the accepted form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from effuse.worker import flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One field of each kind."""
+
+    name: Annotated[str, "a name"] = "plain"
+    count: Annotated[int, "how many"] = 3
+    share: Annotated[float, "100 % is 1"] = 0.5
+    is_loud: Annotated[bool, "say more"] = False
+    mode: Annotated[Literal["fast", "safe"], "how"] = "safe"
+    limit: Annotated[int | None, "at most"] = None
+    where: Annotated[Path | None, "a place"] = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"--count: expected 1 or more, got {self.count}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undescribed:
+    """A field without help."""
+
+    name: str = "x"
+
+
+def parse(*argv: str) -> Example:
+    return flags.parse(Example, argv, prog="example", about="An example.")
+
+
+def test_without_flags_every_default_holds() -> None:
+    assert parse() == Example()
+
+
+def test_every_kind_of_flag() -> None:
+    found = parse(
+        *("--name", "a b", "--count", "7", "--share=0.25", "--is-loud"),
+        *("--mode", "fast", "--limit", "9", "--where", "/x/y"),
+    )
+    assert found == Example(
+        name="a b", count=7, share=0.25, is_loud=True, mode="fast", limit=9, where=Path("/x/y")
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--nope"], "unrecognized arguments: --nope"),
+        (["--cou", "7"], "unrecognized arguments: --cou 7"),
+        (["extra"], "unrecognized arguments: extra"),
+        (["--count", "x"], "argument --count: invalid int value: 'x'"),
+        (["--share", "half"], "argument --share: invalid float value: 'half'"),
+        (["--mode", "slow"], "invalid choice: 'slow' (choose from"),
+        (["--limit"], "argument --limit: expected one argument"),
+        (["--count", "0"], "--count: expected 1 or more, got 0"),
+    ],
+)
+def test_wrong_flags_end_with_status_2(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv)
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("--count N how many (default: 3)", "--share X 100 % is 1", "{fast,safe}"):
+        assert part in text
+
+
+def test_a_field_without_help_is_our_mistake() -> None:
+    with pytest.raises(TypeError, match="name has no help text"):
+        flags.parse(Undescribed, [], prog="example", about="")

@@ -1,0 +1,122 @@
+"""Asking a writer to let go: an answer, another life, a refusal, silence, a broken one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+
+from effuse.kvtransfer.messages import AttemptId
+from effuse.protos import rpc
+from effuse.protos.errors import Unavailable
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+from effuse.worker import peer
+from effuse.worker.peer import Patience
+from effuse.worker.wire import Writer
+
+ONE = AttemptId("r", 1, "t1")
+QUICK = Patience(call_s=0.2, first_pause_s=0.001, most_pause_s=0.002, lost_after_s=60.0)
+
+
+class Worker(pb_grpc.WorkerServiceServicer):
+    """Fails a number of times before it answers."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.asked: list[pb.AbortRequest] = []
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.AbortResponse:
+        self.asked.append(request)
+        if len(self.asked) <= self.failures:
+            raise Unavailable("still ending")
+        return pb.AbortResponse(incarnation="another-life")
+
+    async def GetLoad(
+        self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.GetLoadResponse:
+        raise NotImplementedError
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.DrainResponse:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def serving(worker: Worker) -> AsyncIterator[Writer]:
+    server = rpc.RpcServer(rpc.FLEET_LIMITS)
+    pb_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
+    port = await server.start("127.0.0.1:0", ["effuse.v1.WorkerService"])
+    try:
+        yield Writer(f"127.0.0.1:{port}", "life")
+    finally:
+        await server.stop(0)
+
+
+async def within(writer: Writer, patience: Patience, now: object = None) -> None:
+    async with asyncio.timeout(20):
+        await peer.until_gone(writer, ONE, "test", patience=patience)
+
+
+def test_an_answer_of_whatever_life_is_enough() -> None:
+    async def go() -> None:
+        worker = Worker(failures=0)
+        async with serving(worker) as writer:
+            await within(writer, QUICK)
+        (asked,) = worker.asked
+        assert asked.attempt == pb.AttemptId(request_id="r", attempt=1, transfer_id="t1")
+
+    asyncio.run(go())
+
+
+def test_it_is_asked_until_it_answers() -> None:
+    async def go() -> None:
+        worker = Worker(failures=3)
+        async with serving(worker) as writer:
+            await within(writer, QUICK)
+        assert len(worker.asked) == 4
+
+    asyncio.run(go())
+
+
+def test_a_refused_connection_proves_that_it_is_gone() -> None:
+    async def go() -> None:
+        async with serving(Worker(0)) as writer:
+            pass
+        await within(writer, QUICK)
+
+    asyncio.run(go())
+
+
+def test_one_that_accepts_and_says_nothing_is_not_gone_until_patience_ends() -> None:
+    async def go() -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections.append(writer)
+
+        connections: list[asyncio.StreamWriter] = []
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        clock = iter(float(second) for second in range(1000))
+        async with server:
+            patience = Patience(
+                call_s=0.05, first_pause_s=0.001, most_pause_s=0.001, lost_after_s=3.0
+            )
+            async with asyncio.timeout(20):
+                await peer.until_gone(
+                    Writer(f"127.0.0.1:{port}", "life"),
+                    ONE,
+                    "test",
+                    patience=patience,
+                    now=lambda: next(clock),
+                )
+            for writer in connections:
+                writer.close()
+        assert next(clock) >= 4.0
+        assert connections
+
+    asyncio.run(go())
