@@ -1,0 +1,121 @@
+"""What is installed is what is tracked, and importing it is what is declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# Import name to the distribution that brings it, where the two differ.
+DISTRIBUTIONS = {
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_status": "grpcio-status",
+    "prometheus_client": "prometheus-client",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}
+# Part of torch's or the interpreter's own installation, or ours.
+GIVEN = {"effuse"} | set(sys.stdlib_module_names)
+
+
+def _tracked() -> list[str]:
+    told = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    return [name for name in told.splitlines() if (ROOT / name).is_file()]
+
+
+def _folders() -> dict[str, str]:
+    """Folder in the checkout to its place in the wheel."""
+    folders = {}
+    for package in PROJECT["tool"]["setuptools"]["packages"]:
+        name = package.removeprefix("effuse.")
+        folders["protos/effuse/v1" if name == "v1" else name] = f"effuse/{name}"
+    return folders
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel built from the tracked files and nothing else."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
+    for name in _tracked():
+        copy = source / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation"]
+    done = subprocess.run(
+        [*command, "--outdir", str(out), str(source)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_holds_every_tracked_file_of_the_packages(wheel: zipfile.ZipFile) -> None:
+    expected = set()
+    for folder, place in _folders().items():
+        for name in _tracked():
+            path = Path(name)
+            inside = path.parent == Path(folder) or name.startswith("models/bundled/")
+            if inside and path.is_relative_to(folder):
+                expected.add(f"{place}/{path.relative_to(folder)}")
+        if folder == "protos":  # the .proto files and stubs are the package effuse.v1
+            expected = {name for name in expected if not name.startswith("effuse/protos/effuse")}
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert expected == held
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    folders = {str(Path(name).parent) for name in _tracked() if name.endswith("/__init__.py")}
+    source = {folder for folder in folders if not folder.startswith("tests")}
+    assert source == set(_folders())
+
+
+def test_every_package_is_typed() -> None:
+    assert not [folder for folder in _folders() if not (ROOT / folder / "py.typed").is_file()]
+
+
+def test_every_import_is_declared() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    base = _names(PROJECT["project"]["dependencies"])
+    light = {"router", "placement", "protos"}
+    for folder in _folders():
+        allowed = base if folder in light else base | _names(extras["worker"])
+        allowed = allowed | _names(extras["dev"]) if folder == "benchmarks" else allowed
+        for name in _tracked():
+            if Path(name).parent == Path(folder) and name.endswith(".py"):
+                missing = _imports(ROOT / name) - allowed
+                assert not missing, f"{name} imports {missing}"
+
+
+def test_the_checkout_is_not_on_the_import_path() -> None:
+    assert str(ROOT) not in sys.path
+    assert "" not in sys.path
+
+
+def _names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=;\[ ]", one)[0].lower() for one in requirements}
+
+
+def _imports(path: Path) -> set[str]:
+    """Distributions that a module imports."""
+    roots = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            roots.add(node.module.split(".")[0])
+    return {DISTRIBUTIONS.get(root, root).lower() for root in roots - GIVEN}

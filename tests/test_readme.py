@@ -1,0 +1,40 @@
+"""What the README and DESIGN say exists, exists; what they say to type, can be typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "DESIGN.md", "k8s/README.md")
+FOLDERS = "benchmarks|cli|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
+FILE = re.compile(rf"`((?:{FOLDERS}|protos|router|tests|worker)/[\w./-]*)`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_it_names_exists(page: str) -> None:
+    named = FILE.findall((ROOT / page).read_text())
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_every_step_in_the_life_of_a_request_names_a_file() -> None:
+    text = (ROOT / "README.md").read_text()
+    life = text.split("## The life of a request")[1].split("\n## ")[0]
+    steps = re.split(r"^\d+\. ", life, flags=re.MULTILINE)[1:]
+    assert len(steps) == 8
+    assert all(FILE.search(step) for step in steps)
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in PAGES:
+        links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / page).read_text())
+        assert not [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+
+
+def test_every_make_target_it_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = re.findall(r"`make ([a-z0-9-]+)", (ROOT / page).read_text())
+        assert set(named) <= targets, page
