@@ -86,8 +86,8 @@ class SenderEvent(Enum):
     PAGES_READY = auto()
     COMPUTED = auto()
     ACKNOWLEDGED = auto()
-    FAILED = auto()  # the push, or the computing
-    EXPIRED = auto()
+    FAILED = auto()  # the push
+    EXPIRED = auto()  # no reservation came, or the connector says nothing
     ABORTED = auto()
     DRAINED = auto()
 
@@ -111,8 +111,6 @@ SENDER: Mapping[tuple[S, F], tuple[S, tuple[G, ...]]] = {
     (S.COMPUTING, F.ADDRESSED): (S.PUSHING, (G.PUSH,)),
     (S.COMPUTING, F.PAGES_READY): (S.COMPUTING, ()),
     (S.COMPUTING, F.COMPUTED): (S.COMPUTED, ()),
-    (S.COMPUTING, F.FAILED): (S.ENDED, (G.FREE_PAGES, G.REPORT_FAILED)),
-    (S.COMPUTING, F.EXPIRED): (S.ENDED, (G.FREE_PAGES, G.REPORT_FAILED)),
     (S.COMPUTING, F.ABORTED): (S.ENDED, (G.FREE_PAGES,)),
     (S.COMPUTED, F.ADDRESSED): (S.FINISHING, (G.PUSH, G.FINISH)),
     (S.COMPUTED, F.EXPIRED): (S.ENDED, (G.FREE_PAGES, G.REPORT_FAILED)),

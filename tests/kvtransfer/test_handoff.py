@@ -77,7 +77,6 @@ SENDER_LIVES = {
         "ENDED",
         "PUSH PUSH FINISH CANCEL REPORT_FAILED FREE_PAGES",
     ),
-    "computing failed": ("FAILED", "ENDED", "FREE_PAGES REPORT_FAILED"),
 }
 
 

@@ -1,0 +1,183 @@
+"""The prefill side of handoffs: connector and state machine held together.
+
+For one engine thread. Reports come from poll(); source pages belong to the caller, who may reuse
+them only after HandoffEnded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from effuse.kvtransfer.connector import (
+    Cancelled,
+    Cause,
+    Connector,
+    ConnectorEvent,
+    Pushed,
+    PushFailed,
+)
+from effuse.kvtransfer.handoff import SENDER, Machine, SenderDo, SenderEvent, SenderState
+from effuse.kvtransfer.messages import AttemptId, BoundaryState, Reservation
+
+SenderMachine = Machine[SenderState, SenderEvent, SenderDo]
+
+OVERTIME_S = 5.0  # beyond the lease, which the connector itself keeps: it may be stuck
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffPushed:
+    """The receiver has everything."""
+
+    attempt: AttemptId
+    pages: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushMissed:
+    """The pages were not handed over. They may still be read until HandoffEnded."""
+
+    attempt: AttemptId
+    cause: Cause
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnded:
+    """Nothing of this transfer reads the source pages any more."""
+
+    attempt: AttemptId
+
+
+SendReport = HandoffPushed | PushMissed | HandoffEnded
+
+
+@dataclass(slots=True)
+class _Handoff:
+    attempt: AttemptId
+    machine: SenderMachine
+    reservation: Reservation | None = None
+    ready: list[int] = field(default_factory=list)  # source pages that are final, in order
+    num_pushed: int = 0
+    boundary: BoundaryState | None = None
+
+
+class HandoffSender:
+    """All handoffs that leave one pool."""
+
+    def __init__(
+        self, connector: Connector, *, reservation_s: float, now: Callable[[], float]
+    ) -> None:
+        self._connector = connector
+        self._reservation_s = reservation_s
+        self._now = now
+        self._handoffs: dict[str, _Handoff] = {}
+        self._reports: list[SendReport] = []
+
+    def __len__(self) -> int:
+        return len(self._handoffs)
+
+    def begin(self, attempt: AttemptId) -> None:
+        """A prompt will be computed; its pages wait for a reservation."""
+        assert attempt.transfer_id not in self._handoffs, attempt
+        machine = Machine(SENDER, SenderState.COMPUTING, self._now(), math.inf)
+        self._handoffs[attempt.transfer_id] = _Handoff(attempt, machine)
+
+    def reservation(self, transfer_id: str) -> Reservation | None:
+        """Where this handoff goes, once that is known."""
+        return self._handoffs[transfer_id].reservation
+
+    def address(self, reservation: Reservation) -> None:
+        """Says where the pages go; what is final already is pushed at once."""
+        handoff = self._handoffs[reservation.transfer_id]
+        assert handoff.reservation is None, reservation.transfer_id
+        handoff.reservation = reservation
+        handoff.machine.renew(self._now(), reservation.lease_s + OVERTIME_S)
+        self._connector.push_pages(reservation, (), 0)  # reaches the peer while pages are computed
+        self._handle(handoff, SenderEvent.ADDRESSED)
+
+    def pages_ready(self, transfer_id: str, source_pages: Sequence[int]) -> None:
+        """Further pages are final."""
+        handoff = self._handoffs[transfer_id]
+        handoff.ready += source_pages
+        self._handle(handoff, SenderEvent.PAGES_READY)
+
+    def computed(self, transfer_id: str, boundary: BoundaryState) -> None:
+        """All pages are final, and this goes with them."""
+        handoff = self._handoffs[transfer_id]
+        handoff.boundary = boundary
+        if handoff.reservation is None:
+            handoff.machine.renew(self._now(), self._reservation_s)
+        self._handle(handoff, SenderEvent.COMPUTED)
+
+    def abort(self, transfer_id: str) -> None:
+        """Gives a handoff up, unreported but for its HandoffEnded; nothing if it has ended."""
+        handoff = self._handoffs.get(transfer_id)
+        if handoff is not None:
+            self._handle(handoff, SenderEvent.ABORTED)
+
+    def poll(self) -> list[SendReport]:
+        """What has happened since the last call, in order."""
+        for event in self._connector.poll():
+            handoff = self._handoffs.get(event.transfer_id)
+            if handoff is not None:
+                self._hear(handoff, event)
+        self._expire()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _hear(self, handoff: _Handoff, event: ConnectorEvent) -> None:
+        match event:
+            case Pushed(_, pages, num_bytes, seconds):
+                pushed = HandoffPushed(handoff.attempt, pages, num_bytes, seconds)
+                self._handle(handoff, SenderEvent.ACKNOWLEDGED, pushed)
+            case PushFailed(_, cause, message):
+                missed = PushMissed(handoff.attempt, cause, message)
+                self._handle(handoff, SenderEvent.FAILED, missed)
+            case Cancelled():
+                self._handle(handoff, SenderEvent.DRAINED)
+            case _:
+                pass  # of transfers that come in
+
+    def _expire(self) -> None:
+        now = self._now()
+        for handoff in list(self._handoffs.values()):
+            machine = handoff.machine
+            if not machine.is_overdue(now) or not machine.allows(SenderEvent.EXPIRED):
+                continue
+            text = (
+                f"no reservation came within {self._reservation_s:g} s"
+                if handoff.reservation is None
+                else f"the push did not end within its lease of {handoff.reservation.lease_s:g} s"
+            )
+            missed = PushMissed(handoff.attempt, Cause.LEASE, text)
+            self._handle(handoff, SenderEvent.EXPIRED, missed)
+
+    def _handle(
+        self, handoff: _Handoff, event: SenderEvent, report: SendReport | None = None
+    ) -> None:
+        transfer_id = handoff.attempt.transfer_id
+        for do in handoff.machine.handle(event, self._now()):
+            match do:
+                case SenderDo.PUSH:
+                    self._push(handoff)
+                case SenderDo.FINISH:
+                    assert handoff.reservation is not None and handoff.boundary is not None
+                    self._connector.finish(handoff.reservation, handoff.boundary)
+                case SenderDo.CANCEL:
+                    self._connector.cancel(transfer_id)
+                case SenderDo.FREE_PAGES:
+                    del self._handoffs[transfer_id]
+                    self._reports.append(HandoffEnded(handoff.attempt))
+                case SenderDo.REPORT_PUSHED | SenderDo.REPORT_FAILED:
+                    assert report is not None, event
+                    self._reports.append(report)
+
+    def _push(self, handoff: _Handoff) -> None:
+        pages = handoff.ready[handoff.num_pushed :]
+        if pages and handoff.reservation is not None:
+            self._connector.push_pages(handoff.reservation, pages, handoff.num_pushed)
+            handoff.num_pushed += len(pages)

@@ -1,0 +1,51 @@
+"""Makes a prefill engine from its config; run as the engine's process by the front.
+
+Only wires parts to each other.
+"""
+
+import sys
+import time
+
+from effuse.kvtransfer.sender import HandoffSender
+from effuse.prefill_worker.config import PrefillConfig
+from effuse.prefill_worker.engine import PrefillEngine
+from effuse.prefill_worker.scheduler import Limits
+from effuse.worker.assembly import Assembly, assemble
+from effuse.worker.engine_process import Engine, main
+
+
+def build(config: PrefillConfig, incarnation: str) -> Engine:
+    """An engine that is ready to serve. Raises ValueError where the config is at fault."""
+    parts = assemble(config, incarnation, "prefill", "d2f")
+    limits = _limits(config, parts)
+    parts.connector.start()
+    core = PrefillEngine(
+        parts.runner,
+        parts.model.config,
+        parts.pool,
+        parts.memory,
+        HandoffSender(parts.connector, reservation_s=config.reservation_s, now=time.monotonic),
+        limits,
+        parts.fingerprint,
+        now=time.monotonic,
+        max_request_s=config.max_request_s,
+        close=parts.connector.close,
+    )
+    return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
+
+
+def _limits(config: PrefillConfig, parts: Assembly) -> Limits:
+    return Limits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=parts.max_model_len,
+        num_pages=parts.memory.num_pages,
+        page_size=parts.memory.layout.page_size,
+        block_size=parts.model.config.block_size,
+        vocab_size=parts.model.config.vocab_size,
+        mask_token_id=parts.model.config.mask_token_id,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(PrefillConfig, build))

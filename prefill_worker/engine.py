@@ -1,0 +1,364 @@
+"""The prefill engine: prompt in, KV pages out. One `step` is one forward over chunks of prompts.
+
+Owns the loop and the messages; what takes part is scheduler.py, how pages leave is kvtransfer's
+sender, and the forward is the model runner's. Never computes logits. Single-threaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from effuse.kvtransfer.layout import Fingerprint, mismatch
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
+from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.sender import HandoffEnded, HandoffPushed, HandoffSender, PushMissed
+from effuse.kvtransfer.tombstones import Tombstones
+from effuse.models.config import ModelConfig
+from effuse.models.part import Part, PartResult
+from effuse.placement.records import Load
+from effuse.prefill_worker import scheduler
+from effuse.prefill_worker.outbox import Outbox
+from effuse.prefill_worker.prompt import Prompt
+from effuse.prefill_worker.scheduler import Limits, PromptRefused
+from effuse.worker import messages
+from effuse.worker.messages import CoreEvent, StartPrefill, ToEngine
+
+LOG = logging.getLogger(__name__)
+
+KEEP_ABORTED_S = 600.0
+MOST_FAILED_FORWARDS = 8  # in a row; then the device is taken for lost and the process ends
+
+
+class Forward(Protocol):
+    """The part of the model runner that the engine uses."""
+
+    def run(self, parts: Sequence[Part]) -> list[PartResult]:
+        """One forward; results in the order of the parts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One prompt's share of a forward."""
+
+    prompt: Prompt
+    part: Part
+
+
+class PrefillEngine:
+    """An EngineCore. Emits `PrefillDone`, then `Pushed` once the receiver has everything."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        model: ModelConfig,
+        pool: PagePool,
+        memory: PageMemory,
+        sender: HandoffSender,
+        limits: Limits,
+        fingerprint: Fingerprint,
+        *,
+        now: Callable[[], float],
+        max_request_s: float,
+        close: Callable[[], None],
+    ) -> None:
+        self._forward = forward
+        self._model = model
+        self._pool = pool
+        self._memory = memory
+        self._sender = sender
+        self._limits = limits
+        self._fingerprint = fingerprint
+        self._now = now
+        self._max_request_s = max_request_s
+        self._close = close
+        self._outbox = Outbox()
+        self._tombstones = Tombstones(KEEP_ABORTED_S)
+        self._prompts: dict[str, Prompt] = {}  # everything not ended, draining ones included
+        self._waiting: list[Prompt] = []
+        self._computing: list[Prompt] = []
+        self._live: set[str] = set()  # transfers that have not failed or been aborted
+        self._aborting: dict[str, bool] = {}  # transfers whose AbortDone is due: did they run
+        self._failed_forwards = 0
+        self._steps = 0
+        self._kv_bytes = 0
+
+    def step(self) -> bool:
+        """Hears of pushes, admits, runs one forward, and hands on what became final."""
+        has_moved = self._hear() | self._admit()
+        chunks = self._take_chunks()
+        if not chunks:
+            return has_moved
+        results = self._run(chunks)
+        if results:
+            self._memory.synchronize()
+        for chunk, result in zip(chunks, results, strict=False):
+            self._apply(chunk, result)
+        return True
+
+    def handle(self, message: ToEngine) -> None:
+        """Takes one message of the front."""
+        match message:
+            case StartPrefill():
+                self._start(message)
+            case messages.PushTo(reservation=reservation):
+                self._push_to(reservation)
+            case messages.Abort(attempt=attempt):
+                self._abort(attempt)
+            case messages.StartDecode(attempt=attempt):
+                self._outbox.failed(attempt, "INVALID_ARGUMENT", "this is a prefill worker")
+            case messages.WriterGone() | messages.Shutdown():
+                pass  # nobody writes here; the process ends itself
+
+    def outbox(self) -> Sequence[CoreEvent]:
+        """What is to be said since the last call, in order."""
+        return self._outbox.drain()
+
+    def load(self) -> Load:
+        """What the engine has and does now."""
+        unfinished = [*self._waiting, *self._computing]
+        return Load(
+            running=len(self._prompts) - len(self._waiting),
+            waiting=len(self._waiting),
+            runnable=len(self._computing),
+            total_pages=self._pool.num_pages,
+            free_pages=self._pool.num_free,
+            quarantined_pages=self._pool.count(PageState.QUARANTINED),
+            queued_tokens=sum(prompt.num_left for prompt in unfinished),
+            steps=self._steps,
+            kv_bytes=self._kv_bytes,
+        )
+
+    def audit(self) -> None:
+        """Checks that every page is free or some prompt's. Raises AuditError."""
+        self._pool.audit([page for prompt in self._prompts.values() for page in prompt.pages])
+
+    def close(self) -> None:
+        """Stops the connector."""
+        self._close()
+
+    # What comes in.
+
+    def _start(self, message: StartPrefill) -> None:
+        attempt = message.attempt
+        if attempt.transfer_id in self._tombstones:
+            self._outbox.failed(attempt, "ABORTED", "the attempt was aborted before it began")
+        elif attempt.transfer_id in self._prompts:
+            self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
+        else:
+            self._join(message)
+
+    def _join(self, message: StartPrefill) -> None:
+        prompt = self._prompt(message)
+        try:
+            scheduler.check_prompt(
+                prompt.token_ids, prompt.num_paged, prompt.can_split, self._limits
+            )
+        except PromptRefused as error:
+            self._outbox.failed(message.attempt, "INVALID_ARGUMENT", str(error))
+            return
+        transfer_id = message.attempt.transfer_id
+        self._prompts[transfer_id] = prompt
+        self._live.add(transfer_id)
+        self._waiting.append(prompt)
+        self._sender.begin(message.attempt)
+
+    def _prompt(self, message: StartPrefill) -> Prompt:
+        """A block-causal prompt is paged up to its last whole block, a bidirectional one wholly."""
+        length = len(message.prompt_token_ids)
+        can_split = self._model.prompt_attention == "causal_blocks"
+        block = self._limits.block_size
+        return Prompt(
+            attempt=message.attempt,
+            token_ids=message.prompt_token_ids,
+            block_origin=self._model.block_origin(length),
+            num_paged=length // block * block if can_split else length,
+            can_split=can_split,
+            arrived_s=self._now(),
+        )
+
+    def _push_to(self, reservation: Reservation) -> None:
+        transfer_id, attempt = reservation.transfer_id, reservation.attempt
+        prompt = self._prompts.get(transfer_id)
+        if transfer_id in self._tombstones or (prompt and transfer_id not in self._live):
+            return  # it has ended, and its front was told
+        if prompt is None or prompt.attempt != attempt:
+            self._outbox.failed(attempt, "INVALID_ARGUMENT", "no prompt of this attempt is here")
+            return
+        found = mismatch(self._fingerprint, reservation.fingerprint)
+        needed = self._limits.pages_for(prompt.num_paged)
+        if found is not None:
+            self._give_up(prompt)
+            self._outbox.failed(attempt, "FAILED_PRECONDITION", str(found), field=found.name)
+        elif self._sender.reservation(transfer_id) is not None:
+            self._give_up(prompt)
+            self._outbox.failed(attempt, "INVALID_ARGUMENT", "a second reservation came")
+        elif len(reservation.pages) != needed:
+            self._give_up(prompt)
+            text = f"the prompt fills {needed} pages, {len(reservation.pages)} are reserved"
+            self._outbox.failed(attempt, "INVALID_ARGUMENT", text)
+        else:
+            self._sender.address(reservation)
+
+    def _abort(self, attempt: AttemptId) -> None:
+        transfer_id = attempt.transfer_id
+        self._tombstones.add(transfer_id, self._now())
+        prompt = self._prompts.get(transfer_id)
+        if prompt is None:
+            self._outbox.abort_done(attempt, was_running=False)
+            return
+        self._aborting.setdefault(transfer_id, transfer_id in self._live)
+        self._give_up(prompt)
+
+    def _hear(self) -> bool:
+        """Takes in what the sender and the clock have brought. True if there was anything."""
+        late = self._late()
+        for prompt in late:
+            self._give_up(prompt)
+            text = f"the attempt ran longer than {self._max_request_s:g} s"
+            self._outbox.failed(prompt.attempt, "DEADLINE_EXCEEDED", text)
+        reports = self._sender.poll()
+        for report in reports:
+            match report:
+                case HandoffEnded(attempt):
+                    self._end(attempt)
+                case HandoffPushed():
+                    self._kv_bytes += report.num_bytes
+                    self._outbox.pushed(report)
+                case PushMissed(attempt):
+                    self._leave(attempt.transfer_id)
+                    self._outbox.missed(report)
+        return bool(reports or late)
+
+    def _late(self) -> list[Prompt]:
+        before = self._now() - self._max_request_s
+        return [self._prompts[i] for i in self._live if self._prompts[i].arrived_s < before]
+
+    # One step.
+
+    def _admit(self) -> bool:
+        """Gives the oldest waiting prompts their pages, as many as there is room for."""
+        count = scheduler.admit(
+            (self._limits.pages_for(prompt.num_paged) for prompt in self._waiting),
+            num_computing=len(self._computing),
+            num_free=self._pool.num_free,
+            most=self._limits.max_num_seqs,
+        )
+        admitted, self._waiting = self._waiting[:count], self._waiting[count:]
+        for prompt in admitted:
+            pages = self._pool.allocate_committed(self._limits.pages_for(prompt.num_paged))
+            assert pages is not None, "admission counts free pages"
+            prompt.pages = pages
+            prompt.started_s = self._now()
+            self._computing.append(prompt)
+            if not prompt.num_left:
+                self._conclude(prompt)
+        return count > 0
+
+    def _take_chunks(self) -> list[Chunk]:
+        chunks = scheduler.schedule(
+            [(prompt.num_left, prompt.can_split) for prompt in self._computing],
+            budget=self._limits.max_num_batched_tokens,
+            block_size=self._limits.block_size,
+        )
+        return [
+            Chunk(prompt, self._part(prompt, size))
+            for prompt, size in zip(self._computing, chunks, strict=True)
+            if size
+        ]
+
+    def _part(self, prompt: Prompt, size: int) -> Part:
+        start = prompt.num_computed
+        return Part(
+            token_ids=prompt.token_ids[start : start + size],
+            start=start,
+            pages=prompt.page_ids,
+            num_stored=size,
+            block_origin=prompt.block_origin,
+            keep_boundary=self._model.shift_logits and size == prompt.num_left,
+        )
+
+    def _run(self, chunks: Sequence[Chunk]) -> list[PartResult]:
+        """One forward; where it fails, only what was in it fails, and the engine goes on."""
+        self._steps += 1
+        try:
+            results = self._forward.run([chunk.part for chunk in chunks])
+        except Exception:
+            LOG.exception("a forward over %d prompts failed", len(chunks))
+            self._failed_forwards += 1
+            if self._failed_forwards >= MOST_FAILED_FORWARDS:
+                raise
+            for chunk in chunks:
+                self._give_up(chunk.prompt)
+                text = "the model failed in this step"
+                self._outbox.failed(chunk.prompt.attempt, "INTERNAL", text, retryable=True)
+            return []
+        self._failed_forwards = 0
+        return results
+
+    def _apply(self, chunk: Chunk, result: PartResult) -> None:
+        prompt = chunk.prompt
+        prompt.num_computed += chunk.part.num_stored
+        if result.boundary is not None:
+            prompt.hidden = _bytes_of(result.boundary)
+        if prompt.num_left:
+            self._hand_on(prompt)
+        else:
+            self._conclude(prompt)
+
+    def _hand_on(self, prompt: Prompt) -> None:
+        """Gives the sender the pages that have become final."""
+        final = prompt.final_pages(self._limits.page_size)
+        ready: tuple[PageRef, ...] = prompt.pages[prompt.num_ready : final]
+        if ready:
+            prompt.num_ready = final
+            self._sender.pages_ready(prompt.attempt.transfer_id, [page.page_id for page in ready])
+
+    def _conclude(self, prompt: Prompt) -> None:
+        """The prompt is computed: determines the last page's bytes and hands everything on."""
+        used = prompt.num_paged % self._limits.page_size
+        if used:
+            self._memory.zero_tail(prompt.pages[-1].page_id, used)
+            self._memory.synchronize()
+        self._computing.remove(prompt)
+        self._outbox.computed(prompt, self._now())
+        self._hand_on(prompt)
+        self._sender.computed(prompt.attempt.transfer_id, prompt.boundary())
+
+    # How it ends.
+
+    def _give_up(self, prompt: Prompt) -> None:
+        """Nothing more of the prompt is computed or pushed; its pages wait until that has ended."""
+        transfer_id = prompt.attempt.transfer_id
+        self._leave(transfer_id)
+        self._sender.abort(transfer_id)
+
+    def _leave(self, transfer_id: str) -> None:
+        """Takes a prompt out of the queues."""
+        prompt = self._prompts[transfer_id]
+        self._live.discard(transfer_id)
+        if prompt in self._waiting:
+            self._waiting.remove(prompt)
+        if prompt in self._computing:
+            self._computing.remove(prompt)
+
+    def _end(self, attempt: AttemptId) -> None:
+        """Nothing reads the prompt's pages any more."""
+        transfer_id = attempt.transfer_id
+        self._leave(transfer_id)
+        self._pool.release(self._prompts.pop(transfer_id).pages)
+        if transfer_id in self._aborting:
+            was_running = self._aborting.pop(transfer_id)
+            self._outbox.abort_done(attempt, was_running=was_running)
+
+
+def _bytes_of(hidden: Tensor) -> bytes:
+    """Raw bytes of a vector [hidden_size]."""
+    return hidden.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,49 @@
+"""A prompt on its way through a prefill engine: what is computed, and what will be handed over.
+
+Pure data; when it is computed is scheduler.py, how it leaves is kvtransfer's sender.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prompt:
+    """One attempt's prompt. Positions [0, num_paged) get KV in pages; the rest travels as ids."""
+
+    attempt: AttemptId
+    token_ids: tuple[int, ...]
+    block_origin: int
+    num_paged: int
+    can_split: bool  # into chunks that end with a block; a bidirectional prompt cannot
+    arrived_s: float
+    started_s: float = 0.0
+    num_computed: int = 0
+    num_ready: int = 0  # pages that are final
+    hidden: bytes | None = None  # boundary row, for models that need it
+    pages: tuple[PageRef, ...] = ()
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be computed."""
+        return self.num_paged - self.num_computed
+
+    @property
+    def page_ids(self) -> list[int]:
+        """Its pages, in the order of the prompt."""
+        return [page.page_id for page in self.pages]
+
+    def final_pages(self, page_size: int) -> int:
+        """Pages that no forward will touch again."""
+        return len(self.pages) if not self.num_left else self.num_computed // page_size
+
+    def boundary(self) -> BoundaryState:
+        """What goes with the pages."""
+        return BoundaryState(
+            prompt_len=len(self.token_ids),
+            tail_token_ids=self.token_ids[self.num_paged :],
+            hidden=self.hidden,
+        )
