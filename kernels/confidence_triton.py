@@ -18,6 +18,8 @@ from torch import Tensor
 from effuse.kernels.philox_triton import gumbel_tile
 
 MAX_CHUNK = 8192
+# Noise takes more registers for each token.
+DRAW_CHUNK = 2048
 # `_ordered(-inf)`
 ORDER_OF_MINUS_INF = tl.constexpr(-2139095041)
 MARGIN = tl.constexpr(1)
@@ -82,7 +84,7 @@ def launch(
         *counters,
         drawn_token,
         drawn_value,
-        CHUNK=chunk,
+        CHUNK=min(chunk, DRAW_CHUNK),
         num_warps=num_warps,
         enable_fp_fusion=True,
     )

@@ -21,11 +21,11 @@ def gumbel_tile(seed, first_token, position, denoise_count, answer_index, TILE: 
         zero + answer_index.to(tl.int32),
     )
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    return _gumbel((words >> 8).to(tl.int32))
+    return gumbel_of_high_bits((words >> 8).to(tl.int32))
 
 
 @triton.jit
-def _gumbel(k):
+def gumbel_of_high_bits(k):
     """-log(-log(u)) for u = (2k + 1) / 2**25, k [N] int32 in 0 .. 2**24 - 1."""
     # Above one half u is not exact in fp32, but 1 - u is.
     is_high = k >= (1 << 23)

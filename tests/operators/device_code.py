@@ -10,15 +10,18 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.jit import JITFunction
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
@@ -41,17 +44,23 @@ class DeviceCode:
     registers: int
     stack_bytes: int
     shared_bytes: int
+    num_warps: int
     sass: str
 
     def count(self, opcode: str) -> int:
         return len(re.findall(rf"\b{re.escape(opcode)}", self.sass))
+
+    def programs_per_processor(self) -> int:
+        """How many fit one Hopper processor: 64 Ki registers, 227 KiB of shared memory."""
+        by_registers = 65_536 // (-(-self.registers // 8) * 8 * 32 * self.num_warps)
+        return min(by_registers, 227 * 1024 // max(1, self.shared_bytes + 1024))
 
     def __str__(self) -> str:
         counts = {op: self.count(op) for op in ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL")}
         shown = " ".join(f"{op} {n}" for op, n in counts.items())
         return (
             f"{self.kernel}: {self.registers} registers, {self.stack_bytes} B stack, "
-            f"{self.shared_bytes} B shared, {shown}"
+            f"{self.shared_bytes} B shared, {self.programs_per_processor()} a processor, {shown}"
         )
 
 
@@ -59,7 +68,8 @@ class DeviceCode:
 class Recorder:
     """Stands in for a jitted kernel and keeps the arguments of its launches."""
 
-    kernel: triton.runtime.JITFunction
+    name: str
+    kernel: JITFunction
     launches: list[dict[str, Argument]] = field(default_factory=list)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -69,31 +79,24 @@ class Recorder:
         return launch
 
 
-def device_code(module: ModuleType, launch: Callable[[], object]) -> list[DeviceCode]:
-    """Compile every launch that ``launch()`` makes of kernels of ``module``, sorted by name."""
-    kernels = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel")
-    }
-    recorders = {name: Recorder(kernel) for name, kernel in kernels.items()}
-    try:
-        for name, recorder in recorders.items():
-            setattr(module, name, recorder)
+def device_code(modules: Sequence[ModuleType], launch: Callable[[], object]) -> list[DeviceCode]:
+    """Compile every launch of a kernel of ``modules`` that ``launch()`` makes."""
+    recorders: list[Recorder] = []
+    with ExitStack() as stack:
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                    recorders.append(Recorder(name, value))
+                    stack.enter_context(patch.object(module, name, recorders[-1]))
         launch()
-    finally:
-        for name, kernel in kernels.items():
-            setattr(module, name, kernel)
     return [
-        _compile(name, recorder.kernel, arguments)
-        for name, recorder in sorted(recorders.items())
+        _compile(recorder.name, recorder.kernel, arguments)
+        for recorder in recorders
         for arguments in recorder.launches
     ]
 
 
-def _compile(
-    name: str, kernel: triton.runtime.JITFunction, arguments: dict[str, Argument]
-) -> DeviceCode:
+def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> DeviceCode:
     options = {key: arguments.pop(key) for key in OPTIONS if key in arguments}
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Argument] = {}
@@ -110,7 +113,7 @@ def _compile(
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return _read(name, compiled.asm["cubin"])
+    return _read(name, compiled)
 
 
 def _type_of(value: Argument) -> str:
@@ -121,15 +124,15 @@ def _type_of(value: Argument) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _read(name: str, cubin: bytes) -> DeviceCode:
+def _read(name: str, compiled: CompiledKernel) -> DeviceCode:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage = _run("cuobjdump", "-res-usage", file.name)
         sass = _run("cuobjdump", "-sass", file.name)
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
-    # Dynamic shared memory is not in the cubin's table; its static part is.
-    return DeviceCode(name, found["REG"], found["STACK"], found["SHARED"], sass)
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+    return DeviceCode(name, found["REG"], found["STACK"], shared, warps, sass)
 
 
 def _run(tool: str, *arguments: str) -> str:

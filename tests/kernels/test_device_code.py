@@ -1,0 +1,63 @@
+"""What ptxas makes of the kernels for sm_90: no spills, tensor cores, wide asynchronous copies.
+
+Runs without a GPU on whatever Triton is installed; `pytest -s` prints the registers.
+"""
+
+from __future__ import annotations
+
+import pytest
+from operators import child
+from operators.device_code import DeviceCode
+
+Codes = list[tuple[str, DeviceCode]]
+
+
+def compiled(group: str) -> Codes:
+    lines = child.json_lines("operators.compiled", group, TRITON_INTERPRET="0")
+    codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]  # type: ignore[arg-type]
+    for variant, code in codes:
+        print(f"{variant}: {code}")
+    return codes
+
+
+@pytest.fixture(scope="module")
+def attention() -> Codes:
+    return [pair for pair in compiled("attention") if pair[1].kernel == "_attention_kernel"]
+
+
+@pytest.mark.parametrize(("group", "kernels"), [("rows", 8), ("sampling", 8)])
+def test_no_spills(group: str, kernels: int) -> None:
+    codes = compiled(group)
+    assert len(codes) == kernels
+    assert_no_spills(codes)
+
+
+def test_attention_does_not_spill(attention: Codes) -> None:
+    assert len(attention) == 7
+    assert_no_spills(attention)
+
+
+def assert_no_spills(codes: Codes) -> None:
+    for variant, code in codes:
+        spilled = code.stack_bytes + code.count("LDL") + code.count("STL")
+        assert spilled == 0, (variant, str(code))
+
+
+def test_attention_in_bf16_multiplies_on_wgmma(attention: Codes) -> None:
+    for variant, code in attention:
+        assert (code.count("HGMMA") > 0) == ("fp32" not in variant), (variant, str(code))
+        assert code.count("HMMA") == 0, (variant, str(code))
+
+
+def test_attention_loads_pages_in_wide_asynchronous_copies(attention: Codes) -> None:
+    for variant, code in attention:
+        assert code.count("LDGSTS.E.BYPASS.128") + code.count("LDGSTS.E.BYPASS.LTC128B.128") > 0, (
+            variant,
+            str(code),
+        )
+        assert code.count("LDG.E.U16") == 0, (variant, str(code))
+
+
+def test_two_attention_programs_fit_a_processor(attention: Codes) -> None:
+    for variant, code in attention:
+        assert code.programs_per_processor() >= 2, (variant, str(code))

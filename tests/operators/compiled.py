@@ -1,0 +1,143 @@
+"""Compiles the kernels for sm_90 as the models would launch them; one JSON line for each kernel.
+
+A program of its own (`python -m operators.compiled GROUP`): it must not be the process that runs
+the interpreter, and it needs no GPU. Shapes are Dream-7B's, LLaDA-8B's and the bundled model's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from effuse.kernels import (
+    attention_triton,
+    confidence_triton,
+    kv_pages_triton,
+    merge_triton,
+    norm_triton,
+    rotary_triton,
+    swiglu_triton,
+)
+from effuse.kernels.batch import make_attention_batch
+from operators.device_code import DeviceCode, device_code
+
+BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+Variants = Iterator[tuple[str, list[DeviceCode]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One attention launch."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype = BF16
+    sequences: int = 16
+
+
+SHAPES = {
+    "dream_page_64": Shape(28, 4, 128, 64),
+    "dream_page_32_split": Shape(28, 4, 128, 32, sequences=1),
+    "dream_page_16": Shape(28, 4, 128, 16),
+    "llada_page_32": Shape(32, 32, 128, 32),
+    "head_dim_64": Shape(16, 2, 64, 32),
+    "bundled_bf16": Shape(6, 2, 32, 16),
+    "bundled_fp32": Shape(6, 2, 32, 16, dtype=FP32),
+}
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def cache(shape: Shape) -> tuple[Tensor, Tensor]:
+    memory = meta(64, 28, 2, shape.kv_heads, shape.page_size, shape.head_dim, dtype=shape.dtype)
+    return memory[:, 3, 0].transpose(1, 2), memory[:, 3, 1].transpose(1, 2)
+
+
+def launch_attention(shape: Shape) -> None:
+    rows, context = 64, 2048
+    heads = shape.q_heads + 2 * shape.kv_heads
+    fused = meta(shape.sequences * rows, heads, shape.head_dim, dtype=shape.dtype)
+    q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    batch = make_attention_batch(
+        [rows] * shape.sequences,
+        [context] * shape.sequences,
+        [[0] * (context // shape.page_size)] * shape.sequences,
+        [0] * shape.sequences,
+        block_size=32,
+        page_size=shape.page_size,
+        device=torch.device("cpu"),
+    )
+    attention_triton.launch(q, k, v, *cache(shape), batch, scale=0.1, out=torch.empty_like(q))
+
+
+def launch_sampling(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+    fp32, int32 = meta(rows, dtype=FP32), meta(rows, dtype=INT32)
+    counters = (meta(rows, dtype=INT64), int32, int32, int32)
+    logits, score = meta(rows, vocab_size, dtype=dtype), meta(rows, dtype=torch.int8)
+    confidence_triton.launch(logits, fp32, fp32, int32, counters, score, 5)
+
+
+def launch_rotary(*, stores: bool) -> None:
+    shape = SHAPES["dream_page_32_split"]
+    q, k, v = meta(64, 36, 128).split([28, 4, 4], dim=1)
+    slots = meta(64, dtype=INT64)
+    stored = (v, *cache(shape), slots) if stores else None
+    rotary_triton.launch(q, k, meta(4096, 128, dtype=FP32), slots, stored)
+
+
+def launch_pages() -> None:
+    k_cache, v_cache = cache(SHAPES["dream_page_64"])
+    _, k, v = meta(64, 36, 128).split([28, 4, 4], dim=1)
+    slots = meta(64, dtype=INT64)
+    kv_pages_triton.launch_store(k, v, k_cache, v_cache, slots)
+    kv_pages_triton.launch_load(k_cache, v_cache, slots)
+
+
+def attention_variants() -> Variants:
+    for name, shape in SHAPES.items():
+        modules = [attention_triton, merge_triton]
+        yield name, device_code(modules, lambda shape=shape: launch_attention(shape))
+
+
+def row_variants() -> Variants:
+    x, weight = meta(64, 3584), meta(3584)
+    launches: dict[str, Callable[[], object]] = {
+        "norm": lambda: norm_triton.launch(x, weight, 1e-6),
+        "norm_residual": lambda: norm_triton.launch_residual(x, x, weight, 1e-6),
+        "norm_of_heads": lambda: norm_triton.launch(meta(64, 36, 128)[:, :28], meta(128), 1e-6),
+        "swiglu": lambda: swiglu_triton.launch(meta(64, 2 * 18944)),
+        "rotary": lambda: launch_rotary(stores=False),
+        "rotary_store": lambda: launch_rotary(stores=True),
+        "pages": launch_pages,
+    }
+    modules = [norm_triton, swiglu_triton, rotary_triton, kv_pages_triton]
+    for name, launch in launches.items():
+        yield name, device_code(modules, launch)
+
+
+def sampling_variants() -> Variants:
+    modules = [confidence_triton]
+    yield "dream_bf16", device_code(modules, lambda: launch_sampling(2048, 152_064, BF16))
+    yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
+
+
+GROUPS = {"attention": attention_variants, "rows": row_variants, "sampling": sampling_variants}
+
+
+def main() -> None:
+    for name, kernels in GROUPS[sys.argv[1]]():
+        for code in kernels:
+            print(json.dumps({"variant": name, **asdict(code)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

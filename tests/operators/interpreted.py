@@ -1,0 +1,114 @@
+"""Runs the checks on the Triton kernels in Triton's interpreter and prints one JSON line for each.
+
+A program of its own (`TRITON_INTERPRET=1 python -m operators.interpreted GROUP`): the variable
+must be set before triton is imported and holds for the whole process. The interpreter computes
+bf16 wrongly without saying so, hence fp32 and fp16 only; every kernel program costs about 10 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from effuse.kernels.philox import gumbel_of_words
+from effuse.kernels.philox_triton import gumbel_of_high_bits
+from operators import attention, rows, sampling
+from operators.paths import triton_kernels
+
+OPS = triton_kernels(torch.device("cpu"), max_chunk=64)
+Check = Callable[[], None]
+
+HALF_TOO = ("ragged", "heads_7_to_1", "head_dim_128", "huge_scores", "split_context")
+# The slow cases of the cut-off search get a small vocabulary of their own.
+FILTERED = [name for name in sampling.CASES if name.startswith(("top_", "filters_"))]
+PLAIN = [name for name in sampling.CASES if name not in FILTERED]
+
+
+def attention_checks() -> Iterator[tuple[str, Check]]:
+    for name, case in attention.CASES.items():
+        yield f"{name}-fp32", partial(attention.check, case, OPS, torch.float32)
+        if name in HALF_TOO:
+            yield f"{name}-fp16", partial(attention.check, case, OPS, torch.float16)
+    ragged = attention.CASES["ragged"]
+    alone = partial(attention.check_alone_and_shuffled, ragged, OPS, torch.float32)
+    yield "alone_and_shuffled", alone
+
+
+def row_checks() -> Iterator[tuple[str, Check]]:
+    for dtype in (torch.float32, torch.float16):
+        suffix = str(dtype).removeprefix("torch.")
+        for shape in rows.SHAPES:
+            yield f"norm-{shape}-{suffix}", partial(rows.check_norm, OPS, dtype, shape)
+            yield f"residual-{shape}-{suffix}", partial(rows.check_norm_residual, OPS, dtype, shape)
+            yield f"swiglu-{shape}-{suffix}", partial(rows.check_swiglu, OPS, dtype, shape)
+        for heads in rows.HEADS:
+            for stores in (False, True):
+                name = f"rotary-{heads}-{'store' if stores else 'alone'}-{suffix}"
+                yield name, partial(rows.check_rotary, OPS, dtype, heads, stores=stores)
+        yield f"norm_of_heads-{suffix}", partial(rows.check_norm_of_heads, OPS, dtype)
+        yield f"store-{suffix}", partial(rows.check_store, OPS, dtype)
+    yield "store-nothing", partial(rows.check_store_of_nothing, OPS, torch.float32)
+
+
+def sampling_checks() -> Iterator[tuple[str, Check]]:
+    for name in PLAIN:
+        yield name, partial(check_sampling, name, 203)
+    for name in FILTERED:
+        yield name, partial(check_sampling, name, 70)
+    yield "gumbel_of_every_kind_of_uniform", check_gumbel
+
+
+# Each group runs in a process of its own.
+GROUPS = {"attention": attention_checks, "rows": row_checks, "sampling": sampling_checks}
+
+
+def check_sampling(name: str, vocab_size: int) -> None:
+    case = sampling.CASES[name]
+    two_rows = sampling.Case(
+        case.temperature, case.top_p, case.top_k, case.score, case.logits, rows=2
+    )
+    sampling.check([two_rows], OPS, torch.float32, vocab_size)
+
+
+@triton.jit
+def _gumbel_kernel(bits, out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.arange(0, COUNT)
+    tl.store(out + place, gumbel_of_high_bits(tl.load(bits + place)))
+
+
+def check_gumbel() -> None:
+    """The device's noise against fp64, densest where the uniform is near 0, 1/2 and 1."""
+    near = torch.arange(1024)
+    middle = torch.arange(1024) * (2**24 // 1024)
+    bits = torch.cat([near, middle, 2**23 - 512 + near, 2**24 - 1024 + near]).int()
+    out = torch.full((4096,), float("nan"))
+    _gumbel_kernel[(1,)](bits, out, COUNT=4096)
+    torch.testing.assert_close(out, gumbel_of_words(bits.long() << 8), rtol=2e-6, atol=1e-6)
+
+
+def main() -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    # Rows of -inf give inf - inf in lanes that are then masked: numpy's warning is no finding.
+    warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
+    for name, check in GROUPS[sys.argv[1]]():
+        try:
+            check()
+            failure = ""
+        except AssertionError:
+            failure = traceback.format_exc()
+        print(json.dumps({"name": name, "failure": failure}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
