@@ -43,7 +43,7 @@ class Findings:
     def number(self, name: str, value: float, low: float, high: float, note: str = "") -> None:
         """A finite number in [low, high]."""
         if not (math.isfinite(value) and low <= value <= high):
-            self.add(name, f"a number from {low:g} to {high:g}{note}", f"{value:g}")
+            self.add(name, f"a number from {low:.2g} to {high:g}{note}", f"{value:g}")
 
     def integer(self, name: str, value: int, low: int, high: int, note: str = "") -> None:
         """An integer in [low, high]."""

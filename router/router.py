@@ -36,7 +36,7 @@ FLUSH_S: Final = 1.0
 
 
 class Router:
-    """One router process. `port` is known while it serves."""
+    """One router process. `port`, `metrics_port` and `readiness` are there once `ready` is set."""
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Router:
         self.metrics = Metrics()
         self.aborts = Aborts(self.fleet)
         self.port = 0
+        self.metrics_port = 0
         self.ready = asyncio.Event()
 
     async def serve(self, stop: asyncio.Event) -> None:
@@ -65,17 +66,17 @@ class Router:
         config = self._config
         rpc = RpcServer(replace(PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes))
         catalogue = self._add_services(rpc)
-        readiness = Readiness(rpc, self.fleet, catalogue)
+        self.readiness = Readiness(rpc, self.fleet, catalogue)
         async with asyncio.TaskGroup() as beside:
             loops = [
                 beside.create_task(self.view.run()),
                 beside.create_task(self._writer.run()),
             ]
             await self.view.first_poll()
-            with self._metrics_served():
+            with self._metrics_served() as self.metrics_port:
                 async with self.aborts:
                     await self._start(rpc)
-                    loops.append(beside.create_task(readiness.run()))
+                    loops.append(beside.create_task(self.readiness.run()))
                     await serve(rpc, stop, drain_s=config.drain_s, on_drain=self._drain)
             await self._writer.flush(FLUSH_S)
             for loop in loops:
@@ -127,9 +128,9 @@ class Router:
         for role in ROLES:
             await rpc.set_serving(role, False)
         address = f"{host}:{self.port}"
-        LOG.info("listening on %s", address)
         if self._config.ready_file is not None:
             write_ready_file(self._config.ready_file, address)
+        LOG.info("listening on %s", address)
         self.ready.set()
 
     def _metrics_served(self) -> contextlib.AbstractContextManager[int]:
@@ -139,4 +140,6 @@ class Router:
         return self.metrics.served(self._config.host, port)
 
     async def _drain(self) -> None:
+        """Until the last request has ended the server still answers, if only to refuse."""
         self.admission.drain()
+        await self.ledger.idle.wait()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import grpc.aio
 
@@ -32,6 +33,9 @@ from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -85,7 +89,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole answer at its end."""
         sink = Collected()
         request_id, asked = self._check(request, is_stream=False)
-        finished = await self._serve(request_id, asked, context.time_remaining(), sink)
+        finished = await self._serve(request_id, asked, _time_left(context), sink)
         return pb.GenerateResponse(
             request_id=request_id,
             text=sink.text,
@@ -107,7 +111,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         request_id, asked = self._check(request, is_stream=True)
         sink = Streamed(context, request_id)
-        finished = await self._serve(request_id, asked, context.time_remaining(), sink)
+        finished = await self._serve(request_id, asked, _time_left(context), sink)
         await sink.finished(finished)
 
     async def GetRequest(
@@ -236,6 +240,12 @@ def _request_id(request: pb.GenerateRequest) -> str:
     check_request_id(request.request_id, findings)
     findings.raise_any()
     return request.request_id
+
+
+def _time_left(context: grpc.aio.ServicerContext[Request, Response]) -> float:
+    """Seconds until the client's deadline; grpcio's types hide that there may be none."""
+    left: float | None = context.time_remaining()
+    return math.inf if left is None else left
 
 
 def _describe(life: Life) -> pb.GetRequestResponse:

@@ -139,7 +139,7 @@ def _check_sampling(sampling: pb.SamplingParams, model: ModelInfo, findings: Fin
         findings.number(
             "sampling.temperature",
             sampling.temperature,
-            MIN_TEMPERATURE * 0.999,  # the client's is rounded to 32 bits
+            MIN_TEMPERATURE,
             MAX_TEMPERATURE,
             ", or 0 for greedy",
         )

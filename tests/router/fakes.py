@@ -336,6 +336,7 @@ class FakeFleet:
     prefill: list[FakePrefill]
     decode: list[FakeDecode]
     channel: grpc.aio.Channel
+    stop: asyncio.Event
     generation: generation_pb2_grpc.GenerationServiceAsyncStub = field(init=False)
     models: model_pb2_grpc.ModelServiceAsyncStub = field(init=False)
 
@@ -382,7 +383,7 @@ async def fake_fleet(
         await router.ready.wait()
         channel = rpc.connect(f"127.0.0.1:{router.port}", keepalive=None)
         await stack.enter_async_context(channel)
-        yield FakeFleet(router, store, prefillers, decoders, channel)
+        yield FakeFleet(router, store, prefillers, decoders, channel, stop)
 
 
 def run(
@@ -429,3 +430,9 @@ def holds(event: asyncio.Event, reached: asyncio.Event | None = None) -> Point:
         await event.wait()
 
     return hold
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Returns once it is so; for what nothing tells of. The test's own deadline bounds it."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0)

@@ -1,0 +1,70 @@
+"""The router as a process: what it imports, what it weighs, how it begins and ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from router.fakes import byte_tokenizer
+
+COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
+
+FOOTPRINT = """
+import json, resource, sys
+import effuse.router.__main__
+from effuse.router.tokenizer import Tokenizer
+heavy = {"torch", "transformers", "numpy", "triton", "nixl", "effuse.models", "effuse.worker"}
+print(json.dumps({"heavy": sorted(heavy & set(sys.modules)),
+                  "rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+"""
+
+
+def test_the_router_imports_nothing_heavy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FOOTPRINT], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["heavy"] == []
+    assert found["rss_kib"] < 200 * 1024
+
+
+def test_it_starts_without_redis_and_ends_on_sigterm(tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    ready = tmp_path / "ready"
+    flags = ["--port", "0", "--model", str(tmp_path), "--ready-file", str(ready)]
+    flags += ["--redis-url", "redis://127.0.0.1:1"]
+    with subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if "listening on" in line)
+            assert json.loads(ready.read_text())["address"] in line
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+            assert process.wait(30) == 0, rest
+            assert "Traceback" not in rest
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "text"),
+    [
+        (["--port", "x"], 2, "invalid int value"),
+        (
+            ["--model", "{empty}"],
+            1,
+            "make one with `effuse convert-tokenizer",
+        ),
+    ],
+)
+def test_a_bad_start_is_one_line(flags: list[str], status: int, text: str, tmp_path: Path) -> None:
+    flags = [flag.replace("{empty}", str(tmp_path)) for flag in flags]
+    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,390 @@
+"""The public services over the wire: bad input, lookup, models, health, the queue, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Awaitable
+
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from router.fakes import MASK, MAX_MODEL_LEN, FakeFleet, holds, raises, run, until
+
+from effuse.protos import errors, rpc
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import model_pb2
+
+TEXT = "the answer is three"
+GENERATE = "/effuse.v1.GenerationService/Generate"
+STREAM = "/effuse.v1.GenerationService/GenerateStream"
+
+
+def request(**fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**{"prompt": "how many?", **fields})  # type: ignore[arg-type]
+
+
+async def ask(fleet: FakeFleet, **fields: object) -> pb.GenerateResponse:
+    return await fleet.generation.Generate(request(**fields), timeout=10)
+
+
+async def failure(call: Awaitable[object]) -> errors.EffuseError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return errors.from_rpc_error(caught.value, "router")
+
+
+async def is_serving(fleet: FakeFleet, service: str) -> bool:
+    stub = health_pb2_grpc.HealthStub(fleet.channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+RAW = {
+    "1 random bytes": b"\x9c\x01\xff\x17" * 40,
+    "2 truncated": request(prompt="a" * 90).SerializeToString()[:-9],
+    "3 invalid utf-8": b"\x1a\x02\xc3\x28",
+    "4 surrogate": b"\x1a\x03\xed\xa0\x80",
+    "5 deep nesting": b"\x33" * 200,
+    "6 empty": b"",
+}
+
+
+@pytest.mark.parametrize("data", RAW.values(), ids=RAW.keys())
+@pytest.mark.parametrize("method", [GENERATE, STREAM])
+def test_bytes_that_are_no_request_are_invalid_argument(method: str, data: bytes) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        if method == GENERATE:
+            unary = fleet.channel.unary_unary(method, bytes, bytes)
+            error = await failure(unary(data, timeout=5))
+        else:
+            stream = fleet.channel.unary_stream(method, bytes, bytes)
+            error = await failure(stream(data, timeout=5).read())
+        assert type(error) is errors.InvalidRequest
+        assert "Exception" not in error.message and "Error" not in error.message
+        assert (await ask(fleet)).text == TEXT
+        assert len(fleet.decode[0].requests) == 1
+
+    run(body)
+
+
+def test_7_and_8_unknown_fields_are_ignored_and_the_last_value_counts() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        call = fleet.channel.unary_unary(GENERATE, bytes, pb.GenerateResponse.FromString)
+        unknown = b"\xfa\x7f" + b"\xa0\x8d\x06" + b"z" * 100_000
+        assert (await call(request().SerializeToString() + unknown, timeout=5)).text == TEXT
+        twice = request(request_id="first").SerializeToString()
+        twice += pb.GenerateRequest(request_id="last").SerializeToString()
+        assert (await call(twice, timeout=5)).request_id == "last"
+        assert type(await failure(call(twice + b"\x0a\x00", timeout=5))) is errors.InvalidRequest
+
+    run(body)
+
+
+def test_9_an_oversized_message_is_resource_exhausted() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(fleet, prompt="a" * (5 << 20))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await ask(fleet)).text == TEXT
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "text"),
+    [
+        ({"prompt": ""}, errors.InvalidRequest, "at least one character"),
+        ({"model": "other"}, errors.NotFound, "no model 'other'; this fleet serves fake"),
+        ({"model": "../etc/passwd"}, errors.InvalidRequest, "1 to 256 characters"),
+        ({"model": ""}, errors.InvalidRequest, "model"),
+        ({"request_id": "a b\n"}, errors.InvalidRequest, r"got 'a b\n'"),
+        (
+            {"prompt_token_ids": pb.TokenIds(ids=[1, MASK])}, errors.InvalidRequest,
+            "prompt_token_ids.ids[1]: expected an id that stands for text, got the reserved id 257",
+        ),
+        (
+            {"sampling": pb.SamplingParams(temperature=float("nan"))}, errors.InvalidRequest,
+            "sampling.temperature: expected a number from 0.001 to 100, or 0 for greedy, got nan",
+        ),
+        (
+            {"prompt": "a" * MAX_MODEL_LEN}, errors.InvalidRequest,
+            f"at most 255 prompt tokens, so that one can be generated, got {MAX_MODEL_LEN + 2}",
+        ),
+        (
+            {"stopping": pb.StoppingParams(max_tokens=250)}, errors.InvalidRequest,
+            "at most 245: the prompt has 11 tokens and the model takes 256 in all, got 250",
+        ),
+        ({"output": pb.OutputOptions(drafts=True)}, errors.InvalidRequest, "only GenerateStream"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_refused_before_a_worker_sees_them(
+    bad: dict[str, object], kind: type[errors.EffuseError], text: str
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fields = {"prompt": None, **bad} if "prompt_token_ids" in bad else bad
+        error = await failure(fleet.generation.Generate(request(**fields), timeout=5))
+        assert type(error) is kind
+        assert text in error.message
+        assert not fleet.decode[0].requests
+        assert fleet.router.ledger.num_running == fleet.router.admission.num_running == 0
+        assert (await ask(fleet)).text == TEXT
+
+    run(body)
+
+
+def test_field_violations_are_in_the_details() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        bad = request(sampling=pb.SamplingParams(top_p=2.0), stopping=pb.StoppingParams(stop=[""]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fleet.generation.Generate(bad, timeout=5)
+        metadata = dict(caught.value.trailing_metadata() or ())
+        status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+        found = error_details_pb2.BadRequest()
+        assert any(detail.Unpack(found) for detail in status.details)
+        assert [v.field for v in found.field_violations] == ["sampling.top_p", "stopping.stop[0]"]
+
+    run(body)
+
+
+def test_an_id_that_is_running_is_refused_and_free_afterwards() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        go, reached = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(go, reached)
+        first = asyncio.create_task(ask(fleet, request_id="twin"))
+        await reached.wait()
+        error = await failure(ask(fleet, request_id="twin"))
+        assert (type(error), "'twin' is running" in error.message) == (errors.AlreadyRunning, True)
+        go.set()
+        assert (await first).text == TEXT
+        assert (await ask(fleet, request_id="twin")).text == TEXT
+
+    run(body)
+
+
+def test_a_request_without_an_id_gets_one() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        one, two = await ask(fleet), await ask(fleet)
+        assert one.request_id != two.request_id
+        assert fleet.decode[0].served == [one.request_id, two.request_id]
+
+    run(body)
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        go, reached = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["start"] = holds(go, reached)
+        running = asyncio.create_task(ask(fleet, request_id="runs"))
+        await reached.wait()
+        waiting = asyncio.create_task(ask(fleet, request_id="waits"))
+        await until(lambda: fleet.router.admission.num_waiting == 1)
+        error = await failure(ask(fleet))
+        assert (type(error), bool(error.retry_after_s)) == (errors.Overloaded, True)
+        state = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="waits"))
+        assert state.state == pb.REQUEST_STATE_QUEUED
+        assert await fleet.models.ListModels(model_pb2.ListModelsRequest())
+        go.set()
+        assert [a.text for a in await asyncio.gather(running, waiting)] == [TEXT, TEXT]
+        assert (await waiting).stats.queue_s > 0
+
+    run(body, max_concurrent_requests=1, max_queue=1)
+
+
+def test_a_deadline_in_the_queue_and_on_a_worker() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        reached = asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(asyncio.Event(), reached)
+        error = await failure(ask(fleet, request_id="slow"))
+        assert type(error) is errors.DeadlineExceeded
+        assert "not answered within 0.3 s" in error.message
+        await fleet.idle()
+        await fleet.decode[0].abort_came.wait()
+        state = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="slow"))
+        assert state.state == pb.REQUEST_STATE_CANCELLED
+        assert state.status == "DEADLINE_EXCEEDED"
+        fleet.decode[0].at.clear()
+        assert (await ask(fleet)).text == TEXT
+
+    run(body, max_request_s=0.3)
+
+
+def test_the_clients_deadline_reaches_the_workers() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["reserved"] = holds(asyncio.Event())
+        call = fleet.generation.Generate(request(), timeout=0.3)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await fleet.idle()
+
+    run(body)
+
+
+def test_requests_can_be_looked_up() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        look = fleet.generation.GetRequest
+        go, reached = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(go, reached)
+        asking = asyncio.create_task(ask(fleet, request_id="r1"))
+        await reached.wait()
+        running = await look(pb.GetRequestRequest(request_id="r1"))
+        assert running.state == pb.REQUEST_STATE_RUNNING
+        assert (running.attempt, running.prefill_worker, running.decode_worker) == (1, "p0", "d0")
+        go.set()
+        await asking
+        ended = await look(pb.GetRequestRequest(request_id="r1"))
+        assert (ended.state, ended.status) == (pb.REQUEST_STATE_FINISHED, "OK")
+        fleet.decode[0].at["start"] = raises(errors.Bug("x"))
+        await failure(ask(fleet, request_id="r2"))
+        failed = await look(pb.GetRequestRequest(request_id="r2"))
+        assert (failed.state, failed.status) == (pb.REQUEST_STATE_FAILED, "INTERNAL")
+
+    run(body)
+
+
+def test_requests_of_other_routers_are_looked_up_in_the_store() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await ask(fleet, request_id="ours")
+        await fleet.store.until(lambda placements: placements["ours"].state == "finished")
+        record = fleet.store.placements["ours"]
+        fleet.store.placements["theirs"] = msgspec.structs.replace(record, request_id="theirs")
+        look = fleet.generation.GetRequest
+        found = await look(pb.GetRequestRequest(request_id="theirs"))
+        assert (found.state, found.decode_worker) == (pb.REQUEST_STATE_FINISHED, "d0")
+        assert type(await failure(look(pb.GetRequestRequest(request_id="x")))) is errors.NotFound
+        bad = await failure(look(pb.GetRequestRequest(request_id="")))
+        assert type(bad) is errors.InvalidRequest
+        fleet.store.is_down = True
+        gone = await failure(look(pb.GetRequestRequest(request_id="theirs")))
+        assert type(gone) is errors.Unavailable
+
+    run(body)
+
+
+def test_models_are_listed_and_described() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        for decode, name in zip(fleet.decode, "abc", strict=True):
+            model = msgspec.structs.replace(decode.record.model, name=name)
+            decode.record = msgspec.structs.replace(decode.record, model=model)
+        fleet.prefill[0].record = msgspec.structs.replace(
+            fleet.prefill[0].record, model=fleet.decode[1].record.model
+        )
+        await fleet.announce()
+        first = await fleet.models.ListModels(model_pb2.ListModelsRequest(page_size=2))
+        assert [m.name for m in first.models] == ["a", "b"]
+        rest = await fleet.models.ListModels(
+            model_pb2.ListModelsRequest(page_size=2, page_token=first.next_page_token)
+        )
+        assert ([m.name for m in rest.models], rest.next_page_token) == (["c"], "")
+        model = (await fleet.models.GetModel(model_pb2.GetModelRequest(name="b"))).model
+        assert (model.decode_workers, model.prefill_workers, model.mask_token_id) == (1, 1, MASK)
+        assert model.default_algorithm == pb.ALGORITHM_D2F
+        unknown = fleet.models.GetModel(model_pb2.GetModelRequest(name="d"))
+        assert type(await failure(unknown)) is errors.NotFound
+        several = await failure(ask(fleet))
+        assert "expected one of a, b, c" in several.message
+        assert (await ask(fleet, model="c")).stats.decode_worker == "d2"
+
+    run(body, num_decode=3)
+
+
+def test_no_workers_is_unavailable_and_a_known_model_stays_known() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        assert (await ask(fleet, model="fake")).text == TEXT
+        for worker in fleet.workers:
+            worker.record = msgspec.structs.replace(worker.record, state="released")
+        await fleet.announce()
+        for fields in ({}, {"model": "fake"}, {"model": "other"}):
+            error = await failure(ask(fleet, **fields))
+            assert type(error) is errors.Unavailable
+            assert error.retry_after_s
+        assert not (await fleet.models.ListModels(model_pb2.ListModelsRequest())).models
+
+    run(body)
+
+
+@pytest.mark.parametrize(("mode", "without_prefill"), [("auto", True), ("remote", False)])
+def test_health_follows_the_workers_by_service_and_role(mode: str, without_prefill: bool) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        async def health() -> list[bool]:
+            await fleet.router.readiness.check()
+            names = ("", "effuse.v1.GenerationService", "router", "prefill", "decode")
+            return [await is_serving(fleet, name) for name in names]
+
+        assert await health() == [True] * 5
+        prefill, decode = fleet.prefill[0], fleet.decode[0]
+        prefill.record = msgspec.structs.replace(prefill.record, state="draining")
+        await fleet.announce()
+        assert await health() == [True, without_prefill, without_prefill, False, True]
+        decode.record = msgspec.structs.replace(decode.record, state="released")
+        await fleet.announce()
+        assert await health() == [True, False, False, False, False]
+        error = await failure(
+            fleet.channel.unary_unary(  # an unknown name
+                "/grpc.health.v1.Health/Check", bytes, bytes
+            )(b"\x0a\x01x")
+        )
+        assert error
+
+    run(body, prefill=mode)
+
+
+def test_reflection_lists_the_public_services_only() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        stub = reflection_pb2_grpc.ServerReflectionStub(fleet.channel)
+        ask_for_all = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = stub.ServerReflectionInfo(iter([ask_for_all]))
+        answer = await call.read()
+        names = {service.name for service in answer.list_services_response.service}
+        assert names == {
+            "effuse.v1.GenerationService", "effuse.v1.ModelService", "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }  # fmt: skip
+        call.cancel()
+
+    run(body)
+
+
+def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        go, reached = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(go, reached)
+        asking = asyncio.create_task(ask(fleet))
+        await reached.wait()
+        fleet.stop.set()
+        async with rpc.connect(f"127.0.0.1:{fleet.router.port}", keepalive=None) as fresh:
+            while True:
+                error = await failure(fresh.unary_unary(GENERATE)(b"", timeout=5))
+                if not isinstance(error, errors.InvalidRequest):
+                    break
+        assert type(error) is errors.Draining
+        assert error.retry_after_s
+        go.set()
+        assert (await asking).text == TEXT
+
+    run(body)
+
+
+def test_metrics_are_served_as_prometheus_text() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await ask(fleet)
+        await failure(ask(fleet, prompt=""))
+        port = fleet.router.metrics_port
+        url = f"http://127.0.0.1:{port}/metrics"
+
+        def scrape() -> str:
+            with urllib.request.urlopen(url, timeout=5) as page:
+                return str(page.read().decode())
+
+        text = await asyncio.to_thread(scrape)
+        assert 'effuse_requests_total{status="OK"} 1.0' in text
+        assert 'effuse_refused_total{status="INVALID_ARGUMENT"} 1.0' in text
+        assert f"effuse_prompt_tokens_total {len('how many?') + 2}.0" in text
+        assert "effuse_num_requests_running 0.0" in text
+
+    run(body, metrics_port=0)
