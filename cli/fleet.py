@@ -211,8 +211,7 @@ class Fleet:
         if not self._wait(deadline, ready.exists):
             process = self.processes[name]
             raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
-        text = ready.read_text().strip()
-        return str(json.loads(text)["address"]) if text.startswith("{") else text
+        return str(json.loads(ready.read_text())["address"])
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:

@@ -1,0 +1,95 @@
+"""`effuse up` as a person runs it: ready, a crash survived, gone without a trace."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import psutil
+import pytest
+from checkpoints import write_tiny_checkpoint
+
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+
+DEADLINE_S = 90
+
+
+class Up:
+    """A running command and what it says."""
+
+    def __init__(self, model: Path) -> None:
+        command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
+        self.child = subprocess.Popen(
+            [*command, "--model", str(model), "--num-pages", "64"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._lines: Queue[str] = Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line from now on that the pattern is found in."""
+        while True:
+            if match := re.search(pattern, self._lines.get(timeout=DEADLINE_S)):
+                return match
+
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.child.pid).children(recursive=True)
+
+    def end(self) -> int:
+        self.child.send_signal(signal.SIGTERM)
+        status = self.child.wait(DEADLINE_S)
+        self._reader.join()
+        assert self.child.stdout is not None
+        self.child.stdout.close()
+        return status
+
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            self._lines.put(line)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "sdar")
+
+
+@pytest.fixture
+def up(model: Path) -> Iterator[Up]:
+    up = Up(model)
+    yield up
+    if up.child.poll() is None:
+        up.end()
+
+
+def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
+    ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
+    assert int(ready[1]) > 0
+    processes = up.processes()
+    (worker,) = [one for one in processes if "effuse.decode_worker" in one.cmdline()]
+    worker.kill()
+    up.wait_for(r"effuse up: decode-0 \(pid \d+\) was ended by SIGKILL")
+    up.wait_for("effuse up: decode-0 is back")
+    processes += up.processes()
+    assert up.end() == 0
+    assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
+
+
+def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Path) -> None:
+    broken = write_tiny_checkpoint(tmp_path / "model", "sdar")
+    (broken / "model.safetensors").unlink()
+    fleet = Fleet(FleetConfig(prefill=0, model=broken))
+    with pytest.raises(FleetError, match=r"decode-0 .*exited with status 1") as failed:
+        fleet.start()
+    assert "safetensors" in str(failed.value)
+    assert not fleet.processes
+    assert not fleet.log_dir.exists()
