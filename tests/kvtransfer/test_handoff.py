@@ -52,14 +52,14 @@ SENDER_LIVES = {
     "reservation first": (
         "ADDRESSED PAGES_READY PAGES_READY COMPUTED ACKNOWLEDGED",
         "ENDED",
-        "PUSH PUSH PUSH PUSH FINISH FREE_PAGES REPORT_PUSHED",
+        "PUSH PUSH PUSH PUSH FINISH REPORT_PUSHED FREE_PAGES",
     ),
     "reservation last": (
         "PAGES_READY COMPUTED ADDRESSED ACKNOWLEDGED",
         "ENDED",
-        "PUSH FINISH FREE_PAGES REPORT_PUSHED",
+        "PUSH FINISH REPORT_PUSHED FREE_PAGES",
     ),
-    "no reservation came": ("COMPUTED EXPIRED", "ENDED", "FREE_PAGES REPORT_FAILED"),
+    "no reservation came": ("COMPUTED EXPIRED", "ENDED", "REPORT_FAILED FREE_PAGES"),
     "aborted while nothing was pushed": ("PAGES_READY ABORTED", "ENDED", "FREE_PAGES"),
     "aborted while pushing": ("ADDRESSED ABORTED DRAINED", "ENDED", "PUSH CANCEL FREE_PAGES"),
     "acknowledged after an abort": (

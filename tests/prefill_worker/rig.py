@@ -1,0 +1,200 @@
+"""A prefill engine over a tiny model, and a pool in the same hub that it hands pages to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.loopback import Hub, LoopbackConnector
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import AttemptId, Reservation
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, HandoffVerified
+from effuse.kvtransfer.sender import HandoffSender
+from effuse.models.part import Part, PartResult
+from effuse.models.runner import ModelRunner
+from effuse.models.transformer import Transformer
+from effuse.models.weights import load_model
+from effuse.prefill_worker.engine import PrefillEngine
+from effuse.prefill_worker.scheduler import Limits
+from effuse.worker.messages import Abort, CoreEvent, PushTo, StartPrefill
+
+PREFILL, DECODE = "prefill-1", "decode-1"
+RESERVATION_S, MOST_S, LEASE_S = 20.0, 100.0, 10.0
+
+Event = TypeVar("Event")
+
+
+class Watched:
+    """A model runner that keeps what it ran, and fails when told to."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.ran: list[Sequence[Part]] = []
+        self.fails = 0
+
+    def run(self, parts: Sequence[Part]) -> list[PartResult]:
+        self.ran.append(parts)
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("planted")
+        return self._runner.run(parts)
+
+
+class Rig:
+    """Everything around one engine, with a clock that stands still until it is moved."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        page_size: int = 4,
+        budget: int = 64,
+        num_pages: int = 32,
+        max_num_seqs: int = 8,
+    ) -> None:
+        self.time = 1000.0
+        self.model: Transformer = load_model(path)
+        config = self.model.config
+        self.layout = KVLayout(
+            "unified", config.num_layers, config.num_kv_heads, config.head_dim, page_size, "float32"
+        )
+        self.fingerprint: Fingerprint = fingerprint(
+            self.layout,
+            ModelFacts(
+                weights="w",
+                architecture=config.architecture,
+                block_size=config.block_size,
+                mask_token_id=config.mask_token_id,
+                prompt_attention=config.prompt_attention,
+                commit_rule="settled",
+            ),
+        )
+        self.hub = Hub()
+        self.memory, self.pool = PageMemory(self.layout, num_pages), PagePool(num_pages)
+        self.memory.tensor.fill_(float("nan"))
+        self.source = self._connector(self.memory, PREFILL)
+        self.target_memory, self.target_pool = PageMemory(self.layout, 64), PagePool(64)
+        self.target = self._connector(self.target_memory, DECODE)
+        self.receiver = HandoffReceiver(
+            self.target_pool,
+            self.target,
+            incarnation=DECODE,
+            fingerprint=self.fingerprint,
+            page_bytes=self.layout.page_bytes,
+            lease_s=LEASE_S,
+            now=self.now,
+        )
+        runner = ModelRunner(
+            self.model,
+            self.memory.layer_views(),
+            page_size=page_size,
+            block_size=config.block_size,
+        )
+        self.forward = Watched(runner)
+        self.engine = PrefillEngine(
+            self.forward,
+            config,
+            self.pool,
+            self.memory,
+            HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now),
+            Limits(
+                max_num_batched_tokens=budget,
+                max_num_seqs=max_num_seqs,
+                max_model_len=200,
+                num_pages=num_pages,
+                page_size=page_size,
+                block_size=config.block_size,
+                vocab_size=config.vocab_size,
+                mask_token_id=config.mask_token_id,
+            ),
+            self.fingerprint,
+            now=self.now,
+            max_request_s=MOST_S,
+            close=self.source.close,
+        )
+        self.said: list[CoreEvent] = []
+
+    def now(self) -> float:
+        """The clock."""
+        return self.time
+
+    def start(self, name: str, token_ids: Sequence[int]) -> AttemptId:
+        """Has the engine begin a prompt."""
+        attempt = attempt_of(name)
+        self.engine.handle(StartPrefill(attempt=attempt, prompt_token_ids=tuple(token_ids)))
+        return attempt
+
+    def reserve(self, attempt: AttemptId, num_pages: int) -> Reservation:
+        """Has the target expect this many pages."""
+        pages = self.target_pool.allocate(num_pages)
+        assert pages is not None
+        return self.receiver.reserve(attempt, pages, PREFILL)
+
+    def push_to(self, attempt: AttemptId, num_pages: int) -> Reservation:
+        """Reserves, and tells the engine."""
+        reservation = self.reserve(attempt, num_pages)
+        self.engine.handle(PushTo(reservation=reservation))
+        return reservation
+
+    def abort(self, attempt: AttemptId) -> None:
+        """Has the engine end an attempt."""
+        self.engine.handle(Abort(attempt=attempt, reason="test"))
+
+    def step(self) -> bool:
+        """One step; keeps what was said."""
+        moved = self.engine.step()
+        self.said += self.engine.outbox()
+        return moved
+
+    def settle(self) -> None:
+        """Steps until nothing moves."""
+        for _ in range(500):
+            if not self.step():
+                return
+        raise AssertionError("the engine never comes to rest")
+
+    def take(self, kind: type[Event]) -> list[Event]:
+        """What was said of this kind, removed."""
+        found = [event for event in self.said if isinstance(event, kind)]
+        self.said = [event for event in self.said if not isinstance(event, kind)]
+        return found
+
+    def arrived(self) -> list[HandoffVerified]:
+        """What the target has verified; nothing may have failed there."""
+        reports = self.receiver.poll()
+        assert not [report for report in reports if isinstance(report, HandoffFailed)], reports
+        return [report for report in reports if isinstance(report, HandoffVerified)]
+
+    def check_idle(self) -> None:
+        """All source pages are free and nothing is left to say."""
+        self.settle()
+        self.engine.audit()
+        self.pool.audit(held=())
+        load = self.engine.load()
+        assert (load.running, load.waiting, load.runnable, load.queued_tokens) == (0, 0, 0, 0)
+        assert self.said == []
+
+    def kv(self, page_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """K and V in the target's pages: [layers, 2, kv_heads, num_tokens, head_dim]."""
+        pages = self.target_memory.tensor[list(page_ids)]
+        return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :num_tokens]
+
+    def _connector(self, memory: PageMemory, incarnation: str) -> LoopbackConnector:
+        connector = LoopbackConnector(self.hub, memory, incarnation, self.fingerprint, self.now)
+        connector.start()
+        return connector
+
+    def close(self) -> None:
+        """Gives descriptors back."""
+        self.engine.close()
+        self.target.close()
+
+
+def attempt_of(name: str) -> AttemptId:
+    """An attempt's id."""
+    return AttemptId(f"request-{name}", 1, f"transfer-{name}")

@@ -1,0 +1,198 @@
+"""An abort in every state: answered once, when nothing reads its pages, and then refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tiny_checkpoint
+from prefill_worker.rig import Rig, attempt_of
+
+from effuse.kvtransfer.tombstones import Tombstones
+from effuse.worker.messages import AbortDone, Failed, PrefillDone, Pushed
+
+PROMPT = [3 + (7 * i) % 200 for i in range(22)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "sdar", "sdar", seed=3)
+
+
+@pytest.fixture
+def rig(checkpoint: Path) -> Iterator[Rig]:
+    made = Rig(checkpoint, budget=8, num_pages=8)
+    yield made
+    made.close()
+
+
+def waiting(rig: Rig) -> None:
+    rig.start("other", PROMPT)
+    rig.start("a", PROMPT)
+    rig.step()
+
+
+def just_started(rig: Rig) -> None:
+    rig.start("a", PROMPT)
+
+
+def computing(rig: Rig) -> None:
+    rig.start("a", PROMPT)
+    rig.step()
+
+
+def computed(rig: Rig) -> None:
+    rig.start("a", PROMPT)
+    rig.settle()
+
+
+def pushing(rig: Rig) -> None:
+    rig.hub.pause()
+    rig.push_to(rig.start("a", PROMPT), 5)
+    rig.step()
+
+
+def finishing(rig: Rig) -> None:
+    pushing(rig)
+    rig.settle()
+
+
+STATES = [waiting, just_started, computing, computed, pushing, finishing]
+
+
+@pytest.mark.parametrize("reach", STATES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_abort_ends_an_attempt_wherever_it_is(
+    rig: Rig, reach: Callable[[Rig], None], times: int
+) -> None:
+    reach(rig)
+    for _ in range(times):
+        rig.abort(attempt_of("a"))
+    rig.settle()
+    assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of("a"), was_running=True)]
+    rig.hub.resume()
+    rig.abort(attempt_of("other"))
+    rig.settle()
+    rig.take(PrefillDone), rig.take(AbortDone)
+    rig.check_idle()
+    assert not rig.target_memory.tensor.any() or reach not in (pushing, finishing)
+    assert rig.arrived() == []
+
+
+def test_an_abort_is_answered_only_when_the_push_has_drained(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(rig.source, "cancel", asked.append)
+    pushing(rig)
+    rig.abort(attempt_of("a"))
+    rig.settle()
+    assert asked == ["transfer-a"]
+    assert rig.take(AbortDone) == []
+    assert rig.pool.num_free == 3
+    monkeypatch.undo()
+    rig.source.cancel("transfer-a")
+    rig.settle()
+    assert len(rig.take(AbortDone)) == 1
+    assert rig.pool.num_free == 8
+
+
+def test_an_abort_after_a_failure_waits_for_the_drain_and_did_not_run(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.source, "cancel", lambda _: None)
+    reservation = rig.push_to(rig.start("a", PROMPT), 5)
+    rig.target.forget(reservation.transfer_id)
+    rig.settle()
+    (failed,) = rig.take(Failed)
+    assert (failed.code, failed.retryable) == ("ABORTED", True)
+    rig.abort(attempt_of("a"))
+    rig.settle()
+    assert rig.take(AbortDone) == []
+    monkeypatch.undo()
+    rig.source.cancel("transfer-a")
+    rig.settle()
+    assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of("a"), was_running=False)]
+
+
+def test_an_abort_of_what_is_over_or_unknown_is_answered_at_once(rig: Rig) -> None:
+    rig.push_to(rig.start("a", PROMPT), 5)
+    rig.settle()
+    assert len(rig.take(Pushed)) == 1
+    for name in ("a", "never"):
+        rig.abort(attempt_of(name))
+        rig.step()
+        assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of(name), was_running=False)]
+
+
+def test_what_comes_after_an_abort_is_refused(rig: Rig) -> None:
+    rig.abort(attempt_of("a"))
+    rig.start("a", PROMPT)
+    rig.push_to(attempt_of("a"), 5)
+    rig.settle()
+    assert [failed.code for failed in rig.take(Failed)] == ["ABORTED"]
+    rig.take(AbortDone)
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_storms_of_aborts_leave_nothing_behind(checkpoint: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    rig = Rig(checkpoint, budget=12, num_pages=12, max_num_seqs=4)
+    names = [str(number) for number in range(40)]
+    ended: set[str] = set()
+    reserved: set[str] = set()
+    aborted: set[str] = set()
+    for name in names:
+        rig.start(name, PROMPT[: rng.randint(1, 22)])
+    while len(ended) < len(names):
+        name = rng.choice(names)
+        match rng.random():
+            case chance if chance < 0.1 and name not in aborted:
+                aborted.add(name)
+                rig.abort(attempt_of(name))
+            case chance if chance < 0.2:
+                rig.hub.pause()
+            case chance if chance < 0.4:
+                rig.hub.resume()
+            case chance if chance < 0.8 and name not in reserved:
+                reserved.add(name)
+                if name not in ended:
+                    _reserve(rig, name)
+        rig.step()
+        rig.engine.audit()
+        ended |= {e.attempt.request_id.removeprefix("request-") for e in _ends(rig)}
+    rig.hub.resume()
+    rig.take(PrefillDone)
+    rig.settle()
+    rig.take(AbortDone)
+    rig.check_idle()
+    rig.close()
+
+
+def _reserve(rig: Rig, name: str) -> None:
+    prompt = rig.engine._prompts.get(f"transfer-{name}")
+    if prompt is not None and rig.target_pool.num_free > 6:
+        rig.push_to(attempt_of(name), prompt.num_paged // 4)
+        for report in rig.arrived():
+            rig.target_pool.release(report.pages)
+    else:
+        rig.abort(attempt_of(name))
+
+
+def _ends(rig: Rig) -> list[AbortDone | Pushed | Failed]:
+    return [*rig.take(AbortDone), *rig.take(Pushed), *rig.take(Failed)]
+
+
+def test_tombstones_are_kept_for_their_time_and_number() -> None:
+    stones = Tombstones(keep_s=10.0, most=3)
+    for second, name in enumerate("abc"):
+        stones.add(name, float(second))
+    assert all(name in stones for name in "abc")
+    stones.add("a", 3.0)
+    stones.add("d", 4.0)
+    assert "b" not in stones and len(stones) == 3
+    stones.add("e", 13.5)
+    assert [name for name in "acde" if name in stones] == ["d", "e"]

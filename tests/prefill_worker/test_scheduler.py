@@ -1,0 +1,70 @@
+"""Prefill policy as data: admission, chunks under a budget, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from effuse.prefill_worker.scheduler import Limits, admit, schedule
+
+
+@pytest.mark.parametrize(
+    ("left", "budget", "expected"),
+    [
+        ([(20, True)], 64, [20]),
+        ([(20, True)], 18, [16]),
+        ([(20, True)], 3, [0]),
+        ([(8, True), (20, True), (8, True)], 24, [8, 16, 0]),
+        ([(20, False), (4, False)], 10, [0, 4]),
+        ([(20, False), (4, True)], 24, [20, 4]),
+        ([(20, True), (4, True)], 22, [20, 0]),
+        ([], 64, []),
+    ],
+    ids=str,
+)
+def test_chunks_end_with_a_block_and_fit_the_budget(
+    left: list[tuple[int, bool]], budget: int, expected: list[int]
+) -> None:
+    assert schedule(left, budget=budget, block_size=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("waiting", "computing", "free", "expected"),
+    [
+        ([2, 2, 2], 0, 5, 2),
+        ([6, 1], 0, 5, 0),
+        ([1, 1, 1], 2, 9, 1),
+        ([1], 3, 9, 0),
+        ([0, 0], 0, 0, 2),
+        ([], 0, 5, 0),
+    ],
+    ids=str,
+)
+def test_admission_is_first_come_first_served_by_free_pages(
+    waiting: list[int], computing: int, free: int, expected: int
+) -> None:
+    assert admit(waiting, num_computing=computing, num_free=free, most=3) == expected
+
+
+def limits(**changes: int) -> Limits:
+    values = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 4,
+        "max_model_len": 100,
+        "num_pages": 8,
+        "page_size": 4,
+        "block_size": 16,
+        "vocab_size": 50,
+        "mask_token_id": 1,
+    }
+    return Limits(**(values | changes))
+
+
+def test_a_budget_below_one_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least a block of 16, got 15"):
+        limits(max_num_batched_tokens=15)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len", "num_pages", "page_size"])
+def test_limits_are_positive(name: str) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        limits(**{name: 0})
