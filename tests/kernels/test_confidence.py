@@ -9,7 +9,7 @@ from operators.paths import public
 from operators.sampling import CASES, MASK, Case
 from torch import Tensor
 
-from effuse.kernels.confidence import Score, sample_confidence, sample_confidence_ref
+from effuse.kernels.confidence import RowSampling, Score, sample_confidence, sample_confidence_ref
 
 OPS = public(torch.device("cpu"))
 
@@ -61,7 +61,8 @@ def filtered_probabilities(logits: Tensor, case: Case) -> Tensor:
     values = (logits.double() / case.temperature).index_fill(0, torch.tensor([MASK]), -torch.inf)
     order = values.argsort(descending=True)
     probability = values.softmax(0)
-    keep, mass = [], 0.0
+    keep: list[int] = []
+    mass = 0.0
     for token in order.tolist():
         if mass < case.top_p and len(keep) < (case.top_k or len(logits)):
             keep.append(token)
@@ -83,9 +84,9 @@ def test_a_row_is_drawn_alike_in_every_batch() -> None:
         assert alone.confidence[0] == together.confidence[row]
 
 
-def row_of(s: sampling.RowSampling, row: int) -> sampling.RowSampling:
+def row_of(s: RowSampling, row: int) -> RowSampling:
     own = slice(row, row + 1)
-    return sampling.RowSampling(
+    return RowSampling(
         s.temperature[own],
         s.top_p[own],
         s.top_k[own],

@@ -35,8 +35,8 @@ def test_known_answers(counter: tuple[int, int, int, int], seed: int, expected: 
 
 def test_noise_of_a_token_is_its_word_of_its_counter() -> None:
     seed, position, denoise_count, answer_index = -(2**62) + 12345, 77, 5, 2
-    rows = [torch.tensor([value]) for value in (seed, position, denoise_count, answer_index)]
-    noise = gumbel_noise(*rows, 10)
+    row = torch.tensor([[seed], [position], [denoise_count], [answer_index]])
+    noise = gumbel_noise(row[0], row[1], row[2], row[3], 10)
     for token in range(10):
         words = philox_4x32_ref((token // 4, position, denoise_count, answer_index), seed + 2**64)
         uniform = (words[token % 4] >> 8) * 2.0**-24 + 2.0**-25

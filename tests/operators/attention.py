@@ -108,7 +108,8 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
     # Queries, keys and values as slices of one projection, as models hand them over.
     fused = torch.randn(total, heads, case.head_dim, generator=generator)
     fused[:, : case.q_heads] *= case.magnitude
-    q, k, v = fused.to(device, dtype).split([case.q_heads, case.kv_heads, case.kv_heads], dim=1)
+    widths = [case.q_heads, case.kv_heads, case.kv_heads]
+    q, k, v = torch.split(fused.to(device, dtype), widths, dim=1)
     tables = page_tables(case, generator)
     k_cache, v_cache = poisoned_cache(case, tables, generator)
     return Attention(
@@ -187,7 +188,7 @@ def reference(case: Case, call: Attention, dtype: torch.dtype) -> tuple[Tensor, 
             for cache in (call.k_cache, call.v_cache)
         ]
         mask = explicit_mask(row, case.block_size)
-        outs.append(block_attention_ref(q, k, v, *context, mask, scale=call.scale))
+        outs.append(block_attention_ref(q, k, v, context[0], context[1], mask, scale=call.scale))
         sums.append(log_sum_exp(q, torch.cat([context[0], k]), mask, call.scale))
     return torch.cat(outs), torch.cat(sums)
 

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def launch_attention(shape: Shape) -> None:
     rows, context = 64, 2048
     heads = shape.q_heads + 2 * shape.kv_heads
     fused = meta(shape.sequences * rows, heads, shape.head_dim, dtype=shape.dtype)
-    q, k, v = fused.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    q, k, v = torch.split(fused, [shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
     batch = make_attention_batch(
         [rows] * shape.sequences,
         [context] * shape.sequences,
@@ -88,7 +89,7 @@ def launch_sampling(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
 
 def launch_rotary(*, stores: bool) -> None:
     shape = SHAPES["dream_page_32_split"]
-    q, k, v = meta(64, 36, 128).split([28, 4, 4], dim=1)
+    q, k, v = torch.split(meta(64, 36, 128), [28, 4, 4], dim=1)
     slots = meta(64, dtype=INT64)
     stored = (v, *cache(shape), slots) if stores else None
     rotary_triton.launch(q, k, meta(4096, 128, dtype=FP32), slots, stored)
@@ -96,7 +97,7 @@ def launch_rotary(*, stores: bool) -> None:
 
 def launch_pages() -> None:
     k_cache, v_cache = cache(SHAPES["dream_page_64"])
-    _, k, v = meta(64, 36, 128).split([28, 4, 4], dim=1)
+    _, k, v = torch.split(meta(64, 36, 128), [28, 4, 4], dim=1)
     slots = meta(64, dtype=INT64)
     kv_pages_triton.launch_store(k, v, k_cache, v_cache, slots)
     kv_pages_triton.launch_load(k_cache, v_cache, slots)
@@ -105,7 +106,7 @@ def launch_pages() -> None:
 def attention_variants() -> Variants:
     for name, shape in SHAPES.items():
         modules = [attention_triton, merge_triton]
-        yield name, device_code(modules, lambda shape=shape: launch_attention(shape))
+        yield name, device_code(modules, partial(launch_attention, shape))
 
 
 def row_variants() -> Variants:

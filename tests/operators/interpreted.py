@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -73,13 +74,10 @@ GROUPS = {"attention": attention_checks, "rows": row_checks, "sampling": samplin
 
 def check_sampling(name: str, vocab_size: int) -> None:
     case = sampling.CASES[name]
-    two_rows = sampling.Case(
-        case.temperature, case.top_p, case.top_k, case.score, case.logits, rows=2
-    )
-    sampling.check([two_rows], OPS, torch.float32, vocab_size)
+    sampling.check([replace(case, rows=2)], OPS, torch.float32, vocab_size)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _gumbel_kernel(bits, out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.arange(0, COUNT)
     tl.store(out + place, gumbel_of_high_bits(tl.load(bits + place)))

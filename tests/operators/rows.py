@@ -72,7 +72,7 @@ def check_rotary(
     """Rotation of slices of a fused projection; with ``stores``, also what lands in the pages."""
     tokens, q_heads, kv_heads, dim = shape
     fused = random(tokens, q_heads + 2 * kv_heads, dim).to(dtype)
-    q, k, v = fused.to(ops.device).split([q_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(fused.to(ops.device), [q_heads, kv_heads, kv_heads], dim=1)
     positions = torch.arange(tokens) * 37 % 900
     table = make_cos_sin_cache(dim, 900, THETA, ops.device)
     places = (table, positions.to(ops.device))
@@ -133,6 +133,6 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 def rotary_plain(x: Tensor, table: Tensor) -> Tensor:
     """The half rotation in the dtype of x, written out."""
     half = x.shape[-1] // 2
-    cos, sin = (part.to(x.dtype)[:, None] for part in table.split(half, dim=-1))
+    cos, sin = (part.to(x.dtype)[:, None] for part in table.chunk(2, dim=-1))
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,149 @@
+"""Every Triton kernel on a GPU, in every dtype, under the same checks as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from operators import attention, rows, sampling
+from operators.attention import Case, Row
+from operators.paths import public, triton_kernels
+
+from effuse.kernels.attention import block_attention
+from effuse.kernels.batch import make_attention_batch
+from effuse.kernels.confidence import Candidates
+from effuse.kernels.kv_pages import gather_pages, scatter_pages
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+OPS = public(CUDA)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+DREAM = Case(
+    (Row(128, 2048), Row(96, 1000, origin=1000), Row(32, 4097), Row(700, 0, origin=700)),
+    q_heads=28,
+    kv_heads=4,
+    head_dim=128,
+    page_size=64,
+    block_size=32,
+)
+LLADA = Case((Row(64, 500), Row(32, 1024)), q_heads=32, kv_heads=32, head_dim=128, page_size=32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", attention.CASES)
+def test_attention_equals_explicit_mask(name: str, dtype: torch.dtype) -> None:
+    attention.check(attention.CASES[name], OPS, dtype)
+    attention.check(attention.CASES[name], triton_kernels(CUDA), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [DREAM, LLADA], ids=["dream", "llada"])
+def test_attention_of_released_shapes(case: Case, dtype: torch.dtype) -> None:
+    attention.check(case, OPS, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["ragged", "heads_7_to_1", "split_context"])
+def test_attention_alone_and_from_other_pages_is_bitwise_equal(
+    name: str, dtype: torch.dtype
+) -> None:
+    attention.check_alone_and_shuffled(attention.CASES[name], triton_kernels(CUDA), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", rows.SHAPES, ids=str)
+@pytest.mark.parametrize("check", [rows.check_norm, rows.check_norm_residual, rows.check_swiglu])
+def test_rows(check: Callable[..., None], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check(OPS, dtype, shape)
+
+
+@pytest.mark.parametrize("stores", [False, True], ids=["alone", "with_store"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", rows.HEADS, ids=str)
+def test_rotary(shape: tuple[int, int, int, int], dtype: torch.dtype, stores: bool) -> None:
+    rows.check_rotary(OPS, dtype, shape, stores=stores)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_and_pages(dtype: torch.dtype) -> None:
+    rows.check_norm_of_heads(OPS, dtype)
+    rows.check_store(OPS, dtype)
+    rows.check_store_of_nothing(OPS, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sampling.CASES)
+def test_sampling_equals_reference(name: str, dtype: torch.dtype) -> None:
+    sampling.check([sampling.CASES[name]], OPS, dtype, vocab_size=97)
+    sampling.check([sampling.CASES[name]], triton_kernels(CUDA, max_chunk=64), dtype, 303)
+
+
+def test_sampling_of_all_settings_over_a_released_vocabulary() -> None:
+    one_row_each = [replace(case, rows=1) for case in sampling.CASES.values()]
+    sampling.check(one_row_each, OPS, torch.float32, vocab_size=152_064)
+
+
+def test_pages_past_the_reach_of_32_bits() -> None:
+    """Offsets of a pool of more than 2**31 elements."""
+    page_elements = 2 * 4 * 64 * 128
+    last = 2**31 // page_elements + 40
+    memory = torch.empty((last + 1, 1, 2, 4, 64, 128), dtype=torch.bfloat16, device=CUDA)
+    memory[last].normal_()
+    k_cache, v_cache = memory[:, 0, 0].transpose(1, 2), memory[:, 0, 1].transpose(1, 2)
+    case = Case((Row(32, 50),), q_heads=28, kv_heads=4, head_dim=128, page_size=64)
+    call = attention.build(case, CUDA, torch.bfloat16)
+    far = make_attention_batch([32], [50], [[last]], [0], block_size=16, page_size=64, device=CUDA)
+    near = make_attention_batch([32], [50], [[0]], [0], block_size=16, page_size=64, device=CUDA)
+    small = memory[last:].clone()
+    small_k, small_v = small[:, 0, 0].transpose(1, 2), small[:, 0, 1].transpose(1, 2)
+    results = [
+        block_attention(call.q, call.k, call.v, keys, values, batch, scale=0.1)
+        for keys, values, batch in ((k_cache, v_cache, far), (small_k, small_v, near))
+    ]
+    assert torch.equal(results[0], results[1])
+    slots = torch.arange(32, device=CUDA) + last * 64
+    OPS.store_kv(call.k, call.v, k_cache, v_cache, slots)
+    loaded, _ = OPS.load_kv(k_cache, v_cache, slots)
+    assert torch.equal(loaded, call.k)
+    assert torch.equal(k_cache[last, :32], call.k)
+
+
+def test_whole_pages_move_on_the_device() -> None:
+    memory = rows.random(9, 2, 2, 4, 16, 64).to(CUDA, torch.bfloat16)
+    chosen = torch.tensor([7, 0, 3], device=CUDA)
+    other = torch.zeros_like(memory)
+    scatter_pages(gather_pages(memory, chosen), other, chosen.flip(0))
+    assert torch.equal(other[chosen.flip(0)], memory[chosen])
+
+
+def test_operators_replay_in_a_graph_with_other_inputs() -> None:
+    """Nothing waits for the host: attention and sampling can be captured, and see new data."""
+    call = attention.build(attention.CASES["split_context"], CUDA, torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    case = sampling.CASES["top_p_and_top_k"]
+    logits = sampling.make_logits(case, 203, generator).to(CUDA)
+    settings = sampling.to_device(sampling.make_sampling([case], generator), CUDA)
+    ops = triton_kernels(CUDA)
+
+    def step() -> Candidates:
+        ops.attention(call)
+        return ops.sample_confidence(logits, settings, sampling.MASK)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    call.q.mul_(-0.5)
+    logits.copy_(logits.flip(1).clone())
+    graph.replay()
+    replayed = call.out.clone(), found.token.clone()
+    call.out.fill_(float("nan"))
+    again = step()
+    assert torch.equal(replayed[0], call.out)
+    assert torch.equal(replayed[1], again.token)
