@@ -1,8 +1,49 @@
-"""What every test gets: one torch thread, and the checkout's root kept off the import path."""
+"""For every test: one torch thread, the checkout off the import path, no skip but without a GPU."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONSAFEPATH", "1")
+
+_RULE = "only tests marked gpu may be skipped"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where there is none."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Nothing but tests marked gpu may be skipped."""
+    report = yield
+    if report.skipped and not item.get_closest_marker("gpu"):
+        report.outcome, report.longrepr = "failed", f"{_RULE}: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A module may not be skipped either."""
+    report = yield
+    if report.skipped:
+        report.outcome, report.longrepr = "failed", f"{_RULE}: {report.longrepr}"
+    return report
+
+
+def _has_gpu() -> bool:
+    import torch  # only where a collected test needs it: some tests assert that nobody imports it
+
+    return torch.cuda.is_available()
