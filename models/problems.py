@@ -20,7 +20,7 @@ Split = Literal["train", "held_out"]
 HELD_OUT_ONE_IN = 64
 ANSWER_PREFIX = "answer: "
 
-_FAMILIES = ((chain, 44), (compare, 14), (products, 12), (arithmetic, 12), (list_task, 18))
+_FAMILIES = ((chain, 44), (compare, 14), (products, 12), (arithmetic, 12), (list_task, 20))
 
 
 @dataclass(frozen=True, slots=True)

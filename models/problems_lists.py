@@ -11,6 +11,7 @@ from effuse.models.problems_scenes import SCENES
 from effuse.models.problems_stories import Task, number
 
 LONGEST = 12
+_VOWELS = "aeiou"
 
 _FORMS: dict[str, tuple[str, ...]] = {
     "sort": (
@@ -38,9 +39,9 @@ _FORMS: dict[str, tuple[str, ...]] = {
         "Say exactly this: {list}.",
     ),
     "count": (
-        "How often does {item} occur in {list}?",
-        "Count how many times {item} is in the list {list}.",
-        "In the list {list}, how many are {item}?",
+        "Count the {item} in {list}.",
+        "How many {item} are in the list {list}?",
+        "In the list {list}, how many {item} are there?",
     ),
     "largest": (
         "Which number is the largest: {list}?",
@@ -57,7 +58,7 @@ _WEIGHTS = {
     "alphabet": 10,
     "reverse": 18,
     "copy": 12,
-    "count": 16,
+    "count": 22,
     "largest": 7,
     "smallest": 7,
 }
@@ -107,19 +108,36 @@ def _distinct_numbers(rng: random.Random, size: int) -> list[int]:
 
 
 def _count(rng: random.Random, size: int) -> tuple[list[str], str, tuple[str, ...], str]:
-    kinds = list(dict.fromkeys(_items(rng, rng.randint(2, 4))))
-    items = [rng.choice(kinds) for _ in range(size)]
-    item = rng.choice(kinds)
-    counts = list(accumulate(int(each == item) for each in items))
+    """A running count of the items that have a property which each shows by itself."""
+    item = rng.choice(("even numbers", "odd numbers", "vowels", "colours", "items"))
+    match item:
+        case "even numbers" | "odd numbers":
+            items = _numbers(rng, size)
+            found = [int(each) % 2 == (item == "odd numbers") for each in items]
+        case "vowels":
+            items = [rng.choice(rng.choice((_VOWELS, string.ascii_lowercase))) for _ in range(size)]
+            found = [each in _VOWELS for each in items]
+        case "colours":
+            pool = rng.choice(SCENES).things
+            items = [rng.choice(rng.choice((COLOURS, pool))) for _ in range(size)]
+            found = [each in COLOURS for each in items]
+        case _:
+            items = _items(rng, size)
+            found = [True] * size
+    counts = list(accumulate(int(each) for each in found))
     line = ", ".join(f"{each} {count}" for each, count in zip(items, counts, strict=True))
     return items, item, (line,), str(counts[-1])
+
+
+def _numbers(rng: random.Random, size: int) -> list[str]:
+    return [str(number(rng, 1, 9_999)) for _ in range(size)]
 
 
 def _items(rng: random.Random, size: int) -> list[str]:
     """Numbers, letters or words."""
     match rng.choice(("numbers", "letters", "words")):
         case "numbers":
-            return [str(number(rng, 1, 9_999)) for _ in range(size)]
+            return _numbers(rng, size)
         case "letters":
             return rng.choices(string.ascii_lowercase, k=size)
     pool = COLOURS + rng.choice(SCENES).things

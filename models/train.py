@@ -26,7 +26,7 @@ from effuse.models.bundled_tokenizer import build_tokenizer
 from effuse.models.train_data import NO_LABEL, BatchShape, Rows, SourceOptions, batches
 from effuse.models.train_model import TILE, Denoiser, Mask, ModelConfig, Visibility
 from effuse.models.train_optimizer import Optimizer, Rates
-from effuse.models.train_release import padded_vocabulary, write_release
+from effuse.models.train_release import adopt, padded_vocabulary, write_release
 
 EMA_DECAY = 0.998
 GRADIENT_NORM = 1.0
@@ -83,6 +83,12 @@ class Trainer:
         average = list(self.average.values())
         torch._foreach_lerp_(average, [value.data for value in parameters], 1 - decay)
         return loss.detach()
+
+    def adopt(self, folder: Path, tokenizer: Path) -> None:
+        """Begin from the weights of a released folder instead of random ones."""
+        adopt(folder, self.model, tokenizer)
+        for name, value in self._parameters.items():
+            self.average[name].copy_(value.data)
 
     def save(self, folder: Path) -> None:
         """Write the whole state; `state.json` comes last and names the step."""
@@ -193,6 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trainer = Trainer(config, plan, torch.device(options.device))
     if options.resume:
         trainer.load(out / "checkpoint")
+    elif options.start is not None:
+        trainer.adopt(options.start, tokenizer)
     finished = train(trainer, out, tokenizer, options.minutes, options.workers)
     print(f"{'finished' if finished else 'stopped'} at step {trainer.step}: {out}", flush=True)
     return 0
@@ -202,6 +210,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m effuse.models.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and release")
     parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint")
+    parser.add_argument("--start", type=Path, help="begin from the weights of a released folder")
     parser.add_argument("--minutes", type=_positive, default=60.0, help="stop after this long")
     parser.add_argument(
         "--steps", type=_count, default=Plan().steps, help="steps of the whole plan"
@@ -218,6 +227,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     state = options.out / "checkpoint" / "state.json"
     if options.resume and not state.exists():
         parser.error(f"--resume: {state} does not exist")
+    if options.start is not None and not (options.start / "model.safetensors").exists():
+        parser.error(f"--start: {options.start}/model.safetensors does not exist")
     if not options.resume and state.exists():
         parser.error(f"{state} exists: add --resume to continue, or choose another --out")
     return options

@@ -56,6 +56,23 @@ def read_release(folder: Path, device: torch.device) -> tuple[Denoiser, Tokenize
     return model.to(device).eval(), load_tokenizer(folder / "tokenizer.json")
 
 
+def adopt(folder: Path, model: Denoiser, tokenizer: Path) -> None:
+    """Start `model` from released weights; embedding rows follow their words to the new ids.
+
+    Words that the release does not know keep their fresh rows. Sizes must agree.
+    """
+    released, known = read_release(folder, torch.device("cpu"))
+    source, target = released.state_dict(), model.state_dict()
+    words = load_tokenizer(tokenizer)
+    old = source.pop("model.embed_tokens.weight")
+    for word, index in words.get_vocab().items():
+        row = known.token_to_id(word)
+        if row is not None:
+            target["model.embed_tokens.weight"][index].copy_(old[row])
+    for name, value in source.items():
+        target[name].copy_(value)
+
+
 def _described(config: ModelConfig) -> dict[str, object]:
     return {
         "architectures": ["SDARForCausalLM"],
