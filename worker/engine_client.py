@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import msgspec
 import zmq
@@ -134,21 +134,22 @@ class _Socket:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self._context = zmq.asyncio.Context()
-        self._receiver = self._context.socket(zmq.PAIR)
+        self._socket = self._context.socket(zmq.PAIR)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self._receiver.set(option, 0)
-        self._receiver.bind(endpoint)
-        self._sender: zmq.Socket[bytes] = zmq.Socket.shadow(self._receiver.underlying)
+            self._socket.set(option, 0)
+        self._socket.bind(endpoint)
 
     def send(self, frame: bytes) -> None:
+        # A plain socket on the same handle would swallow the signal that something can be received.
+        sent = cast("asyncio.Future[object]", self._socket.send(frame, zmq.NOBLOCK))
         with contextlib.suppress(zmq.Again):  # nobody is connected: not yet, or no more
-            self._sender.send(frame, zmq.NOBLOCK)
+            sent.result()
 
     async def receive(self) -> bytes:
-        return await self._receiver.recv()
+        return await self._socket.recv()
 
     def close(self) -> None:
-        self._receiver.close()
+        self._socket.close()
         self._context.term()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -110,3 +112,27 @@ def test_incarnations_differ_and_sort_by_age() -> None:
     ids = [new_incarnation() for _ in range(100)]
     assert len(set(ids)) == 100
     assert ids == sorted(ids)
+
+
+def test_a_send_swallows_no_signal_for_the_receiver() -> None:
+    """ZeroMQ signals once that something can be received, and a send takes notice of it too."""
+
+    async def go() -> None:
+        async with spawned() as client:
+            await client.ready(20)
+            await eventually(lambda: _is_waiting(client))
+            client.send(ABORT)
+            # The answer arrives while the loop is busy, and then something else is said.
+            assert select.select([client._socket._socket.FD], [], [], 20)[0]
+            time.sleep(0.02)  # a send looks for signals only some milliseconds after the last look
+            client.send(ABORT)
+            answers = 0
+            while answers < 2:
+                heard = await client.receive(5)
+                assert heard, f"{answers} of 2 answers were heard"
+                answers += sum(isinstance(message, AbortDone) for message in heard)
+
+    async def _is_waiting(client: EngineClient) -> bool:
+        return not await client.receive(0.01)
+
+    asyncio.run(go())
