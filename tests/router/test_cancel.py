@@ -31,7 +31,7 @@ def test_a_cancelled_request_is_aborted_on_its_workers(point: str, is_stream: bo
             stream.cancel()
         else:
             unary = fleet.generation.Generate(request(request_id="gone"))
-            reading = asyncio.ensure_future(unary)  # type: ignore[arg-type]
+            reading = asyncio.ensure_future(unary)
             await reached.wait()
             unary.cancel()
         await asyncio.wait({reading})
@@ -53,10 +53,10 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
         go, reached = asyncio.Event(), asyncio.Event()
         fleet.decode[0].at["start"] = holds(go, reached)
         first = fleet.generation.Generate(request())
-        running = asyncio.ensure_future(first)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(first)
         await reached.wait()
         second = fleet.generation.Generate(request())
-        waiting = asyncio.ensure_future(second)  # type: ignore[arg-type]
+        waiting = asyncio.ensure_future(second)
         await until(lambda: fleet.router.admission.num_waiting == 1)
         second.cancel()
         await asyncio.wait({waiting})

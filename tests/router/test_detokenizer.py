@@ -82,7 +82,8 @@ def test_special_and_unknown_ids_make_no_text() -> None:
 
 def test_the_first_space_is_dropped_once_only() -> None:
     tokenizer = Tokenizer(byte_fallback_tokenizer())
-    cat, a, s = (tokenizer._backend.token_to_id(word) for word in ("▁cat", "▁a", "s"))
+    vocabulary = byte_fallback_tokenizer().get_vocab()
+    cat, a, s = (vocabulary[word] for word in ("▁cat", "▁a", "s"))
     found = pieces(tokenizer, [a, cat, s, a, cat], [1, 2, 3, 4])
     assert found == ["a", " cat", "s", " a", " cat", ""]
 

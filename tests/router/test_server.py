@@ -281,9 +281,9 @@ def test_models_are_listed_and_described() -> None:
             model_pb2.ListModelsRequest(page_size=2, page_token=first.next_page_token)
         )
         assert ([m.name for m in rest.models], rest.next_page_token) == (["c"], "")
-        model = (await fleet.models.GetModel(model_pb2.GetModelRequest(name="b"))).model
-        assert (model.decode_workers, model.prefill_workers, model.mask_token_id) == (1, 1, MASK)
-        assert model.default_algorithm == pb.ALGORITHM_D2F
+        found = (await fleet.models.GetModel(model_pb2.GetModelRequest(name="b"))).model
+        assert (found.decode_workers, found.prefill_workers, found.mask_token_id) == (1, 1, MASK)
+        assert found.default_algorithm == pb.ALGORITHM_D2F
         unknown = fleet.models.GetModel(model_pb2.GetModelRequest(name="d"))
         assert type(await failure(unknown)) is errors.NotFound
         several = await failure(ask(fleet))
@@ -359,7 +359,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
         fleet.stop.set()
         async with rpc.connect(f"127.0.0.1:{fleet.router.port}", keepalive=None) as fresh:
             while True:
-                error = await failure(fresh.unary_unary(GENERATE)(b"", timeout=5))
+                error = await failure(fresh.unary_unary(GENERATE, bytes, bytes)(b"", timeout=5))
                 if not isinstance(error, errors.InvalidRequest):
                     break
         assert type(error) is errors.Draining
