@@ -114,6 +114,11 @@ def test_incarnations_differ_and_sort_by_age() -> None:
     assert ids == sorted(ids)
 
 
+def _block_until_signalled(descriptor: int) -> None:
+    assert select.select([descriptor], [], [], 20)[0]
+    time.sleep(0.02)  # a send looks for signals only some milliseconds after the last look
+
+
 def test_a_send_swallows_no_signal_for_the_receiver() -> None:
     """ZeroMQ signals once that something can be received, and a send takes notice of it too."""
 
@@ -123,8 +128,7 @@ def test_a_send_swallows_no_signal_for_the_receiver() -> None:
             await eventually(lambda: _is_waiting(client))
             client.send(ABORT)
             # The answer arrives while the loop is busy, and then something else is said.
-            assert select.select([client._socket._socket.FD], [], [], 20)[0]
-            time.sleep(0.02)  # a send looks for signals only some milliseconds after the last look
+            _block_until_signalled(client._socket._socket.FD)
             client.send(ABORT)
             answers = 0
             while answers < 2:
