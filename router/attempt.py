@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeAlias
 
 import grpc.aio
 
@@ -29,6 +29,8 @@ from effuse.v1.generation_pb2 import FinishReason
 
 LOG: Final = logging.getLogger(__name__)
 PrefillCall = grpc.aio.StreamStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
+
+LegTask: TypeAlias = "asyncio.Task[None]"
 
 
 class Attempt:
@@ -64,12 +66,12 @@ class Attempt:
         failed: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                if prefill is not None:
-                    group.create_task(self._write_prefill(prefill))
-                    pushed = group.create_task(self._read_prefill(prefill))
+                legs = [] if prefill is None else self._start_prefill(group, prefill)
                 reason = await self._leg.run(decode)
-                if prefill is not None:
-                    await asyncio.wait({pushed}, timeout=SETTLE_S)
+                if legs:
+                    await asyncio.wait(legs, timeout=SETTLE_S)
+                for leg in legs:
+                    leg.cancel()
         except* (LegFailed, ClientGone) as failures:
             failed = _first(failures)
         finally:
@@ -123,6 +125,12 @@ class Attempt:
                 self._aborts.send(self._placement.prefill, self._id, reason)
 
     # Prefill.
+
+    def _start_prefill(self, group: asyncio.TaskGroup, call: PrefillCall) -> list[LegTask]:
+        return [
+            group.create_task(self._write_prefill(call)),
+            group.create_task(self._read_prefill(call)),
+        ]
 
     async def _write_prefill(self, call: PrefillCall) -> None:
         worker = self._placement.prefill

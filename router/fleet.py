@@ -51,6 +51,7 @@ class Fleet:
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._suspected_until: dict[WorkerLife, float] = {}
         self._peers: dict[str, Peer] = {}
+        self._addresses: dict[WorkerLife, str] = {}
 
     @property
     def mode(self) -> PrefillMode:
@@ -69,17 +70,16 @@ class Fleet:
     @contextmanager
     def counted(self, placement: Placement, prompt_len: int, max_tokens: int) -> Iterator[None]:
         """Counts an attempt on its workers as long as it lasts."""
-        decode = _life(placement.decode)
-        prefill = None if placement.prefill is None else _life(placement.prefill)
-        self._add(decode, 1, prompt_len + max_tokens)
-        if prefill is not None:
-            self._add(prefill, 1, prompt_len)
+        shares = [(placement.decode, prompt_len + max_tokens)]
+        if placement.prefill is not None:
+            shares.append((placement.prefill, prompt_len))
+        for record, tokens in shares:
+            self._add(record, 1, tokens)
         try:
             yield
         finally:
-            self._add(decode, -1, -prompt_len - max_tokens)
-            if prefill is not None:
-                self._add(prefill, -1, -prompt_len)
+            for record, tokens in shares:
+                self._add(record, -1, -tokens)
 
     def suspect(self, record: WorkerRecord) -> None:
         """It broke off: others come first until its lease must have run out."""
@@ -100,14 +100,14 @@ class Fleet:
         alive = self._view.workers()
         lives, addresses = {_life(r) for r in alive}, {r.address for r in alive}
         for life, in_flight in list(self._in_flight.items()):
-            if life not in lives and in_flight.requests == 0:
-                del self._in_flight[life]
+            if in_flight.requests:
+                addresses.add(self._addresses[life])
+            elif life not in lives:
+                del self._in_flight[life], self._addresses[life]
         now = self._now()
         self._suspected_until = {k: t for k, t in self._suspected_until.items() if t > now}
-        in_use = bool(any(f.requests for f in self._in_flight.values()))
-        if not in_use:
-            for address in self._peers.keys() - addresses:
-                await self._peers.pop(address).channel.close(0)
+        for address in self._peers.keys() - addresses:
+            await self._peers.pop(address).channel.close(0)
 
     async def close(self) -> None:
         """Closes every channel."""
@@ -120,7 +120,9 @@ class Fleet:
         suspected = self._suspected_until.get(life, 0.0) > now
         return Candidate(record, self._in_flight.get(life, InFlight()), suspected)
 
-    def _add(self, life: WorkerLife, requests: int, tokens: int) -> None:
+    def _add(self, record: WorkerRecord, requests: int, tokens: int) -> None:
+        life = _life(record)
+        self._addresses[life] = record.address
         before = self._in_flight.get(life, InFlight())
         self._in_flight[life] = replace(
             before,

@@ -19,6 +19,7 @@ from effuse.placement.records import PlacedOn, PlacementRecord, PlacementState, 
 from effuse.protos.errors import (
     DeadlineExceeded,
     EffuseError,
+    InvalidRequest,
     Overloaded,
     PeerLost,
     Unavailable,
@@ -122,6 +123,8 @@ class Relay:
             return await attempt.run()
 
     def _place(self, job: Job, tries: Tries) -> Placement:
+        if asyncio.get_running_loop().time() >= job.deadline:
+            raise DeadlineExceeded("the deadline passed before a worker was asked")
         placement = self._fleet.place(job.asked.model.name, tries.excluded)
         if placement is not None:
             return placement
@@ -149,6 +152,10 @@ class Relay:
             self._fleet.suspect(blamed)
         if asyncio.get_running_loop().time() >= job.deadline:
             raise DeadlineExceeded("the deadline passed before the answer was complete") from error
+        if isinstance(error, InvalidRequest) and job.delivery.has_begun:
+            # The caller's request was good; it is our resumption that the worker does not take.
+            text = f"the answer could not be resumed: {error.message}"
+            raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error
         if not error.retryable:
             raise error
         job.life.handle(Event.LOST, self._now(), error.message[:80])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import grpc.aio
+import msgspec
 import pytest
 from router.fakes import (
     ANSWER,
@@ -232,6 +233,40 @@ def test_a_prefill_worker_that_dies_after_its_push_is_not_missed() -> None:
         go.set()
         assert (await asking).text == TEXT
         assert len(fleet.decode[0].requests) == 1
+
+    run(body)
+
+
+def test_a_prefill_worker_that_never_ends_its_call_holds_nobody_up() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.prefill[0].at["pushed"] = holds(asyncio.Event())
+        assert (await ask(fleet)).text == TEXT
+        await fleet.idle()
+        assert not fleet.prefill[0].aborted
+
+    run(body)
+
+
+def test_a_resumption_that_is_refused_is_not_the_callers_fault() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["commit 2"] = fleet.decode[0].crash
+        fleet.decode[1].at["start"] = raises(errors.InvalidRequest.of("resume", "no such frontier"))
+        error = await failure(fleet)
+        assert type(error) is errors.Unavailable
+        assert "could not be resumed" in error.message
+
+    run(body, num_decode=2)
+
+
+def test_channels_of_workers_that_are_gone_are_closed() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await ask(fleet)
+        victim = fleet.decode[0].record.address
+        peer = fleet.router.fleet.peer(victim)
+        fleet.decode[0].record = msgspec.structs.replace(fleet.decode[0].record, state="released")
+        await fleet.announce()
+        await fleet.router.fleet.forget_gone()
+        assert fleet.router.fleet.peer(victim) is not peer
 
     run(body)
 
