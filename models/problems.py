@@ -8,19 +8,27 @@ No tokens and no tensors here; the language lives in `problems_scenes.py` and `p
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
 from effuse.models.problems_lists import list_task
-from effuse.models.problems_stories import arithmetic, chain, compare, products
+from effuse.models.problems_stories import Task, arithmetic, chain, compare, products
 
 Split = Literal["train", "held_out"]
 
 HELD_OUT_ONE_IN = 64
 ANSWER_PREFIX = "answer: "
 
-_FAMILIES = ((chain, 44), (compare, 14), (products, 12), (arithmetic, 12), (list_task, 20))
+_FAMILIES: tuple[Callable[[random.Random], Task], ...] = (
+    chain,
+    compare,
+    products,
+    arithmetic,
+    list_task,
+)
+_FAMILY_WEIGHTS = (44, 14, 12, 12, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +86,7 @@ def check(expected: Problem, text: str) -> Verdict:
 
 
 def _draw(rng: random.Random) -> Problem:
-    families, weights = zip(*_FAMILIES, strict=True)
-    task = rng.choices(families, weights)[0](rng)
+    task = rng.choices(_FAMILIES, _FAMILY_WEIGHTS)[0](rng)
     return Problem(
         prompt=task.prompt,
         answer="\n".join((*task.lines, ANSWER_PREFIX + task.result)),

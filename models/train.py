@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -91,23 +92,29 @@ class Trainer:
             self.average[name].copy_(value.data)
 
     def save(self, folder: Path) -> None:
-        """Write the whole state; `state.json` comes last and names the step."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write the whole state beside `folder`, then put it in its place."""
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         for kind, tensors in self._state().items():
-            partial = folder / f"{kind}.partial"
-            save_file({name: value.contiguous() for name, value in tensors.items()}, partial)
-            partial.replace(folder / f"{kind}.safetensors")
-        (folder / "state.json").write_text(json.dumps({"step": self.step, "seed": self.plan.seed}))
+            whole = {name: value.contiguous() for name, value in tensors.items()}
+            save_file(whole, partial / f"{kind}.safetensors")
+        state = {"step": self.step, "plan": asdict(self.plan)}
+        (partial / "state.json").write_text(json.dumps(state))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.replace(folder)
 
     def load(self, folder: Path) -> None:
-        """Continue from `save`; the seed must be the one that the checkpoint was made with."""
+        """Continue from `save`; ValueError names what differs from this run's plan."""
         state = json.loads((folder / "state.json").read_text())
-        if state["seed"] != self.plan.seed:
-            raise ValueError(f"checkpoint has seed {state['seed']}, asked for {self.plan.seed}")
+        for name, value in json.loads(json.dumps(asdict(self.plan))).items():
+            if state["plan"][name] != value:
+                saved_value = state["plan"][name]
+                raise ValueError(f"{folder} was made with {name} {saved_value}, not {value}")
         for kind, tensors in self._state().items():
             saved = load_file(folder / f"{kind}.safetensors", device=str(self.device))
-            for name, value in tensors.items():
-                value.copy_(saved[name])
+            for name, tensor in tensors.items():
+                tensor.copy_(saved[name])
         self.step = state["step"]
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
@@ -198,7 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = ModelConfig(vocab_size=padded_vocabulary(tokenizer))
     trainer = Trainer(config, plan, torch.device(options.device))
     if options.resume:
-        trainer.load(out / "checkpoint")
+        try:
+            trainer.load(out / "checkpoint")
+        except ValueError as error:
+            raise SystemExit(f"--resume: {error}") from error
     elif options.start is not None:
         trainer.adopt(options.start, tokenizer)
     finished = train(trainer, out, tokenizer, options.minutes, options.workers)

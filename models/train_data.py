@@ -11,7 +11,7 @@ block diffusion, longer groups with rising noise train pipelined decoding (D2F, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
@@ -203,7 +203,9 @@ def _empty_rows(shape: BatchShape) -> Rows:
     return Rows(full(PAD_ID), full(NO_LABEL), full(0), full(-1), full(0), full(0), full(1))
 
 
-def batches(options: SourceOptions, first: int, last: int, workers: int) -> Iterator[Rows]:
+def batches(
+    options: SourceOptions, first: int, last: int, workers: int
+) -> Generator[Rows, None, None]:
     """Batches of the steps first to last - 1, in order, made ahead by worker processes.
 
     Worker w makes every `workers`-th batch and waits once two of them are not yet taken.

@@ -75,14 +75,14 @@ class Canvas:
         self.last = (lengths + MAX_NEW_TOKENS - 1) // BLOCK
         self.newest = self.first - 1
         self.masked = torch.zeros_like(self.editable)
-        self.born = self.editable.unflatten(1, (-1, BLOCK)).sum(-1)
+        self.born = _by_block(self.editable).sum(-1)
         self.full = torch.zeros_like(self.born, dtype=torch.bool)
         self.index = torch.arange(blocks, device=device).expand(len(prompts), -1)
         self.visible = (token // BLOCK)[:, None] >= (token // BLOCK)[None, :]
 
     def left(self) -> Tensor:
         """Masks left per block."""
-        return self.masked.unflatten(1, (-1, BLOCK)).sum(-1)
+        return _by_block(self.masked).sum(-1)
 
     def settled(self) -> Tensor:
         """Blocks that exist, hold no mask and have no predecessor that does."""
@@ -91,7 +91,7 @@ class Canvas:
 
     def has_eos(self) -> Tensor:
         """Blocks in which an EOS has been written."""
-        return ((self.ids == EOS_ID) & self.editable).unflatten(1, (-1, BLOCK)).any(-1)
+        return _by_block((self.ids == EOS_ID) & self.editable).any(-1)
 
     def append(self, window: int) -> None:
         """Add one block of masks where the newest has progressed, up to `window` in flight."""
@@ -120,8 +120,8 @@ class Canvas:
         confidence, token = logits.softmax(-1).max(-1)
         confidence = confidence.masked_fill(~self.masked, -1.0)
         chosen = confidence > threshold
-        blocks = confidence.unflatten(1, (-1, BLOCK))
-        stuck = ~chosen.unflatten(1, (-1, BLOCK)).any(-1) & self.full & (self.left() > 0)
+        blocks = _by_block(confidence)
+        stuck = ~_by_block(chosen).any(-1) & self.full & (self.left() > 0)
         best = torch.zeros_like(blocks, dtype=torch.bool)
         best.scatter_(2, blocks.argmax(-1, keepdim=True), stuck[..., None])
         chosen |= best.flatten(1)
@@ -133,6 +133,11 @@ class Canvas:
         settled = self.settled()
         ended = (settled & self.has_eos()).any(1)
         return ended | (settled & (self.index == self.last[:, None])).any(1)
+
+
+def _by_block(x: Tensor) -> Tensor:
+    """[problems, tokens] as [problems, blocks, 16]."""
+    return x.view(len(x), -1, BLOCK)
 
 
 @torch.no_grad()
@@ -190,6 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--wrong", type=int, default=0, help="wrong answers to print per setting")
     options = parser.parse_args(arguments)
+    if options.count < 1 or options.seed < 0 or options.wrong < 0:
+        parser.error("--count must be at least 1, --seed and --wrong at least 0")
+    if not (options.model / "model.safetensors").exists():
+        parser.error(f"--model: {options.model}/model.safetensors does not exist")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = read_release(options.model, device)
     problems = [problem(options.seed, index, "held_out") for index in range(options.count)]

@@ -199,7 +199,7 @@ class Visibility(NamedTuple):
 
     def tiles(self) -> BlockMask:
         """The rule for flex attention; pairs of tiles that share no document are skipped."""
-        documents = self.document.unflatten(1, (-1, TILE))
+        documents = self.document.view(len(self.document), -1, TILE)
         low, high = documents.amin(-1), documents.amax(-1)
         meet = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
         counts = meet.sum(-1, dtype=torch.int32)[:, None]

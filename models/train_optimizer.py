@@ -7,6 +7,7 @@ shape are handled as one stack, so a step costs a few dozen kernels whatever the
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,20 +30,20 @@ class Rates:
 def orthogonalise(stack: Tensor, iterations: int = 5) -> Tensor:
     """Move the singular values of every matrix in [count, rows, columns] close to 1."""
     a, b, c = _COEFFICIENTS
-    x = stack.bfloat16() if stack.is_cuda else stack
+    x: Tensor = stack.bfloat16() if stack.is_cuda else stack
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
+    x = x.transpose(1, 2) if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(iterations):
-        gram = x @ x.mT
+        gram = x @ x.transpose(1, 2)
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(stack.dtype)
+    return (x.transpose(1, 2) if tall else x).to(stack.dtype)
 
 
 class Optimizer:
     """Updates named parameters in place; its state is a flat dict of tensors."""
 
-    def __init__(self, parameters: dict[str, Tensor], rates: Rates) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], rates: Rates) -> None:
         """Matrices of layers go to Muon, everything else to Adam."""
         self._rates = rates
         self._stacks: dict[tuple[int, ...], list[str]] = defaultdict(list)
