@@ -18,6 +18,7 @@ from torch import Tensor
 from effuse.kernels import (
     attention_triton,
     confidence_triton,
+    filters_triton,
     kv_pages_triton,
     merge_triton,
     norm_triton,
@@ -126,7 +127,7 @@ def row_variants() -> Variants:
 
 
 def sampling_variants() -> Variants:
-    modules = [confidence_triton]
+    modules = [filters_triton, confidence_triton]
     yield "dream_bf16", device_code(modules, lambda: launch_sampling(2048, 152_064, BF16))
     yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
 
