@@ -33,7 +33,7 @@ from effuse.worker.messages import (
     WriterGone,
 )
 
-CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN, SLOW_ABORT = 900, 901, 902, 903, 904, 905, 906
+CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN = 900, 901, 902, 903, 904, 905
 PAGES = 8
 
 
@@ -47,7 +47,6 @@ class FakeCore:
         self._waiting: dict[str, StartDecode | StartPrefill] = {}  # for a peer
         self._done: dict[str, int] = {}
         self._quarantined: set[str] = set()
-        self._slow: list[Abort] = []
         self._steps = 0
         self._stands_still = False
 
@@ -177,6 +176,8 @@ def build(config: WorkerConfig, incarnation: str) -> Engine:
         raise ValueError("no such checkpoint")
     if config.served_model_name == "crashes":
         os._exit(9)
+    if config.served_model_name == "slow":
+        time.sleep(1000)
     return Engine(
         FakeCore(incarnation),
         Ready(

@@ -26,6 +26,7 @@ from effuse.worker.messages import Ready, Shutdown, StartupFailed, ToEngine, ToF
 
 _KILL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
+_MOST_SOCKET_PATH_BYTES = 107  # sockaddr_un
 
 
 class EngineLost(Exception):
@@ -58,8 +59,11 @@ class EngineClient:
 
     @classmethod
     async def spawn(cls, module: str, config: WorkerConfig) -> Self:
-        """Starts `python -m module` with a socket of its own in a private directory."""
-        home = Path(tempfile.mkdtemp(prefix="effuse-engine-"))  # mode 0700
+        """Starts `python -m module` with a socket of its own in a private directory.
+
+        Raises OSError if the process or the directory cannot be made.
+        """
+        home = _make_home()
         incarnation = new_incarnation()
         socket = _Socket(f"ipc://{home}/s")
         try:
@@ -151,6 +155,18 @@ class _Socket:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+
+
+def _make_home() -> Path:
+    """Returns a new directory that only this user enters, near enough for a socket's name."""
+    home = Path(tempfile.mkdtemp(prefix="effuse-engine-"))
+    if len(bytes(home)) + len("/s") > _MOST_SOCKET_PATH_BYTES:
+        home.rmdir()
+        raise OSError(
+            f"TMPDIR: expected a path short enough for a socket in it "
+            f"({_MOST_SOCKET_PATH_BYTES} bytes), got {str(home.parent)!r}"
+        )
+    return home
 
 
 def _orders(endpoint: str, incarnation: str, config: WorkerConfig) -> bytes:

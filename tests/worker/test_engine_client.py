@@ -140,3 +140,14 @@ def test_a_send_swallows_no_signal_for_the_receiver() -> None:
         return not await client.receive(0.01)
 
     asyncio.run(go())
+
+
+def test_a_directory_too_deep_for_a_socket_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(OSError, match="TMPDIR: expected a path short enough"):
+        asyncio.run(EngineClient.spawn(fronts.FAKE_ENGINE, WorkerConfig()))
+    assert list(deep.iterdir()) == []

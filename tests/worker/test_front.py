@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import fake_engine
@@ -197,6 +198,30 @@ def test_a_worker_announces_itself_its_new_life_and_its_end(tmp_path: Path) -> N
                     await eventually(lambda: shows(one.incarnation))
                 await view.poll()
                 assert view.workers() == ()
+
+    asyncio.run(go())
+
+
+def test_metrics_are_served_on_a_port_of_their_own(tmp_path: Path) -> None:
+    async def go() -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        config = dataclasses.replace(CONFIG, metrics_port=port)
+        async with running(make_role(), config, tmp_path) as one:
+            await answer(one, decode_request("a", one.incarnation))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+            async with asyncio.timeout(10):
+                text = (await reader.read()).decode()
+            writer.close()
+        for line in (
+            "effuse:prompt_tokens_total 3",
+            "effuse:generation_tokens_total 3",
+            'effuse:request_success_total{finished_reason="length"} 1',
+            "effuse:time_to_first_block_seconds_count 1",
+        ):
+            assert line in text.splitlines()
 
     asyncio.run(go())
 

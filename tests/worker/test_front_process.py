@@ -59,6 +59,16 @@ def test_a_signal_ends_a_worker_with_status_0_and_no_engine_left(
         assert not engine.is_running()
 
 
+def test_a_signal_while_the_engine_still_starts_ends_both(tmp_path: Path) -> None:
+    flags = ["--served-model-name", "slow", "--log-level", "error"]
+    with subprocess.Popen([sys.executable, "-P", "-c", LAUNCH, *flags], env=ENVIRONMENT) as process:
+        until(lambda: len(psutil.Process(process.pid).children()) == 1)
+        (engine,) = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert not engine.is_running()
+
+
 def test_the_engine_leaves_the_signals_of_a_terminal_to_its_front(tmp_path: Path) -> None:
     with started(tmp_path) as (process, engine):
         for number in (signal.SIGINT, signal.SIGTERM):
