@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -56,15 +56,16 @@ class Findings:
             self.add(name, f"one of {', '.join(names)}", f"the unknown value {value}")
 
     def token_ids(
-        self, name: str, ids: Sequence[int], vocab_size: int, refused: Collection[int]
+        self, name: str, ids: Sequence[int], vocab_size: int, refused: Mapping[int, str]
     ) -> None:
-        """Ids of the vocabulary that none of `refused` is among; the first bad one is named."""
+        """Ids of the vocabulary, but for `refused`, which says what those are; the first bad one
+        is named."""
         if max(ids, default=0) >= vocab_size:
             at, bad = next((at, i) for at, i in enumerate(ids) if i >= vocab_size)
             self.add(f"{name}[{at}]", f"an id below the vocabulary size {vocab_size}", bad)
-        elif not set(refused).isdisjoint(ids):
+        elif not refused.keys().isdisjoint(ids):
             at, bad = next((at, i) for at, i in enumerate(ids) if i in refused)
-            self.add(f"{name}[{at}]", "an id that stands for text", f"the reserved id {bad}")
+            self.add(f"{name}[{at}]", "an id that stands for text", f"the {refused[bad]} id {bad}")
 
 
 def check_request_id(request_id: str, findings: Findings) -> None:

@@ -6,7 +6,7 @@ before the prompt is tokenised. Not here: whether the model exists or has room (
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,7 +62,8 @@ def validate(
 
     `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding."""
     findings = Findings()
-    refused = {*reserved_ids}.difference(model.eos_token_ids) | {model.mask_token_id}
+    refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
+    refused[model.mask_token_id] = "mask"
     _check_prompt(request, model, refused, findings)
     _check_sampling(request.sampling, model, findings)
     _check_stopping(request.stopping, model, findings)
@@ -105,7 +106,7 @@ def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
 
 
 def _check_prompt(
-    request: pb.GenerateRequest, model: ModelInfo, refused: Collection[int], findings: Findings
+    request: pb.GenerateRequest, model: ModelInfo, refused: Mapping[int, str], findings: Findings
 ) -> None:
     kind = request.WhichOneof("input")
     if kind is None:
@@ -123,7 +124,7 @@ def _check_prompt(
 
 
 def _check_prompt_ids(
-    token_ids: pb.TokenIds, model: ModelInfo, refused: Collection[int], findings: Findings
+    token_ids: pb.TokenIds, model: ModelInfo, refused: Mapping[int, str], findings: Findings
 ) -> None:
     name, num_ids = "prompt_token_ids.ids", len(token_ids.ids)
     if num_ids == 0:
@@ -168,7 +169,7 @@ def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Fin
     else:
         findings.token_ids(
             "stopping.stop_token_ids", stopping.stop_token_ids, model.vocab_size,
-            {model.mask_token_id},
+            {model.mask_token_id: "mask"},
         )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def test_9_an_oversized_message_is_resource_exhausted() -> None:
         ({"request_id": "a b\n"}, errors.InvalidRequest, r"got 'a b\n'"),
         (
             {"prompt_token_ids": pb.TokenIds(ids=[1, MASK])}, errors.InvalidRequest,
-            "prompt_token_ids.ids[1]: expected an id that stands for text, got the reserved id 257",
+            "prompt_token_ids.ids[1]: expected an id that stands for text, got the mask id 257",
         ),
         (
             {"sampling": pb.SamplingParams(temperature=float("nan"))}, errors.InvalidRequest,

@@ -56,7 +56,7 @@ BAD: dict[str, tuple[Change, str, str]] = {
         ids(1, VOCAB_SIZE), "prompt_token_ids.ids[1]", f"{VOCAB_SIZE}, got {VOCAB_SIZE}"
     ),
     "55 id of 32 bits": (ids(2**32 - 1), "prompt_token_ids.ids[0]", "got 4294967295"),
-    "56 the mask id": (ids(1, 2, MASK), "prompt_token_ids.ids[2]", f"reserved id {MASK}"),
+    "56 the mask id": (ids(1, 2, MASK), "prompt_token_ids.ids[2]", f"the mask id {MASK}"),
     "59 padding": (ids(PAD), "prompt_token_ids.ids[0]", f"reserved id {PAD}"),
     "66 temperature nan": (sampling(temperature=math.nan), "sampling.temperature", "got nan"),
     "67 temperature inf": (sampling(temperature=math.inf), "sampling.temperature", "got inf"),
@@ -113,7 +113,7 @@ BAD: dict[str, tuple[Change, str, str]] = {
         stopping(stop_token_ids=[VOCAB_SIZE]), "stopping.stop_token_ids[0]", "below the vocabulary"
     ),
     "82 stop id is the mask": (
-        stopping(stop_token_ids=[MASK]), "stopping.stop_token_ids[0]", "reserved id"
+        stopping(stop_token_ids=[MASK]), "stopping.stop_token_ids[0]", "mask id"
     ),
     "82 too many stop ids": (
         stopping(stop_token_ids=range(65)), "stopping.stop_token_ids", "at most 64 ids, got 65"
