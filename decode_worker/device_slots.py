@@ -1,0 +1,190 @@
+"""A sequence as a row of the device's slot table, and a record of the device as what it says.
+
+Pure numpy. The row is written when a request joins; from then on the device's state machine goes
+on and its records are all that the host reads.
+"""
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from effuse.decode_worker.sequence import BlockState, Sequence
+from effuse.decode_worker.settings import (
+    Algorithm,
+    DecodeSettings,
+    Remasking,
+    RequestError,
+    Sampling,
+    Score,
+)
+from effuse.kernels.slots import (
+    NUM_COLUMNS,
+    NUM_RECORD_COLUMNS,
+    BlockColumn,
+    Column,
+    RecordColumn,
+    SlotLayout,
+    Status,
+)
+
+Row = npt.NDArray[np.int32]
+
+_ALGORITHMS = (Algorithm.D2F, Algorithm.BLOCK_DIFFUSION)
+_REMASKINGS = (
+    Remasking.LOW_CONFIDENCE_DYNAMIC,
+    Remasking.LOW_CONFIDENCE_STATIC,
+    Remasking.SEQUENTIAL,
+)
+_SCORES = (Score.CONFIDENCE, Score.MARGIN, Score.NEG_ENTROPY)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a step left in one slot: its state with the next step opened, and what it did."""
+
+    values: Row  # [record_width]
+    layout: SlotLayout
+
+    def column(self, column: RecordColumn) -> int:
+        return int(self.values[column])
+
+    @property
+    def status(self) -> Status:
+        return Status(self.column(RecordColumn.STATUS))
+
+    @property
+    def start(self) -> int:
+        """First position in flight."""
+        return self.column(RecordColumn.START)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the slot's next step."""
+        return self.column(RecordColumn.NUM_BLOCKS) * self.layout.block_size
+
+    @property
+    def final_len(self) -> int:
+        """Leading tokens that can no longer change."""
+        return self.start + self.column(RecordColumn.NUM_SETTLED) * self.layout.block_size
+
+    @property
+    def tokens(self) -> Row:
+        """Of all blocks in flight from `start` on, -1 for a mask."""
+        begin = NUM_RECORD_COLUMNS + 3 * self.layout.ring
+        return self.values[begin : begin + self.num_rows]
+
+    @property
+    def full(self) -> Row:
+        """1 for each block in flight that must advance."""
+        return self._blocks(0)
+
+    @property
+    def counts(self) -> Row:
+        """Forwards that have denoised each block in flight."""
+        return self._blocks(1)
+
+    @property
+    def written(self) -> Row:
+        """1 for each block in flight that lost masks in this step."""
+        return self._blocks(2)
+
+    def _blocks(self, part: int) -> Row:
+        begin = NUM_RECORD_COLUMNS + part * self.layout.ring
+        return self.values[begin : begin + self.column(RecordColumn.NUM_BLOCKS)]
+
+
+def slot_row(
+    layout: SlotLayout,
+    sequence: Sequence,
+    settings: DecodeSettings,
+    sampling: Sampling,
+    *,
+    generation: int,
+    pages: Ids[int],
+    page_size: int,
+) -> Row:
+    """The row [width] of a sequence whose step is open and whose cache is complete.
+
+    Raises RequestError where the request needs more than a row holds.
+    """
+    assert sequence.step_open, "a sequence joins with its step opened"
+    _check(layout, sequence, settings)
+    row = np.zeros(layout.width, dtype=np.int32)
+    _put_settings(row, sequence, settings, sampling)
+    row[Column.STATUS] = Status.RUNNING
+    row[Column.GENERATION] = generation
+    row[Column.START] = sequence.in_flight_start
+    row[Column.NUM_BLOCKS] = len(sequence.blocks)
+    row[Column.NUM_SETTLED] = sequence.num_settled_tokens // layout.block_size
+    row[Column.NUM_MASKS] = sum(block.masks_left for block in sequence.blocks)
+    row[Column.STOP_SEEN] = sequence.stop_seen
+    _put_blocks(row, layout, sequence)
+    stops = sorted(sequence.stopping.stop_token_ids)
+    row[layout.stops_at : layout.storable_at] = -1
+    row[layout.stops_at : layout.stops_at + len(stops)] = stops
+    row[layout.storable_at] = len(pages) * page_size
+    row[layout.pages_at : layout.pages_at + len(pages)] = pages
+    return row
+
+
+def _check(layout: SlotLayout, sequence: Sequence, settings: DecodeSettings) -> None:
+    window = settings.window if settings.algorithm is Algorithm.D2F else 1
+    if window > layout.max_window:
+        raise RequestError(f"window must be at most {layout.max_window} here, got {window}")
+    num_stops = len(sequence.stopping.stop_token_ids)
+    if num_stops > layout.max_stops:
+        raise RequestError(f"at most {layout.max_stops} stop ids are served, got {num_stops}")
+
+
+def _put_settings(
+    row: Row, sequence: Sequence, settings: DecodeSettings, sampling: Sampling
+) -> None:
+    row[Column.PROMPT_LEN] = sequence.prompt_len
+    row[Column.ORIGIN] = sequence.origin
+    row[Column.ANSWER_END] = sequence.answer_end
+    row[Column.LAST_BLOCK_END] = sequence.last_block_end
+    row[Column.ALGORITHM] = _ALGORITHMS.index(settings.algorithm)
+    row[Column.REMASKING] = _REMASKINGS.index(settings.remasking)
+    row[Column.WINDOW] = settings.window
+    row[Column.STEPS] = settings.denoising_steps
+    row[Column.TOP_K] = sampling.top_k
+    row[Column.SCORE] = _SCORES.index(settings.score)
+    real = row.view(np.float32)
+    real[Column.CONFIDENCE] = settings.confidence_threshold
+    real[Column.ADD] = settings.block_add_threshold
+    real[Column.FULL] = settings.full_activation_threshold
+    real[Column.TEMPERATURE] = sampling.temperature
+    real[Column.TOP_P] = sampling.top_p
+    seed = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
+    row[[Column.SEED_LOW, Column.SEED_HIGH]] = seed
+
+
+def _put_blocks(row: Row, layout: SlotLayout, sequence: Sequence) -> None:
+    size, ring = layout.block_size, layout.ring
+    blocks = row[NUM_COLUMNS : layout.tokens_at].reshape(len(BlockColumn), ring)
+    tokens = row[layout.tokens_at : layout.masked_at].reshape(ring, size)
+    masked = row[layout.masked_at : layout.stops_at].reshape(ring, size)
+    for block in sequence.blocks:
+        place = (block.start - sequence.origin) // size % ring
+        blocks[:, place] = (block.masks_at_birth, block.masks_left, block.full, block.denoise_count)
+        tokens[place] = sequence.token_ids[block.start : block.end]
+        masked[place] = sequence.masked[block.start : block.end]
+
+
+def same_state(record: Record, sequence: Sequence) -> bool:
+    """Whether the record shows the sequence as it is, its next step opened."""
+    blocks = sequence.blocks
+    span = slice(sequence.in_flight_start, sequence.in_flight_end)
+    shown = np.where(sequence.masked[span], -1, sequence.token_ids[span])
+    num_settled = sum(block.state is BlockState.SETTLED for block in blocks)
+    return (
+        record.start == sequence.in_flight_start
+        and record.column(RecordColumn.NUM_SETTLED) == num_settled
+        and record.column(RecordColumn.STOP_SEEN) == sequence.stop_seen
+        and record.column(RecordColumn.NUM_MASKS) == sum(block.masks_left for block in blocks)
+        and record.full.tolist() == [block.full for block in blocks]
+        and record.counts.tolist() == [block.denoise_count for block in blocks]
+        and np.array_equal(record.tokens, shown)
+    )

@@ -1,0 +1,208 @@
+"""Lays out the rows of a denoise step from the slot table, on the device: who takes part, ids,
+positions, page slots, what attention needs, and which rows want a candidate.
+
+Slots are packed in turn until the rows or the candidates of the bucket are used up; who did not fit
+is first in the next step. What a forward then changes is `advance`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.confidence import RowSampling
+from effuse.kernels.slots import BlockColumn, Column, Control, SlotLayout, SlotTable, Status
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """One step's rows, in buffers of T rows and S slots that every step fills anew."""
+
+    cu_seqlens: Tensor  # [S+1] int32
+    context_lens: Tensor  # [S] int32
+    page_table: Tensor  # [S, max_pages] int32
+    block_origins: Tensor  # [S] int32
+    first_candidate: Tensor  # [S] int32 by slot, -1 where it takes no part
+    kept_rows: Tensor  # [S] int64 by slot: its last stored row, -1 where it stores none
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64, -1 where nothing is stored
+    hidden_rows: Tensor  # [T] int64 by candidate: the row that predicts it
+    boundary_slots: Tensor  # [T] int32 by candidate: predicted by this slot's boundary; or -1
+    sampling: RowSampling  # [T] by candidate
+
+    @classmethod
+    def empty(cls, layout: SlotLayout, num_rows: int, device: torch.device) -> StepRows:
+        """Buffers for up to `num_rows` rows."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        slots, long, real = layout.num_slots, torch.int64, torch.float32
+        return cls(
+            cu_seqlens=zeros(slots + 1),
+            context_lens=zeros(slots),
+            page_table=zeros(slots, layout.max_pages),
+            block_origins=zeros(slots),
+            first_candidate=zeros(slots),
+            kept_rows=zeros(slots, dtype=long),
+            token_ids=zeros(num_rows, dtype=long),
+            positions=zeros(num_rows, dtype=long),
+            slot_mapping=zeros(num_rows, dtype=long),
+            hidden_rows=zeros(num_rows, dtype=long),
+            boundary_slots=zeros(num_rows),
+            sampling=RowSampling(
+                temperature=zeros(num_rows, dtype=real),
+                top_p=zeros(num_rows, dtype=real),
+                top_k=zeros(num_rows),
+                seed=zeros(num_rows, dtype=long),
+                answer_index=zeros(num_rows),
+                position=zeros(num_rows),
+                denoise_count=zeros(num_rows),
+                score=zeros(num_rows, dtype=torch.int8),
+            ),
+        )
+
+    def attention(
+        self, layout: SlotLayout, num_rows: int, *, page_size: int, max_context: int
+    ) -> AttentionBatch:
+        """The batch over these buffers for a bucket of `num_rows`; no slot has fewer than a block.
+
+        `max_context` bounds the cached tokens of every slot that takes part.
+        """
+        num_seqs = sequences_in(layout, num_rows)
+        return AttentionBatch(
+            cu_seqlens=self.cu_seqlens[: num_seqs + 1],
+            context_lens=self.context_lens[:num_seqs],
+            page_table=self.page_table[:num_seqs],
+            block_origins=self.block_origins[:num_seqs],
+            block_size=layout.block_size,
+            page_size=page_size,
+            max_seqlen=min(num_rows, layout.ring * layout.block_size),
+            max_context=max_context,
+            gather=None,
+        )
+
+
+def sequences_in(layout: SlotLayout, num_rows: int) -> int:
+    """Most slots that a bucket of `num_rows` can hold."""
+    return max(1, min(layout.num_slots, num_rows // layout.block_size))
+
+
+def plan_step(
+    table: SlotTable,
+    control: Tensor,
+    rows: StepRows,
+    *,
+    num_rows: int,
+    page_size: int,
+    mask_token_id: int,
+    shift: bool,
+) -> None:
+    """Fill `rows` for the coming step; `control` [4] int32 gives limits and the first slot.
+
+    A slot takes part with all its blocks in flight, if it runs and its pages cover what the step
+    stores, as long as no more than `num_rows` rows and the control's number of candidates are
+    used. Rows and candidates beyond those in use are harmless: token 0 at position 0, not stored.
+    With `shift`, position p is predicted by the row of p - 1, or by the slot's boundary vector.
+    """
+    if table.rows.is_cuda:
+        from effuse.kernels import plan_step_triton
+
+        plan_step_triton.launch(table, control, rows, num_rows, page_size, mask_token_id, shift)
+        return
+    slots = _choose(table, control, num_rows)
+    _fill_sequences(table, rows, slots)
+    _fill_rows(table, rows, slots, num_rows, page_size, mask_token_id, shift)
+
+
+def _choose(table: SlotTable, control: Tensor, num_rows: int) -> Tensor:
+    """Slots that take part [N] int64, in the order of their rows; notes who is first next time."""
+    layout = table.layout
+    first = int(control[Control.FIRST_SLOT])
+    order = (first + torch.arange(layout.num_slots)) % layout.num_slots
+    settled = table.column(Column.NUM_SETTLED) * layout.block_size
+    can_store = table.column(Column.START) + settled <= table.storable
+    runs = ((table.column(Column.STATUS) == Status.RUNNING) & can_store)[order]
+    num_tokens = (table.column(Column.NUM_BLOCKS)[order] * layout.block_size).where(runs, 0)
+    num_masks = table.column(Column.NUM_MASKS)[order].where(runs, 0)
+    fits = (num_tokens.cumsum(0) <= num_rows) & (num_masks.cumsum(0) <= control[Control.MASK_LIMIT])
+    left_out = order[runs & ~fits]
+    control[Control.NEXT_FIRST_SLOT] = left_out[0] if len(left_out) else first
+    return order[runs & fits]
+
+
+def _fill_sequences(table: SlotTable, rows: StepRows, slots: Tensor) -> None:
+    layout, count = table.layout, len(slots)
+    num_tokens = table.column(Column.NUM_BLOCKS)[slots] * layout.block_size
+    rows.cu_seqlens.fill_(int(num_tokens.sum()))
+    rows.cu_seqlens[0] = 0
+    rows.cu_seqlens[1 : count + 1] = num_tokens.cumsum(0)
+    for buffer in (rows.context_lens, rows.block_origins, rows.page_table):
+        buffer.zero_()
+    rows.context_lens[:count] = table.column(Column.START)[slots]
+    rows.block_origins[:count] = table.column(Column.ORIGIN)[slots]
+    rows.page_table[:count] = table.pages[slots]
+    num_masks = table.column(Column.NUM_MASKS)[slots]
+    rows.first_candidate.fill_(-1)
+    rows.first_candidate[slots] = (num_masks.cumsum(0) - num_masks).int()
+    num_stored = table.column(Column.NUM_SETTLED)[slots] * layout.block_size
+    last_stored = rows.cu_seqlens[:count] + num_stored - 1
+    rows.kept_rows.fill_(-1)
+    rows.kept_rows[slots] = last_stored.where(num_stored > 0, -1).long()
+
+
+def _fill_rows(
+    table: SlotTable,
+    rows: StepRows,
+    slots: Tensor,
+    num_rows: int,
+    page_size: int,
+    mask_token_id: int,
+    shift: bool,
+) -> None:
+    layout, size = table.layout, table.layout.block_size
+    counts = table.column(Column.NUM_BLOCKS)[slots] * size
+    slot = slots.repeat_interleave(counts)
+    used = len(slot)
+    offset = torch.arange(used) - rows.cu_seqlens[: len(slots)].long().repeat_interleave(counts)
+    start = table.column(Column.START)[slot].long()
+    first_block = (start - table.column(Column.ORIGIN)[slot]) // size
+    ring, cell = (first_block + offset // size) % layout.ring, offset % size
+    masked = table.masked[slot, ring, cell] == 1
+    position = start + offset
+    is_stored = offset < table.column(Column.NUM_SETTLED)[slot] * size
+    page = table.pages[slot, (position // page_size).where(is_stored, 0)].long()
+    place = page * page_size + position % page_size
+    _fill(rows.token_ids, table.tokens[slot, ring, cell].long().where(~masked, mask_token_id))
+    _fill(rows.positions, position)
+    _fill(rows.slot_mapping, place.where(is_stored, -1), beyond=-1)
+    wanted = masked.nonzero().squeeze(1)
+    asking = slot[wanted]
+    is_first = (offset[wanted] == 0) & shift
+    _fill(rows.hidden_rows, (wanted - int(shift)).where(~is_first, wanted))
+    _fill(rows.boundary_slots, asking.where(is_first, -1).int(), beyond=-1)
+    counts_of_blocks = table.blocks(BlockColumn.COUNT)[asking, ring[wanted]]
+    _fill_sampling(table, rows.sampling, asking, position[wanted], counts_of_blocks)
+
+
+def _fill_sampling(
+    table: SlotTable, sampling: RowSampling, asking: Tensor, position: Tensor, counts: Tensor
+) -> None:
+    low, high = table.column(Column.SEED_LOW)[asking], table.column(Column.SEED_HIGH)[asking]
+    _fill(sampling.temperature, table.real(Column.TEMPERATURE)[asking])
+    _fill(sampling.top_p, table.real(Column.TOP_P)[asking], beyond=1)
+    _fill(sampling.top_k, table.column(Column.TOP_K)[asking])
+    _fill(sampling.seed, (high.long() << 32) | (low.long() & 0xFFFFFFFF))
+    _fill(sampling.answer_index, table.column(Column.ANSWER_INDEX)[asking])
+    _fill(sampling.position, position.int())
+    _fill(sampling.denoise_count, counts)
+    _fill(sampling.score, table.column(Column.SCORE)[asking].to(torch.int8))
+
+
+def _fill(buffer: Tensor, values: Tensor, beyond: int = 0) -> None:
+    buffer.fill_(beyond)
+    buffer[: len(values)] = values

@@ -1,0 +1,255 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The Triton kernel that lays out a denoise step; `plan_step` is the way in.
+
+One program a slot, and one for what lies beyond the rows in use. Every program scans the slots for
+itself, so that one launch is enough; nothing is read back by the host.
+
+Bytes: the blocks in flight once, the page lists of the slots once, some 70 B a row.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effuse.kernels.plan_step import StepRows, sequences_in
+from effuse.kernels.slots import NUM_COLUMNS, BlockColumn, Column, Control, SlotTable, Status
+
+STATUS = tl.constexpr(int(Column.STATUS))
+START = tl.constexpr(int(Column.START))
+NUM_BLOCKS = tl.constexpr(int(Column.NUM_BLOCKS))
+NUM_SETTLED = tl.constexpr(int(Column.NUM_SETTLED))
+NUM_MASKS = tl.constexpr(int(Column.NUM_MASKS))
+ORIGIN = tl.constexpr(int(Column.ORIGIN))
+TEMPERATURE = tl.constexpr(int(Column.TEMPERATURE))
+TOP_P = tl.constexpr(int(Column.TOP_P))
+TOP_K = tl.constexpr(int(Column.TOP_K))
+SEED_LOW = tl.constexpr(int(Column.SEED_LOW))
+SEED_HIGH = tl.constexpr(int(Column.SEED_HIGH))
+ANSWER_INDEX = tl.constexpr(int(Column.ANSWER_INDEX))
+SCORE = tl.constexpr(int(Column.SCORE))
+RUNNING = tl.constexpr(int(Status.RUNNING))
+BLOCKS_AT = tl.constexpr(NUM_COLUMNS)
+COUNT = tl.constexpr(int(BlockColumn.COUNT))
+FIRST_SLOT = tl.constexpr(int(Control.FIRST_SLOT))
+NEXT_FIRST_SLOT = tl.constexpr(int(Control.NEXT_FIRST_SLOT))
+MASK_LIMIT = tl.constexpr(int(Control.MASK_LIMIT))
+PAGES_TILE = tl.constexpr(256)
+FILL_TILE = tl.constexpr(512)
+
+
+def launch(
+    table: SlotTable,
+    control: Tensor,
+    rows: StepRows,
+    num_rows: int,
+    page_size: int,
+    mask_token_id: int,
+    shift: bool,
+) -> None:
+    """Fill `rows` for a bucket of `num_rows`."""
+    layout, sampling = table.layout, rows.sampling
+    _plan_kernel[(layout.num_slots + 1,)](
+        table.rows,
+        control,
+        rows.cu_seqlens,
+        rows.context_lens,
+        rows.page_table,
+        rows.block_origins,
+        rows.first_candidate,
+        rows.kept_rows,
+        rows.token_ids,
+        rows.positions,
+        rows.slot_mapping,
+        rows.hidden_rows,
+        rows.boundary_slots,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.seed,
+        sampling.answer_index,
+        sampling.position,
+        sampling.denoise_count,
+        sampling.score,
+        num_rows,
+        sequences_in(layout, num_rows),
+        mask_token_id,
+        NUM_SLOTS=layout.num_slots,
+        TILE_SLOTS=triton.next_power_of_2(layout.num_slots + 1),
+        RING=layout.ring,
+        SIZE=layout.block_size,
+        TILE_SIZE=triton.next_power_of_2(layout.block_size),
+        TOKENS_AT=layout.tokens_at,
+        MASKED_AT=layout.masked_at,
+        STORABLE_AT=layout.storable_at,
+        PAGES_AT=layout.pages_at,
+        WIDTH=layout.width,
+        MAX_PAGES=layout.max_pages,
+        PAGE_SIZE=page_size,
+        SHIFT=int(shift),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _plan_kernel(
+    table,
+    control,
+    cu_seqlens,
+    context_lens,
+    page_table,
+    block_origins,
+    first_candidate,
+    kept_rows,
+    token_ids,
+    positions,
+    slot_mapping,
+    hidden_rows,
+    boundary_slots,
+    temperatures,
+    top_ps,
+    top_ks,
+    seeds,
+    answer_indexes,
+    sample_positions,
+    denoise_counts,
+    scores,
+    num_rows,
+    num_seqs,
+    mask_token_id,
+    NUM_SLOTS: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
+    RING: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
+    TOKENS_AT: tl.constexpr,
+    MASKED_AT: tl.constexpr,
+    STORABLE_AT: tl.constexpr,
+    PAGES_AT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    slot = tl.program_id(0)
+
+    # Who takes part: slots in turn from the first one, while rows and candidates last.
+    first_slot = tl.load(control + FIRST_SLOT)
+    turn = tl.arange(0, TILE_SLOTS)
+    order = (first_slot + turn) % NUM_SLOTS
+    is_slot = turn < NUM_SLOTS
+    column = table + order * WIDTH
+    settled_rows = tl.load(column + NUM_SETTLED, mask=is_slot, other=0) * SIZE
+    cached = tl.load(column + START, mask=is_slot, other=0)
+    storable = tl.load(column + STORABLE_AT, mask=is_slot, other=0)
+    runs = is_slot & (tl.load(column + STATUS, mask=is_slot, other=0) == RUNNING)
+    runs = runs & (cached + settled_rows <= storable)
+    own_rows = tl.where(runs, tl.load(column + NUM_BLOCKS, mask=is_slot, other=0) * SIZE, 0)
+    own_masks = tl.where(runs, tl.load(column + NUM_MASKS, mask=is_slot, other=0), 0)
+    rows_end = tl.cumsum(own_rows, 0)
+    masks_end = tl.cumsum(own_masks, 0)
+    fits = (rows_end <= num_rows) & (masks_end <= tl.load(control + MASK_LIMIT))
+    taken = runs & fits
+    used = tl.sum(tl.where(taken, own_rows, 0), 0)
+
+    if slot == NUM_SLOTS:
+        # What lies beyond: sequences without rows, rows and candidates without meaning.
+        left_out = tl.min(tl.where(runs & (fits == 0), turn, NUM_SLOTS), 0)
+        next_first = tl.where(left_out < NUM_SLOTS, (first_slot + left_out) % NUM_SLOTS, first_slot)
+        tl.store(control + NEXT_FIRST_SLOT, next_first)
+        num_taken = tl.sum(taken.to(tl.int32), 0)
+        ended = (turn >= num_taken) & (turn < num_seqs)
+        tl.store(cu_seqlens + 1 + turn, tl.zeros_like(turn) + used, mask=ended)
+        tl.store(context_lens + turn, tl.zeros_like(turn), mask=ended)
+        tl.store(block_origins + turn, tl.zeros_like(turn), mask=ended)
+        tl.store(cu_seqlens, 0)
+        num_wanted = tl.sum(tl.where(taken, own_masks, 0), 0)
+        lane = tl.arange(0, FILL_TILE)
+        zero = tl.zeros_like(lane)
+        for start in range(0, num_rows, FILL_TILE):
+            row = start + lane
+            unused = (row >= used) & (row < num_rows)
+            tl.store(token_ids + row, zero.to(tl.int64), mask=unused)
+            tl.store(positions + row, zero.to(tl.int64), mask=unused)
+            tl.store(slot_mapping + row, zero.to(tl.int64) - 1, mask=unused)
+            unwanted = (row >= num_wanted) & (row < num_rows)
+            tl.store(hidden_rows + row, zero.to(tl.int64), mask=unwanted)
+            tl.store(boundary_slots + row, zero - 1, mask=unwanted)
+            tl.store(temperatures + row, zero.to(tl.float32), mask=unwanted)
+            tl.store(top_ps + row, zero.to(tl.float32) + 1.0, mask=unwanted)
+            tl.store(top_ks + row, zero, mask=unwanted)
+            tl.store(seeds + row, zero.to(tl.int64), mask=unwanted)
+            tl.store(answer_indexes + row, zero, mask=unwanted)
+            tl.store(sample_positions + row, zero, mask=unwanted)
+            tl.store(denoise_counts + row, zero, mask=unwanted)
+            tl.store(scores + row, zero.to(tl.int8), mask=unwanted)
+        return
+
+    own = order == slot
+    own = own & is_slot
+    if tl.sum((own & taken).to(tl.int32), 0) == 0:
+        tl.store(first_candidate + slot, -1)
+        tl.store(kept_rows + slot, tl.full((), -1, tl.int64))
+        return
+
+    sequence = tl.sum(tl.where(own, tl.cumsum(taken.to(tl.int32), 0) - 1, 0), 0)
+    first_row = tl.sum(tl.where(own, rows_end - own_rows, 0), 0)
+    first_wanted = tl.sum(tl.where(own, masks_end - own_masks, 0), 0)
+    fields = table + slot * WIDTH
+    context = tl.load(fields + START)
+    origin = tl.load(fields + ORIGIN)
+    num_blocks = tl.load(fields + NUM_BLOCKS)
+    num_stored = tl.load(fields + NUM_SETTLED) * SIZE
+    tl.store(cu_seqlens + 1 + sequence, first_row + num_blocks * SIZE)
+    tl.store(context_lens + sequence, context)
+    tl.store(block_origins + sequence, origin)
+    tl.store(first_candidate + slot, first_wanted)
+    kept = tl.where(num_stored > 0, first_row + num_stored - 1, -1)
+    tl.store(kept_rows + slot, kept.to(tl.int64))
+    num_pages = (context + PAGE_SIZE - 1) // PAGE_SIZE
+    for start in range(0, num_pages, PAGES_TILE):
+        entry = start + tl.arange(0, PAGES_TILE)
+        page = tl.load(fields + PAGES_AT + entry, mask=entry < num_pages, other=0)
+        tl.store(page_table + sequence * MAX_PAGES + entry, page, mask=entry < num_pages)
+
+    # Its rows.
+    block = tl.arange(0, RING)
+    cell = tl.arange(0, TILE_SIZE)
+    place = ((context - origin) // SIZE + block) % RING
+    exists = (block < num_blocks)[:, None] & (cell < SIZE)[None, :]
+    offset = block[:, None] * SIZE + cell[None, :]
+    source = fields + place[:, None] * SIZE + cell[None, :]
+    token = tl.load(source + TOKENS_AT, mask=exists, other=0)
+    masked = tl.load(source + MASKED_AT, mask=exists, other=0)
+    is_masked = masked == 1
+    position = context + offset
+    row = first_row + offset
+    tl.store(token_ids + row, tl.where(is_masked, mask_token_id, token).to(tl.int64), mask=exists)
+    tl.store(positions + row, position.to(tl.int64), mask=exists)
+    is_stored = exists & (offset < num_stored)
+    page = tl.load(fields + PAGES_AT + position // PAGE_SIZE, mask=is_stored, other=0)
+    page_slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    tl.store(slot_mapping + row, tl.where(is_stored, page_slot, -1), mask=exists)
+
+    # Its masks, each of which wants a candidate.
+    of_block = tl.sum(masked, 1)
+    before = (tl.cumsum(of_block, 0) - of_block)[:, None] + tl.cumsum(masked, 1) - masked
+    wanted = first_wanted + before
+    is_first = (offset == 0) & (SHIFT == 1)
+    hidden = tl.where(is_first, row, row - SHIFT)
+    zero = tl.zeros_like(row)
+    count = tl.load(fields + BLOCKS_AT + COUNT * RING + place)
+    low = tl.load(fields + SEED_LOW).to(tl.int64) & 0xFFFFFFFF
+    seed = (tl.load(fields + SEED_HIGH).to(tl.int64) << 32) | low
+    temperature = tl.load(fields + TEMPERATURE).to(tl.float32, bitcast=True)
+    top_p = tl.load(fields + TOP_P).to(tl.float32, bitcast=True)
+    tl.store(hidden_rows + wanted, hidden.to(tl.int64), mask=is_masked)
+    tl.store(boundary_slots + wanted, tl.where(is_first, slot, -1), mask=is_masked)
+    tl.store(temperatures + wanted, zero.to(tl.float32) + temperature, mask=is_masked)
+    tl.store(top_ps + wanted, zero.to(tl.float32) + top_p, mask=is_masked)
+    tl.store(top_ks + wanted, zero + tl.load(fields + TOP_K), mask=is_masked)
+    tl.store(seeds + wanted, zero.to(tl.int64) + seed, mask=is_masked)
+    tl.store(answer_indexes + wanted, zero + tl.load(fields + ANSWER_INDEX), mask=is_masked)
+    tl.store(sample_positions + wanted, position, mask=is_masked)
+    tl.store(denoise_counts + wanted, zero + count[:, None], mask=is_masked)
+    tl.store(scores + wanted, (zero + tl.load(fields + SCORE)).to(tl.int8), mask=is_masked)
