@@ -3,7 +3,6 @@
 Only wires parts to each other.
 """
 
-import sys
 import time
 
 from effuse.decode_worker.boundary import Boundary
@@ -60,4 +59,4 @@ def _limits(config: DecodeConfig, parts: Assembly) -> Limits:
 
 
 if __name__ == "__main__":
-    sys.exit(main(DecodeConfig, build))
+    main(DecodeConfig, build)

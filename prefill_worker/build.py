@@ -3,7 +3,6 @@
 Only wires parts to each other.
 """
 
-import sys
 import time
 
 from effuse.kvtransfer.sender import HandoffSender
@@ -48,4 +47,4 @@ def _limits(config: PrefillConfig, parts: Assembly) -> Limits:
 
 
 if __name__ == "__main__":
-    sys.exit(main(PrefillConfig, build))
+    main(PrefillConfig, build)

@@ -200,4 +200,4 @@ def build(config: WorkerConfig, incarnation: str) -> Engine:
 
 
 if __name__ == "__main__":
-    sys.exit(main(WorkerConfig, build))
+    main(WorkerConfig, build)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 import zmq
@@ -134,8 +134,8 @@ class EngineLoop:
         return [Heartbeat(loops=self._loops, load=load)]
 
 
-def main(config_type: type[Config], build: Builder[Config]) -> int:
-    """Runs an engine process to its end; returns its exit status."""
+def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
+    """Runs an engine process to its end: status 0 after `Shutdown`, 2 if it could not start."""
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=Orders)
     die_with(orders.front_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -149,10 +149,13 @@ def main(config_type: type[Config], build: Builder[Config]) -> int:
     socket.set(zmq.LINGER, 1000)
     socket.connect(orders.endpoint)
     try:
-        return _run(config, orders.incarnation, build, socket)
+        status = _run(config, orders.incarnation, build, socket)
     finally:
         socket.close()
         context.term()
+    logging.shutdown()
+    # Everything is closed; tearing down the interpreter with torch in it takes another second.
+    os._exit(status)
 
 
 def _run(
