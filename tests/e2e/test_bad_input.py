@@ -53,12 +53,12 @@ CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
     "too long": (
         changed(lambda r: r.prompt_token_ids.ids.extend([5] * TINY.max_model_len)),
         grpc.StatusCode.INVALID_ARGUMENT,
-        str(TINY.max_model_len),
+        str(TINY.max_model_len - 1),
     ),
     "mask id inside": (
         changed(lambda r: r.prompt_token_ids.ids.append(TINY.mask_token_id)),
         grpc.StatusCode.INVALID_ARGUMENT,
-        "mask",
+        f"mask id {TINY.mask_token_id}",
     ),
     "id beyond the vocabulary": (
         changed(lambda r: r.prompt_token_ids.ids.append(TINY.vocab_size)),

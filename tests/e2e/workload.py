@@ -61,24 +61,40 @@ class Job:
                 stop_token_ids=self.stop_token_ids,
                 ignore_eos=self.ignore_eos,
             ),
-            decoding=generation_pb2.DecodingParams(
-                algorithm=_ALGORITHMS[self.algorithm],
-                window=self.window,
-                confidence_threshold=self.confidence_threshold,
-                block_add_threshold=self.block_add_threshold,
-                full_activation_threshold=self.full_activation_threshold,
-                score=_SCORES[self.score],
-                remasking=_REMASKING[self.remasking],
-                denoising_steps=self.denoising_steps,
-            ),
+            decoding=self._decoding(),
             output=generation_pb2.OutputOptions(token_ids=True),
         )
 
+    def _decoding(self) -> generation_pb2.DecodingParams:
+        """Only the knobs that the algorithm uses: the router refuses the others."""
+        shared = generation_pb2.DecodingParams(
+            algorithm=_ALGORITHMS[self.algorithm],
+            confidence_threshold=self.confidence_threshold,
+            score=_SCORES[self.score],
+        )
+        if self.algorithm == "d2f":
+            shared.window = self.window
+            shared.block_add_threshold = self.block_add_threshold
+            shared.full_activation_threshold = self.full_activation_threshold
+        else:
+            shared.remasking = _REMASKING[self.remasking]
+            shared.denoising_steps = self.denoising_steps
+        return shared
+
 
 def draw_jobs(
-    seed: int, count: int, algorithm: str, *, block_size: int, ids: Sequence[int]
+    seed: int,
+    count: int,
+    algorithm: str,
+    *,
+    block_size: int,
+    ids: Sequence[int],
+    least_blocks: int = 0,
 ) -> list[Job]:
-    """Jobs of different lengths and settings; the first prompts are shorter than a block."""
+    """Jobs of different lengths and settings; the first prompts are shorter than a block.
+
+    Answers may have ten blocks, and have `least_blocks` at least.
+    """
     chance = random.Random(f"{seed} {algorithm}")
     jobs = []
     for number in range(count):
@@ -86,7 +102,7 @@ def draw_jobs(
         length = chance.randint(shortest, block_size - 1 if number < 3 else 6 * block_size)
         job = Job(
             prompt=tuple(chance.choice(ids) for _ in range(length)),
-            max_tokens=chance.randint(1, 10 * block_size),
+            max_tokens=chance.randint(1 + least_blocks * block_size, 10 * block_size),
             algorithm=algorithm,
             window=chance.choice([1, 2, 4, 4, 6]),
             confidence_threshold=chance.choice([0.3, 0.6, 0.9]),
