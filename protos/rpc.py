@@ -81,7 +81,8 @@ def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Opti
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # By its name a pause; in fact what one attempt to connect may take, handshake included.
+        ("grpc.min_reconnect_backoff_ms", 3000),
         ("grpc.max_reconnect_backoff_ms", 1000),
     ]
     if keepalive is not None:

@@ -187,10 +187,12 @@ def test_another_prefill_worker_takes_over() -> None:
         answer = await ask(fleet)
         assert answer.text == TEXT
         assert answer.stats.prefill_worker == ""  # both refused: decode did it itself
-        attempts = [(r.attempt.attempt, r.WhichOneof("prefill")) for r in fleet.decode[0].requests]
-        assert attempts == [(1, "remote"), (2, "remote"), (3, "local")]
+        # An attempt that failed soon may never have reached the decode worker.
+        attempts = {r.attempt.attempt: r.WhichOneof("prefill") for r in fleet.decode[0].requests}
+        assert attempts.pop(3) == "local"
+        assert set(attempts.values()) <= {"remote"}
         transfers = {r.attempt.transfer_id for r in fleet.decode[0].requests}
-        assert len(transfers) == 3
+        assert len(transfers) == len(fleet.decode[0].requests)
 
     run(body, num_prefill=2)
 
