@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +27,16 @@ PROMPT = (5, 6, 7)
 
 
 def use_fake_engine(role: Role) -> Role:
-    """The role with an engine process that has no model."""
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    """The role with an engine process that has no model; it must be `importable`."""
     return dataclasses.replace(role, engine_module=FAKE_ENGINE)
+
+
+@contextmanager
+def importable() -> Iterator[None]:
+    """Lets processes that are started meanwhile import what lies beside this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        yield
 
 
 @dataclass
@@ -83,17 +89,18 @@ async def running(role: Role, config: WorkerConfig, tmp_path: Path) -> AsyncIter
     ready_file = tmp_path / "ready.json"
     config = dataclasses.replace(config, ready_file=ready_file)
     stop = asyncio.Event()
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        front = Front(config, use_fake_engine(role), tasks)
-        done = tasks.create_task(front.run(stop))
-        try:
-            await eventually(ready_file.exists)
-            address = json.loads(ready_file.read_text())["address"]
-            async with rpc.connect(address, keepalive=None) as channel:
-                yield Running(front, channel, stop, done, ready_file)
-        finally:
-            stop.set()
-            await asyncio.wait({done})
+    with importable():
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            front = Front(config, use_fake_engine(role), tasks)
+            done = tasks.create_task(front.run(stop))
+            try:
+                await eventually(ready_file.exists)
+                address = json.loads(ready_file.read_text())["address"]
+                async with rpc.connect(address, keepalive=None) as channel:
+                    yield Running(front, channel, stop, done, ready_file)
+            finally:
+                stop.set()
+                await asyncio.wait({done})
 
 
 async def failure_of(

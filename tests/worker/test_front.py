@@ -233,6 +233,6 @@ def test_an_engine_that_cannot_start_ends_the_worker() -> None:
             front = fronts.Front(config, fronts.use_fake_engine(make_role()), tasks)
             tasks.create_task(front.run(asyncio.Event()))
 
-    with pytest.raises(ExceptionGroup) as caught:
+    with fronts.importable(), pytest.raises(ExceptionGroup) as caught:
         asyncio.run(go())
     assert caught.group_contains(GaveUp, match="no such checkpoint")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
+from collections.abc import Iterator
 
 import fronts
 import psutil
@@ -20,11 +20,17 @@ from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort
 from effuse.worker.supervisor import GaveUp, Supervisor
 
+
+@pytest.fixture(autouse=True)
+def _engines_can_be_started() -> Iterator[None]:
+    with fronts.importable():
+        yield
+
+
 QUICK = Backoff(first_s=0.001, most_s=0.002, most_failures=3)
 
 
 def supervisor(model: str, changes: list[bool] | None = None) -> Supervisor:
-    os.environ["PYTHONPATH"] = str(Path(fronts.__file__).parent)
     config = WorkerConfig(served_model_name=model, log_level="error")
     made: list[Supervisor] = []
 
@@ -70,7 +76,6 @@ def test_an_engine_that_was_ready_is_replaced_as_often_as_it_takes() -> None:
 
 def test_attempts_hear_of_a_lost_engine_once_its_memory_is_gone() -> None:
     async def go() -> None:
-        os.environ["PYTHONPATH"] = str(Path(fronts.__file__).parent)
         attempts = Attempts()
         one = Supervisor(
             fronts.FAKE_ENGINE,
