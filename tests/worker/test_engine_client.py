@@ -115,7 +115,7 @@ def test_incarnations_differ_and_sort_by_age() -> None:
 
 
 def _block_until_signalled(descriptor: int) -> None:
-    """Keeps the loop from running until something has come, or a heartbeat's signal stands for it."""
+    """Keeps the loop from running until something has come."""
     select.select([descriptor], [], [], 2)
     time.sleep(0.02)  # a send looks for signals only some milliseconds after the last look
 
