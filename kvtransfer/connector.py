@@ -142,4 +142,4 @@ class Connector(Protocol):
 
 
 class ConnectorDied(RuntimeError):
-    """The connector's thread ended by itself; its traceback is on stderr."""
+    """The connector's thread ended by itself; the log says why."""

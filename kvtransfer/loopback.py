@@ -5,6 +5,7 @@ Bytes move when push_pages is called, so tests are deterministic; `Hub.pause` ho
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -121,7 +122,7 @@ class LoopbackConnector:
 
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call."""
-        if self._events:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signal)
         events = list(self._events)
         self._events.clear()

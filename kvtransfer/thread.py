@@ -5,6 +5,8 @@ Knows nothing of pages; zmq_connector.py and nixl_connector.py say what a turn o
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -13,6 +15,9 @@ from collections.abc import Callable
 
 from effuse.kvtransfer.connector import ConnectorDied, ConnectorEvent
 
+LOG = logging.getLogger(__name__)
+
+OPEN_S = 60.0  # registering a large pool takes its time
 JOIN_S = 10.0
 
 
@@ -22,6 +27,7 @@ class ConnectorThread(ABC):
     def __init__(self, name: str) -> None:
         self._requests: deque[Callable[[], None]] = deque()
         self._events: deque[ConnectorEvent] = deque()
+        self._error: Exception | None = None
         self._closing = threading.Event()
         self._opened = threading.Event()
         self._ended = threading.Event()
@@ -30,10 +36,12 @@ class ConnectorThread(ABC):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread and waits until it is open."""
+        """Starts the thread and waits until it is open. Raises ValueError where it cannot be."""
         self._thread.start()
-        self._opened.wait(JOIN_S)
-        self._check_alive()
+        if not self._opened.wait(OPEN_S):
+            raise ValueError(f"the {self._thread.name} did not open within {OPEN_S} s")
+        if self._ended.is_set():
+            raise ValueError(f"the {self._thread.name} cannot open: {self._error}") from self._error
 
     def close(self) -> None:
         """Ends the thread; may be called twice."""
@@ -49,8 +57,7 @@ class ConnectorThread(ABC):
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call. Raises ConnectorDied if the thread has ended by itself."""
         self._check_alive()
-        if self._events:
-            _lower(self._event_signal)
+        _lower(self._event_signal)
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def fileno(self) -> int:
@@ -90,26 +97,30 @@ class ConnectorThread(ABC):
 
     def _run(self) -> None:
         try:
-            self.open()
-            self._opened.set()
-            while not self._closing.is_set() and threading.main_thread().is_alive():
-                self._serve_requests()
-                self.wait(self.turn())
-            self.shut()
-        finally:
-            self._ended.set()
-            self._opened.set()
-            _raise(self._event_signal)
+            self._live()
+        except Exception as error:
+            LOG.exception("the %s has ended", self._thread.name)
+            self._error = error
+        self._ended.set()
+        self._opened.set()
+        _raise(self._event_signal)
+
+    def _live(self) -> None:
+        self.open()
+        self._opened.set()
+        while not self._closing.is_set() and threading.main_thread().is_alive():
+            self._serve_requests()
+            self.wait(self.turn())
+        self.shut()
 
     def _serve_requests(self) -> None:
-        if self._requests:
-            _lower(self._request_signal)
+        _lower(self._request_signal)
         for _ in range(len(self._requests)):
             self._requests.popleft()()
 
     def _check_alive(self) -> None:
         if self._ended.is_set():
-            raise ConnectorDied(f"the thread of {self._thread.name} has ended")
+            raise ConnectorDied(f"the {self._thread.name} has ended") from self._error
 
 
 def _signal() -> int:
@@ -121,7 +132,7 @@ def _raise(signal: int) -> None:
 
 
 def _lower(signal: int) -> None:
-    try:
+    """Always before the queue is read: a signal that is raised late would else stay up for ever,
+    and whoever waits for it would spin."""
+    with contextlib.suppress(BlockingIOError):
         os.eventfd_read(signal)
-    except BlockingIOError:
-        return  # lowered already: the writer appends first and raises second
