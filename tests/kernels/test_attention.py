@@ -45,6 +45,17 @@ def test_later_blocks_do_not_change_earlier_rows() -> None:
     assert torch.equal(cut.out, call.out[:16])
 
 
+def test_head_dim_may_be_strided() -> None:
+    """As values are in the distinct layout, [pages, Hkv, D, page_size]."""
+    call = attention.build(CASES["ragged"], OPS.device, torch.float32)
+    OPS.attention(call)
+    transposed = call.v_cache.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert transposed.stride(-1) != 1
+    again = replace(call, v_cache=transposed, out=torch.empty_like(call.out), lse=None)
+    OPS.attention(again)
+    assert torch.equal(again.out, call.out)
+
+
 def test_mask_in_words_equals_mask_entry_by_entry() -> None:
     for row in (Row(20, 0, 7), Row(20, 5, 3), Row(9, 30, 33), Row(4, 2, 0), Row(0, 3, 0)):
         mask = visibility_mask(row.rows, row.context, row.origin, 4)

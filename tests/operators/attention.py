@@ -32,7 +32,8 @@ class Case:
     head_dim: int = 32
     page_size: int = 16
     block_size: int = 16
-    token_major: bool = False
+    keys_token_major: bool = False
+    values_token_major: bool = False
     tokens_per_split: int | None = None
     magnitude: float = 1.0
 
@@ -61,7 +62,8 @@ CASES = {
     "page_32": Case(LONG, page_size=32, block_size=32),
     "page_64": Case(LONG, page_size=64, block_size=8),
     "page_128": Case(LONG, page_size=128),
-    "token_major_pool": Case(RAGGED, token_major=True),
+    "token_major_pool": Case(RAGGED, keys_token_major=True, values_token_major=True),
+    "keys_and_values_of_other_strides": Case(RAGGED, keys_token_major=True),
     "huge_scores": Case(LONG, magnitude=300.0),
 }
 
@@ -116,8 +118,8 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
         q=q,
         k=k,
         v=v,
-        k_cache=strided(k_cache.to(device, dtype), case),
-        v_cache=strided(v_cache.to(device, dtype), case),
+        k_cache=strided(k_cache.to(device, dtype), case.keys_token_major),
+        v_cache=strided(v_cache.to(device, dtype), case.values_token_major),
         batch=batch_of(case, tables, device),
         scale=case.head_dim**-0.5,
         out=torch.full((total, case.q_heads, case.head_dim), float("nan")).to(device, dtype),
@@ -152,9 +154,9 @@ def poisoned_cache(
     return caches
 
 
-def strided(cache: Tensor, case: Case) -> Tensor:
-    """The same values as a view into page-major memory of three layers."""
-    if case.token_major:
+def strided(cache: Tensor, token_major: bool) -> Tensor:
+    """The same values as they are, or as a view into page-major memory of three layers."""
+    if token_major:
         return cache
     pages, page_size, heads, dim = cache.shape
     memory = cache.new_full((pages, 3, 2, heads, page_size, dim), float("nan"))

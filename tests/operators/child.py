@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-TIMEOUT = 240.0
+TIMEOUT = 280.0
 
 
 def json_lines(module: str, group: str, **environment: str) -> list[dict[str, object]]:
