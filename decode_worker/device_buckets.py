@@ -1,0 +1,154 @@
+"""How many rows and candidates the coming step may need, guessed one step ahead. Pure numpy.
+
+The host launches a step before it has read the last one's records. Counts too small make some slots
+wait a step, counts too large are computed for nothing; neither changes a token.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from effuse.kernels.slots import (
+    NUM_COLUMNS,
+    NUM_RECORD_COLUMNS,
+    BlockColumn,
+    Column,
+    RecordColumn,
+    SlotLayout,
+    Status,
+)
+
+Integers = npt.NDArray[np.int32]
+
+_MEMORY = 0.9  # of the running mean of writes, a step
+
+
+def bucket(count: int) -> int:
+    """The next size that is captured: multiples of 32 to 256, then 64, 128 and 256 wide."""
+    for most, width in ((256, 32), (1024, 64), (2048, 128)):
+        if count <= most:
+            return max(width, -(-count // width) * width)
+    return -(-count // 256) * 256
+
+
+def context_class(num_tokens: int) -> int:
+    """Bound on cached tokens for which attention is captured: 768, then half as much again."""
+    bound = 768
+    while bound < num_tokens:
+        bound = -(-bound * 3 // 2 // 256) * 256
+    return bound
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Of one step."""
+
+    rows: int
+    candidates: int
+    context: int  # most cached tokens of a slot
+    least_rows: int  # of the largest slot: fewer would let it wait for ever
+    least_candidates: int
+
+
+class Forecast:
+    """Follows the records and says what the next step needs."""
+
+    def __init__(self, layout: SlotLayout) -> None:
+        self._layout = layout
+        shape = (layout.num_slots, layout.record_width)
+        self._state: Integers = np.zeros(shape, dtype=np.int32)  # as last known
+        self._masks_left: Integers = np.zeros((layout.num_slots, layout.ring), dtype=np.int32)
+        self._ahead: npt.NDArray[np.bool_] = np.zeros(layout.num_slots, dtype=np.bool_)
+        self._rows: Integers = np.zeros((layout.num_slots, layout.tokens_at), dtype=np.int32)
+        self._pace = 1.0  # masks that a block loses in a step
+
+    def join(self, slot: int, row: Integers) -> None:
+        """A request begins with this row of the slot table; no step of it has been launched."""
+        layout = self._layout
+        self._rows[slot] = row[: layout.tokens_at]
+        self._state[slot] = 0
+        self._state[slot, : RecordColumn.STEPPED] = row[: RecordColumn.STEPPED]
+        first = (row[Column.START] - row[Column.ORIGIN]) // layout.block_size
+        place = (first + np.arange(layout.ring)) % layout.ring
+        blocks = row[NUM_COLUMNS : layout.tokens_at].reshape(len(BlockColumn), layout.ring)
+        exists = np.arange(layout.ring) < row[Column.NUM_BLOCKS]
+        self._masks_left[slot] = blocks[BlockColumn.LEFT, place] * exists
+        self._ahead[slot] = False
+
+    def leave(self, slot: int) -> None:
+        self._state[slot, RecordColumn.STATUS] = Status.EMPTY
+
+    def launched(self) -> None:
+        """A step was launched; what is known is from before it."""
+        self._ahead[:] = True
+
+    def read(self, records: Integers, *, is_last: bool) -> None:
+        """Takes in a step's records; `is_last` where no later step was launched.
+
+        Those of requests that have left their slot are passed over.
+        """
+        columns = [RecordColumn.GENERATION, RecordColumn.STATUS]
+        known, told = self._state[:, columns], records[:, columns]
+        valid = (known[:, 0] == told[:, 0]) & (known[:, 1] == Status.RUNNING)
+        self._state[valid] = records[valid]
+        self._masks_left[valid] = self._left(records[valid])
+        self._ahead[valid] = not is_last
+        stepped = valid & (records[:, RecordColumn.STEPPED] == 1)
+        if stepped.any():
+            written = records[stepped, RecordColumn.NUM_WRITTEN].sum()
+            settled = records[stepped, RecordColumn.NUM_SETTLED]
+            blocks = (records[stepped, RecordColumn.NUM_BLOCKS] - settled).sum()
+            pace = float(written) / max(1, int(blocks))
+            self._pace = _MEMORY * self._pace + (1 - _MEMORY) * pace
+
+    def need(self) -> Need:
+        """Of the step after the last launched one."""
+        state, size = self._state, self._layout.block_size
+        runs = state[:, RecordColumn.STATUS] == Status.RUNNING
+        # A slot that sat out may still have to store what was settled.
+        stores = self._ahead & (state[:, RecordColumn.STEPPED] == 1)
+        stored = state[:, RecordColumn.NUM_SETTLED] * stores
+        appended = self._appends() & self._ahead
+        blocks = state[:, RecordColumn.NUM_BLOCKS] - stored + appended
+        blocks = np.where(runs, np.maximum(blocks, 1), 0)
+        masks = state[:, RecordColumn.NUM_MASKS] + appended * size
+        masks = np.where(runs, np.minimum(masks, blocks * size), 0)
+        settled = state[:, RecordColumn.NUM_SETTLED] * self._ahead
+        context = state[:, RecordColumn.START] + settled * size
+        return Need(
+            rows=int(blocks.sum()) * size,
+            candidates=int(masks.sum()),
+            context=int(np.where(runs, context, 0).max(initial=0)),
+            least_rows=int(blocks.max(initial=0)) * size,
+            least_candidates=int(masks.max(initial=0)),
+        )
+
+    def _appends(self) -> npt.NDArray[np.bool_]:
+        """Whether the launched step, at its usual pace, appends a block: the machine's own rule."""
+        state, rows, size = self._state, self._rows, self._layout.block_size
+        pace = math.ceil(self._pace)
+        num_blocks, settled = (
+            state[:, RecordColumn.NUM_BLOCKS],
+            state[:, RecordColumn.NUM_SETTLED],
+        )
+        first_left, last_left = self._left_at(settled), self._left_at(num_blocks - 1)
+        num_active = num_blocks - settled - (first_left <= pace)
+        share = (size - np.maximum(last_left - pace, 0)) / size
+        add = rows.view(np.float32)[:, Column.ADD]
+        has_room = (rows[:, Column.ALGORITHM] == 0) & (num_active < rows[:, Column.WINDOW])
+        end = state[:, RecordColumn.START] + num_blocks * size
+        has_more = end < rows[:, Column.LAST_BLOCK_END]
+        wants = (num_active == 0) | (has_room & (share >= add))
+        return wants & has_more & (state[:, RecordColumn.STOP_SEEN] == 0)
+
+    def _left_at(self, index: Integers) -> Integers:
+        place = np.clip(index, 0, self._layout.ring - 1)[:, None]
+        return np.take_along_axis(self._masks_left, place, axis=1)[:, 0]
+
+    def _left(self, records: Integers) -> Integers:
+        begin = NUM_RECORD_COLUMNS + 3 * self._layout.ring
+        tokens = records[:, begin:].reshape(len(records), self._layout.ring, -1)
+        exists = np.arange(self._layout.ring) < records[:, RecordColumn.NUM_BLOCKS, None]
+        return ((tokens == -1).sum(2) * exists).astype(np.int32)

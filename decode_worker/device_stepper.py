@@ -1,0 +1,174 @@
+"""Launches device steps ahead of the host: graphs by bucket, records through pinned memory.
+
+Owns what crosses between host and device: rows of joining requests, limits, records and the events
+that say when those may be read. Who joins and what a record means is the engine's matter.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effuse.decode_worker.device_buckets import Forecast, Integers, Need, bucket, context_class
+from effuse.decode_worker.device_step import DeviceStep
+from effuse.kernels.slots import Column, Status
+
+_COPIES = 8  # host copies of records and rows that may be in use at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose records are on their way."""
+
+    records: Tensor  # [S, record_width] on the host
+    done: torch.cuda.Event | None
+
+
+class DeviceStepper:
+    """Steps over all slots. `launch` then `read`, at most `_COPIES` steps apart."""
+
+    def __init__(self, step: DeviceStep, *, uses_graphs: bool) -> None:
+        self._step = step
+        self._on_cuda = step.model.device.type == "cuda"
+        self._uses_graphs = uses_graphs and self._on_cuda
+        buffers = step.buffers
+        self._forecast = Forecast(buffers.table.layout)
+        shape = (_COPIES, *buffers.records.shape)
+        self._copies = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
+        width = buffers.table.layout.width
+        self._staged = torch.zeros(_COPIES, width, dtype=torch.int32, pin_memory=self._on_cuda)
+        self._staged_done: deque[torch.cuda.Event] = deque()
+        self._num_staged = 0
+        self._num_launched = 0
+        self._launched: deque[_Launched] = deque()
+        self._limit = 0
+        self._row_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._candidate_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that were launched and not read."""
+        return len(self._launched)
+
+    @torch.inference_mode()
+    def join(self, slot: int, row: Integers, boundary: Tensor | None = None) -> None:
+        """Puts a request into a free slot; `row` as `slot_row` makes it."""
+        self._put(self._step.buffers.table.rows[slot], row)
+        if boundary is not None:
+            self._step.buffers.boundary[slot].copy_(boundary, non_blocking=True)
+        self._forecast.join(slot, row)
+
+    @torch.inference_mode()
+    def leave(self, slot: int) -> None:
+        """Takes a request out; records of steps that were launched before are stale."""
+        self._step.buffers.table.rows[slot, Column.STATUS].fill_(Status.EMPTY)
+        self._forecast.leave(slot)
+
+    @torch.inference_mode()
+    def grow(self, slot: int, first: int, pages: Integers, storable: int) -> None:
+        """Adds pages behind the `first` ones of a slot, which cover `storable` tokens then."""
+        table = self._step.buffers.table
+        self._put(table.pages[slot, first : first + len(pages)], pages)
+        table.storable[slot].fill_(storable)
+
+    @torch.inference_mode()
+    def launch(self) -> None:
+        """Enqueues the next step; never waits for the device."""
+        need = self._forecast.need()
+        rows, candidates, context = self._buckets(need)
+        self._run(rows, candidates, context)
+        copy = self._copies[self._num_launched % _COPIES]
+        copy.copy_(self._step.buffers.records, non_blocking=True)
+        done = None
+        if self._on_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        self._launched.append(_Launched(copy, done))
+        self._num_launched += 1
+        self._forecast.launched()
+
+    def read(self) -> Integers:
+        """Records [S, record_width] of the oldest launched step; waits for that step alone.
+
+        They are overwritten by the eighth launch after it.
+        """
+        launched = self._launched.popleft()
+        if launched.done is not None:
+            launched.done.synchronize()
+        records: Integers = launched.records.numpy()
+        self._forecast.read(records, is_last=not self._launched)
+        return records
+
+    @torch.inference_mode()
+    def prepare(self, rows: int, candidates: int, context: int) -> None:
+        """Captures the graphs of these counts, as a launch would need them."""
+        if self._uses_graphs:
+            self._row_graph(bucket(rows), context_class(context))
+            self._candidate_graph(bucket(candidates))
+
+    def _buckets(self, need: Need) -> tuple[int, int, int]:
+        most = self._step.buffers.rows.token_ids.shape[0]
+        rows = min(bucket(max(need.rows, need.least_rows, 1)), most)
+        wanted = min(max(need.candidates, need.least_candidates, 1), rows)
+        return rows, min(bucket(wanted), rows), context_class(need.context)
+
+    def _run(self, rows: int, candidates: int, context: int) -> None:
+        if not self._uses_graphs:
+            self._set_limit(candidates)
+            self._step.run_rows(rows, context)
+            self._step.run_candidates(candidates)
+            return
+        row_graph = self._row_graph(rows, context)
+        candidate_graph = self._candidate_graph(candidates)
+        self._set_limit(candidates)
+        row_graph.replay()
+        candidate_graph.replay()
+
+    def _set_limit(self, candidates: int) -> None:
+        if candidates != self._limit:
+            self._step.limit_candidates(candidates)
+            self._limit = candidates
+
+    def _row_graph(self, rows: int, context: int) -> torch.cuda.CUDAGraph:
+        found = self._row_graphs.get((rows, context))
+        if found is None:
+            found = self._capture(lambda: self._step.run_rows(rows, context))
+            self._row_graphs[rows, context] = found
+        return found
+
+    def _candidate_graph(self, candidates: int) -> torch.cuda.CUDAGraph:
+        found = self._candidate_graphs.get(candidates)
+        if found is None:
+            found = self._capture(lambda: self._step.run_candidates(candidates))
+            self._candidate_graphs[candidates] = found
+        return found
+
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Runs once with nobody taking part, so that all kernels are loaded, then captures."""
+        self._set_limit(-1)
+        self._step.buffers.rows.first_candidate.fill_(-1)
+        self._step.buffers.rows.kept_rows.fill_(-1)
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph
+
+    def _put(self, target: Tensor, values: Integers) -> None:
+        """Copies `values` to the device; waits only where all pinned copies are in use."""
+        if not self._on_cuda:
+            target.copy_(torch.from_numpy(values))
+            return
+        if len(self._staged_done) == _COPIES:
+            self._staged_done.popleft().synchronize()
+        staged = self._staged[self._num_staged % _COPIES, : len(values)]
+        staged.numpy()[:] = values
+        target.copy_(staged, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._staged_done.append(done)
+        self._num_staged += 1

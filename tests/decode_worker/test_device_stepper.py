@@ -1,0 +1,61 @@
+"""Steps on the device, two in flight, give the tokens of the host's engine, forward by forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
+from decoding.device_decoder import DeviceDecoder
+from decoding.engines import Rig, load_tiny, random_requests
+
+from effuse.models.transformer import Transformer
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+def expected(model: Transformer, requests: list) -> list[list[int]]:  # type: ignore[type-arg]
+    rig = Rig(model)
+    for request in requests:
+        rig.engine.handle(request)
+    rig.run()
+    return [list(rig.answers[request.attempt.transfer_id].token_ids) for request in requests]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_answers_are_those_of_the_hosts_engine(
+    tmp_path: Path, architecture: Architecture, algorithm: str, device: str
+) -> None:
+    directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=3)
+    model = load_tiny(directory, device)
+    requests = [
+        msgspec.structs.replace(request, max_tokens=18)
+        for request in random_requests(7, algorithm, block_size=4, sampled=True)
+    ]
+    assert DeviceDecoder(model).decode(requests) == expected(model, requests)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_small_buckets_and_late_pages_change_no_token(tmp_path: Path, device: str) -> None:
+    directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=5)
+    model = load_tiny(directory, device)
+    requests = [
+        msgspec.structs.replace(request, max_tokens=18)
+        for request in random_requests(6, "d2f", block_size=4, sampled=True)
+    ]
+    decoder = DeviceDecoder(model, max_rows=32, pages_come_late=True, uses_graphs=False)
+    assert decoder.decode(requests) == expected(model, requests)
+    assert decoder.waits > 0
