@@ -31,12 +31,15 @@ class Baseline:
         device, dtype = pick_device()
         self._model = load_model(directory, adapter=adapter, device=device, dtype=dtype)
         settings = settings_of(way, self._model.config.block_size)
+        self._max_model_len = self._model.config.max_position_embeddings
+        rooms = [self._max_model_len - len(prompt) for prompt in prompts]
         self._asks = [
-            Ask(prompt_token_ids=tuple(prompt), max_tokens=max_tokens, settings=settings)
-            for prompt in prompts
+            Ask(prompt_token_ids=tuple(prompt), max_tokens=min(max_tokens, room), settings=settings)
+            for prompt, room in zip(prompts, rooms, strict=True)
+            if room > 0
         ]
+        self._too_long = len(prompts) - len(self._asks)  # a fleet refuses them
         self._concurrency = concurrency
-        self._max_model_len = max(len(prompt) for prompt in prompts) + max_tokens
 
     def single_process(self, on_done: Callable[[], None]) -> Run:
         """The same engine, prefilling for itself."""
@@ -45,7 +48,7 @@ class Baseline:
         )
         began = time.monotonic()
         answers = engine.run(self._asks, on_done)
-        return _run("single-process D2F", time.monotonic() - began, answers)
+        return self._run("single-process D2F", time.monotonic() - began, answers)
 
     def vanilla(self, on_done: Callable[[], None]) -> Run:
         """The whole canvas at every step, one token a forward."""
@@ -53,12 +56,11 @@ class Baseline:
         answers = run_vanilla(
             self._model, self._asks, max_num_seqs=self._concurrency, on_done=on_done
         )
-        return _run("vanilla denoising", time.monotonic() - began, answers)
+        return self._run("vanilla denoising", time.monotonic() - began, answers)
 
-
-def _run(name: str, total_s: float, answers: Sequence[Answer]) -> Run:
-    samples = [
-        Sample(len(one.token_ids), one.forward_passes, one.first_block_s, one.total_s)
-        for one in answers
-    ]
-    return Run(name, total_s, samples)
+    def _run(self, name: str, total_s: float, answers: Sequence[Answer]) -> Run:
+        samples = [
+            Sample(len(one.token_ids), one.forward_passes, one.first_block_s, one.total_s)
+            for one in answers
+        ]
+        return Run(name, total_s, samples, failed=self._too_long)

@@ -1,7 +1,8 @@
-"""Vanilla denoising: no cache, no blocks in order; every forward runs over the whole canvas.
+"""Vanilla denoising: no cache, one token a forward, every forward over the whole canvas. Greedy.
 
-What the published base models do, one token a forward: the first row of D2F-vLLM's table, and the
-rival that block-parallel decoding is measured against. Greedy; used by `effuse bench --baseline`.
+What the published base models do, and the rival of `effuse bench --baseline`. Models that attend
+to everything may write anywhere; block-causal ones only into the first block that has masks, since
+they never saw a later one behind an empty one.
 """
 
 import time
@@ -24,20 +25,30 @@ class _Canvas:
         self._prompt_len = len(ask.prompt_token_ids)
         self._ids = [*ask.prompt_token_ids, *[config.mask_token_id] * ask.max_tokens]
         self._masked = list(range(self._prompt_len, len(self._ids)))
+        self._block_size: int | None = None
         self._origin = len(self._ids)  # before the first block: everything sees everything
+        if config.prompt_attention == "causal_blocks":
+            self._block_size, self._origin = config.block_size, 0
         self._stops = config.eos_token_ids
 
     def part(self) -> Part:
-        """The whole canvas, with a candidate wanted for every mask."""
+        """The whole canvas, with a candidate wanted for every mask that may be written."""
+        open_masks = self._open_masks()
         return Part(
             token_ids=self._ids,
             start=0,
             pages=(),
             num_stored=0,
             block_origin=self._origin,
-            candidates=self._masked,
-            sampling=PartSampling(denoise_counts=[self.answer.forward_passes] * len(self._masked)),
+            candidates=open_masks,
+            sampling=PartSampling(denoise_counts=[self.answer.forward_passes] * len(open_masks)),
         )
+
+    def _open_masks(self) -> list[int]:
+        if self._block_size is None:
+            return self._masked
+        first = self._masked[0] // self._block_size
+        return [at for at in self._masked if at // self._block_size == first]
 
     def write(self, tokens: Sequence[int], scores: Sequence[float]) -> bool:
         """Write the most confident candidate, ties to the left; whether that was the last mask."""

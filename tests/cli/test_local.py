@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import oracle.decode
 import pytest
 from checkpoints import Architecture, write_tiny_checkpoint
 from decoding.engines import load_tiny, make_request, oracle_settings
+from oracle.settings import Settings
 
 from effuse.cli.evaluate import Way, settings_of
 from effuse.cli.local import Ask, LocalEngine, LocalEngineError
 from effuse.cli.vanilla import run_vanilla
 
-Decoder = Literal["d2f", "vanilla"]
 ARCHITECTURES: tuple[Architecture, ...] = ("sdar", "dream", "llada")
 PROMPTS = ((5,), (7, 8, 9, 10, 11, 12), (30, 31, 32), (40,) * 17)
 MAX_TOKENS = 11
 D2F = Way("D2F", "d2f", 3, 0.9)
 
 
-def _expected(directory: Path, prompt: tuple[int, ...], algorithm: Decoder) -> tuple[int, ...]:
+def _expected(directory: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
     settings = settings_of(D2F, 4)
-    request = make_request(
-        "x",
-        prompt,
-        max_tokens=MAX_TOKENS,
-        **{name: getattr(settings, name) for name in settings.__struct_fields__},
-    )
-    asked = replace(oracle_settings(request), algorithm=algorithm)
-    return oracle.decode.decode(directory, prompt, asked).token_ids
+    knobs = {name: getattr(settings, name) for name in settings.__struct_fields__}
+    request = make_request("x", prompt, max_tokens=MAX_TOKENS, **knobs)
+    return oracle.decode.decode(directory, prompt, oracle_settings(request)).token_ids
 
 
 def _asks() -> list[Ask]:
@@ -50,21 +44,35 @@ def test_the_engine(checkpoint: Path) -> None:
     answers = engine.run(_asks(), lambda: done.append(1))
     assert len(done) == len(PROMPTS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert tuple(answer.token_ids) == _expected(checkpoint, prompt, "d2f")
+        assert tuple(answer.token_ids) == _expected(checkpoint, prompt)
         assert answer.commits[-1][0] == len(answer.token_ids)
         assert answer.commits[-1][1] <= answer.forward_passes
         assert 0 < answer.first_block_s <= answer.total_s
 
 
 def test_vanilla(checkpoint: Path) -> None:
+    asks = [
+        # Whole blocks, so that block-causal canvases end where the engine's last block does.
+        replace(ask, max_tokens=12 - len(ask.prompt_token_ids) % 4)
+        for ask in _asks()
+    ]
     done: list[int] = []
-    answers = run_vanilla(
-        load_tiny(checkpoint), _asks(), max_num_seqs=3, on_done=lambda: done.append(1)
-    )
+    model = load_tiny(checkpoint)
+    answers = run_vanilla(model, asks, max_num_seqs=3, on_done=lambda: done.append(1))
     assert len(done) == len(PROMPTS)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert tuple(answer.token_ids) == _expected(checkpoint, prompt, "vanilla")
-        assert answer.forward_passes == MAX_TOKENS
+    is_causal = model.config.prompt_attention == "causal_blocks"
+    for ask, answer in zip(asks, answers, strict=True):
+        expected = oracle.decode.decode(
+            checkpoint,
+            ask.prompt_token_ids,
+            Settings(
+                algorithm="block_diffusion" if is_causal else "vanilla",
+                confidence_threshold=1.0,  # nothing passes: one token a forward
+                max_tokens=ask.max_tokens,
+            ),
+        )
+        assert tuple(answer.token_ids) == expected.token_ids
+        assert answer.forward_passes == ask.max_tokens
 
 
 def test_a_refused_request_is_an_error(checkpoint: Path) -> None:
