@@ -72,7 +72,7 @@ class LoopbackConnector:
         self._events: deque[ConnectorEvent] = deque()
         self._pushes: dict[str, Push] = {}
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.incoming = Incoming(memory, incarnation, fingerprint)
+        self._incoming = Incoming(memory, incarnation, fingerprint)
 
     def start(self) -> None:
         """Joins the hub."""
@@ -89,11 +89,11 @@ class LoopbackConnector:
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
         """Accepts this transfer from now on."""
-        self.incoming.expect(reservation, writer)
+        self._incoming.expect(reservation, writer)
 
     def forget(self, transfer_id: str) -> None:
         """Refuses this transfer from now on."""
-        self.incoming.forget(transfer_id)
+        self._incoming.forget(transfer_id)
 
     def push_pages(self, reservation: Reservation, source_pages: Sequence[int], first: int) -> None:
         """Copies the pages into the peer's pool."""
@@ -132,15 +132,19 @@ class LoopbackConnector:
         """Readable while poll() has something."""
         return self._signal
 
-    def receive(self, manifest: Manifest) -> None:
-        """Takes a peer's manifest. Raises HandoffRefused after telling the engine."""
-        expected = self.incoming.knows(manifest.transfer_id)
+    def receive(self, transfer_id: str, take: Callable[[Incoming], None]) -> None:
+        """Takes what a peer hands over. Where that is refused, tells the engine and raises."""
+        was_expected = self._incoming.knows(transfer_id)
         try:
-            self.incoming.accept(manifest, one_sided=False)
+            take(self._incoming)
         except HandoffRefused as refusal:
-            if expected:
-                self._emit(Refused(manifest.transfer_id, refusal.cause, str(refusal)))
+            if was_expected:
+                self._incoming.forget(transfer_id)
+                self._emit(Refused(transfer_id, refusal.cause, str(refusal)))
             raise
+
+    def received(self, manifest: Manifest) -> None:
+        """Tells the engine that a transfer is complete."""
         self._emit(Received(manifest.transfer_id, manifest))
 
     def _push(self, reservation: Reservation) -> Push | None:
@@ -155,41 +159,44 @@ class LoopbackConnector:
         return push
 
     def _deliver(self, push: Push, chunk: Chunk) -> None:
-        reservation = push.reservation
-        if self._pushes.get(reservation.transfer_id) is not push:
-            return
+        attempt = push.reservation.attempt
+        source, destination = self._origin.incarnation, push.reservation.incarnation
         payload = [self._memory.read_pages(page_id) for page_id in chunk.source_pages]
-        try:
-            incoming = self._peer(reservation).incoming
-            incoming.introduce(
-                reservation.attempt,
-                self._origin.incarnation,
-                reservation.incarnation,
-                self._origin.fingerprint,
-            )
-            incoming.place(
-                reservation.attempt,
-                self._origin.incarnation,
-                reservation.incarnation,
-                chunk.first,
-                chunk.targets,
-                payload,
-            )
-        except HandoffRefused as refusal:
-            self._fail(reservation.transfer_id, refusal)
+
+        def take(incoming: Incoming) -> None:
+            incoming.introduce(attempt, source, destination, self._origin.fingerprint)
+            incoming.place(attempt, source, destination, chunk.first, chunk.targets, payload)
+
+        self._hand(push, take)
 
     def _conclude(self, push: Push) -> None:
-        reservation = push.reservation
-        if self._pushes.get(reservation.transfer_id) is not push:
-            return
+        transfer_id, num_pages = push.reservation.transfer_id, len(push.reservation.pages)
         try:
-            self._peer(reservation).receive(push.manifest(self._origin))
+            manifest = push.manifest(self._origin)
         except HandoffRefused as refusal:
-            self._fail(reservation.transfer_id, refusal)
+            self._fail(transfer_id, refusal)
             return
-        del self._pushes[reservation.transfer_id]
-        seconds = self._now() - push.started
-        self._emit(Pushed(reservation.transfer_id, len(reservation.pages), push.num_bytes, seconds))
+
+        def take(incoming: Incoming) -> None:
+            incoming.accept(manifest, one_sided=False)
+            self._peer(push.reservation).received(manifest)
+
+        if self._hand(push, take):
+            del self._pushes[transfer_id]
+            seconds = self._now() - push.started
+            self._emit(Pushed(transfer_id, num_pages, push.num_bytes, seconds))
+
+    def _hand(self, push: Push, take: Callable[[Incoming], None]) -> bool:
+        """Has the peer take something, unless the push is over; False where it was refused."""
+        transfer_id = push.reservation.transfer_id
+        if self._pushes.get(transfer_id) is not push:
+            return False
+        try:
+            self._peer(push.reservation).receive(transfer_id, take)
+        except HandoffRefused as refusal:
+            self._fail(transfer_id, refusal)
+            return False
+        return True
 
     def _peer(self, reservation: Reservation) -> LoopbackConnector:
         peer = self._hub.members.get(reservation.address.endpoint)

@@ -28,6 +28,7 @@ from effuse.kvtransfer.wire import Begin, Finish, Landed, Pages, ToReceiver, dec
 
 IDLE_S = 0.1
 EXPECTING_S = 0.001  # a notification wakes nobody: it must be asked for
+LIVELY_S = 1.0  # a notification that was sent may need more polling here before it leaves
 MOVING_S = 0.0001  # over TCP the receiver's polling is what moves the bytes
 
 
@@ -52,6 +53,7 @@ class NixlConnector(ConnectorThread):
         self._now = now
         self._incoming = Incoming(memory, incarnation, fingerprint)
         self._moving: set[str] = set()
+        self._lively_until = 0.0
         self.num_malformed = 0
 
     def describe(self) -> ReceiverAddress:
@@ -108,10 +110,12 @@ class NixlConnector(ConnectorThread):
         for _, message in heard:
             self._hear(message)
         if self._sender.turn() or heard:
+            self._lively_until = self._now() + LIVELY_S
             return 0.0
         if self._sender.is_active or self._moving:
             return MOVING_S
-        return EXPECTING_S if len(self._incoming) else IDLE_S
+        is_expecting = len(self._incoming) or len(self._sender) or self._now() < self._lively_until
+        return EXPECTING_S if is_expecting else IDLE_S
 
     def wait(self, seconds: float) -> None:
         """Sleeps; a request ends the longer sleeps early."""

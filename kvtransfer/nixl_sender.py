@@ -82,6 +82,9 @@ class NixlSender:
         """Ends the digest thread; writes that are in flight stay so."""
         self._digests.shutdown()
 
+    def __len__(self) -> int:
+        return len(self._outgoing)
+
     @property
     def is_active(self) -> bool:
         """Whether anything is on its way and wants to be polled."""

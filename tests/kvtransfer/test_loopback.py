@@ -1,0 +1,112 @@
+"""The twin within one process behaves as the others do, and can be held back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from kvtransfer.fixtures import SMALL, filled, print_of, reservation
+
+from effuse.kvtransfer.connector import Cancelled, Cause, Pushed, PushFailed, Received, Refused
+from effuse.kvtransfer.loopback import Hub, LoopbackConnector
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import BoundaryState, PageRef, Reservation
+
+BOUNDARY = BoundaryState(prompt_len=25, tail_token_ids=(9,))
+PAGES = (PageRef(4, 1), PageRef(2, 3))
+
+
+@dataclass
+class Pair:
+    """Two connectors in one hub."""
+
+    hub: Hub
+    source: PageMemory
+    target: PageMemory
+    sender: LoopbackConnector
+    receiver: LoopbackConnector
+
+    def reserve(self, writer: str | None = "prefill-1") -> Reservation:
+        reserved = reservation(self.target, self.receiver.describe(), PAGES)
+        self.receiver.expect(reserved, writer)
+        return reserved
+
+    def push(self, reserved: Reservation) -> None:
+        self.sender.push_pages(reserved, [1], 0)
+        self.sender.push_pages(reserved, [5], 1)
+        self.sender.finish(reserved, BOUNDARY)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    hub = Hub()
+    source, target = filled(SMALL, 6), PageMemory(SMALL, 6)
+    sender, receiver = (
+        LoopbackConnector(hub, memory, name, print_of(SMALL), lambda: 7.0)
+        for memory, name in ((source, "prefill-1"), (target, "decode-1"))
+    )
+    sender.start()
+    receiver.start()
+    yield Pair(hub, source, target, sender, receiver)
+    sender.close()
+    receiver.close()
+
+
+def test_pages_and_boundary_arrive(pair: Pair) -> None:
+    reserved = pair.reserve()
+    pair.push(reserved)
+    assert pair.sender.poll() == [Pushed("transfer-1", 2, 2 * SMALL.page_bytes, 0.0)]
+    (received,) = pair.receiver.poll()
+    assert isinstance(received, Received)
+    assert received.manifest.boundary == BOUNDARY
+    assert received.manifest.pages == PAGES
+    for page, source in zip(PAGES, (1, 5), strict=True):
+        assert pair.target.read_pages(page.page_id) == pair.source.read_pages(source)
+
+
+def test_what_is_held_back_is_delivered_later_or_never(pair: Pair) -> None:
+    pair.hub.pause()
+    reserved = pair.reserve()
+    pair.push(reserved)
+    assert pair.sender.poll() == [] and not pair.target.tensor.any()
+    pair.sender.cancel("transfer-1")
+    assert pair.sender.poll() == [Cancelled("transfer-1")]
+    pair.hub.resume()
+    assert pair.sender.poll() == [] and not pair.target.tensor.any()
+
+
+def test_a_forgotten_transfer_is_refused(pair: Pair) -> None:
+    reserved = pair.reserve()
+    pair.receiver.forget("transfer-1")
+    pair.push(reserved)
+    failed = pair.sender.poll()[0]
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.UNKNOWN_TRANSFER
+    assert pair.receiver.poll() == [] and not pair.target.tensor.any()
+
+
+def test_another_writer_is_refused_on_both_sides(pair: Pair) -> None:
+    pair.push(pair.reserve(writer="prefill-2"))
+    failed = pair.sender.poll()[0]
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.INCARNATION
+
+
+def test_bytes_that_change_before_the_manifest_are_refused(pair: Pair) -> None:
+    reserved = pair.reserve()
+    pair.hub.pause()
+    pair.push(reserved)
+    pair.source.page_bytes_view(5)[3] ^= 1  # after its digest was taken
+    pair.hub.resume()
+    (refused,) = pair.receiver.poll()
+    assert isinstance(refused, Refused) and refused.cause is Cause.DIGEST
+    failed = pair.sender.poll()[0]
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.DIGEST
+
+
+def test_a_peer_that_left_fails_the_push(pair: Pair) -> None:
+    reserved = pair.reserve()
+    away = msgspec.structs.replace(reserved.address, endpoint="decode-0")
+    pair.push(msgspec.structs.replace(reserved, address=away))
+    failed = pair.sender.poll()[0]
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.PEER
