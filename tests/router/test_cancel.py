@@ -7,7 +7,8 @@ import random
 
 import grpc.aio
 import pytest
-from router.fakes import FakeFleet, holds, run, until
+from router.fake_workers import holds
+from router.fakes import FakeFleet, run, until
 
 from effuse.v1 import generation_pb2 as pb
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import tokenizers
-from router.fakes import ANSWER, EOS, MASK, PAD, VOCAB_SIZE, byte_tokenizer, ids_of
+from router.fake_model import ANSWER, EOS, MASK, PAD, VOCAB_SIZE, byte_tokenizer, ids_of
 from tokenizers import decoders
 from tokenizers.models import BPE
 

@@ -9,7 +9,9 @@ from collections import Counter
 import grpc
 import grpc.aio
 import pytest
-from router.fakes import FakeDecode, FakeFleet, Point, ids_of, raises, run
+from router.fake_model import ids_of
+from router.fake_workers import FakeDecode, Point, raises
+from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
 from effuse.v1 import generation_pb2 as pb

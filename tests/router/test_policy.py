@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from router.fakes import worker_record
+from router.fake_model import worker_record
 
 from effuse.placement.records import Load, Role, WorkerRecord
 from effuse.router.fleet import Fleet

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from router.fakes import byte_tokenizer
+from router.fake_model import byte_tokenizer
 
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
 

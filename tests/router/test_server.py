@@ -13,7 +13,9 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from router.fakes import MASK, MAX_MODEL_LEN, FakeFleet, holds, raises, run, until
+from router.fake_model import MASK, MAX_MODEL_LEN
+from router.fake_workers import holds, raises
+from router.fakes import FakeFleet, run, until
 
 from effuse.protos import errors, rpc
 from effuse.v1 import generation_pb2 as pb

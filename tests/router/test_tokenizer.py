@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from router.fakes import ANSWER, EOS, MASK, PAD, PROMPT, byte_tokenizer, ids_of
+from router.fake_model import ANSWER, EOS, MASK, PAD, PROMPT, byte_tokenizer, ids_of
 
 from effuse.router.tokenizer import Tokenizer, TokenizerError
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from router.fakes import BLOCK_SIZE, EOS, MASK, MAX_MODEL_LEN, PAD, VOCAB_SIZE, model_info
+from router.fake_model import BLOCK_SIZE, EOS, MASK, MAX_MODEL_LEN, PAD, VOCAB_SIZE, model_info
 
 from effuse.protos.errors import InvalidRequest
 from effuse.router.checks import Findings, check_model_name, check_request_id

@@ -1,0 +1,75 @@
+"""A small tokenizer, model and workers' records: what the fakes are made of."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord
+
+EOS, MASK, PAD, PROMPT, ANSWER, WORD = 256, 257, 258, 259, 260, 261
+VOCAB_SIZE, BLOCK_SIZE, MAX_MODEL_LEN = 264, 4, 256
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """One token a byte, five special tokens, and one word of several bytes."""
+    names = ("<|eos|>", "<|mask|>", "<|pad|>", "<|prompt|>", "<|answer|>")
+    ordered = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *names, "Ġthree"]
+    vocabulary = {token: index for index, token in enumerate(ordered)}
+    backend = tokenizers.Tokenizer(BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|prompt|> $A <|answer|>",
+        special_tokens=[("<|prompt|>", PROMPT), ("<|answer|>", ANSWER)],
+    )
+    return backend
+
+
+def ids_of(text: str) -> list[int]:
+    """The ids of a text without the template's."""
+    ids: list[int] = byte_tokenizer().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def model_info(name: str = "fake") -> ModelInfo:
+    """A small model."""
+    return ModelInfo(
+        name=name,
+        architecture="sdar",
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        mask_token_id=MASK,
+        eos_token_ids=(EOS,),
+        prompt_attention="causal_blocks",
+        default_algorithm="d2f",
+    )
+
+
+def worker_record(
+    worker_id: str,
+    role: Role,
+    *,
+    address: str = "127.0.0.1:1",
+    incarnation: str = "1",
+    fingerprint: str = "same",
+    load: Load | None = None,
+    model: str = "fake",
+) -> WorkerRecord:
+    """A worker that is ready."""
+    return WorkerRecord(
+        worker_id=worker_id,
+        role=role,
+        address=address,
+        incarnation=incarnation,
+        state="ready",
+        fingerprint=(("weights", fingerprint),),
+        model=model_info(model),
+        capacity=Capacity(
+            total_pages=256, page_size=16, max_num_seqs=64, max_num_batched_tokens=512
+        ),
+        load=load or Load(total_pages=256, free_pages=256),
+    )

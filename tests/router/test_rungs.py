@@ -1,0 +1,296 @@
+"""Workers that die, refuse or lie: the rung that follows, and what the client is told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import msgspec
+import pytest
+from router.fake_model import BLOCK_SIZE, byte_tokenizer, ids_of
+from router.fake_workers import holds, once, raises
+from router.fakes import FakeFleet, run
+
+from effuse.protos import errors
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import worker_pb2
+
+TEXT = "the answer is three"
+
+
+def decode(ids: list[int]) -> str:
+    return str(byte_tokenizer().decode(ids))
+
+
+async def ask(fleet: FakeFleet, **fields: object) -> pb.GenerateResponse:
+    request = pb.GenerateRequest(prompt="how many?", **fields)  # type: ignore[arg-type]
+    return await fleet.generation.Generate(request, timeout=10)
+
+
+async def failure(fleet: FakeFleet, **fields: object) -> errors.EffuseError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(fleet, **fields)
+    return errors.from_rpc_error(caught.value, "router")
+
+
+async def stream(fleet: FakeFleet, **fields: object) -> list[pb.GenerateStreamResponse]:
+    request = pb.GenerateRequest(prompt="how many?", **fields)  # type: ignore[arg-type]
+    return [event async for event in fleet.generation.GenerateStream(request, timeout=10)]
+
+
+def text_of(events: list[pb.GenerateStreamResponse]) -> str:
+    return "".join(event.commit.text for event in events)
+
+
+# What breaks, and the rung that follows.
+
+
+def test_another_prefill_worker_takes_over() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.prefill[0].at["start"] = raises(errors.Overloaded("the queue is full"))
+        fleet.prefill[1].at["start"] = fleet.prefill[0].at["start"]
+        answer = await ask(fleet)
+        assert answer.text == TEXT
+        assert answer.stats.prefill_worker == ""  # both refused: decode did it itself
+        # An attempt that failed soon may never have reached the decode worker.
+        attempts = {r.attempt.attempt: r.WhichOneof("prefill") for r in fleet.decode[0].requests}
+        assert attempts.pop(3) == "local"
+        assert set(attempts.values()) <= {"remote"}
+        transfers = {r.attempt.transfer_id for r in fleet.decode[0].requests}
+        assert len(transfers) == len(fleet.decode[0].requests)
+
+    run(body, num_prefill=2)
+
+
+@pytest.mark.parametrize("point", ["start", "computed", "reservation"])
+def test_a_prefill_worker_that_dies_is_replaced(point: str) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        victim = fleet.prefill[0]
+        victim.at[point] = victim.crash
+        answer = await ask(fleet)
+        assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p1")
+        await fleet.decode[0].idle.wait()
+        await fleet.decode[0].abort_came.wait()
+        first = fleet.decode[0].requests[0].attempt
+        assert fleet.decode[0].aborted == [first.transfer_id]
+
+    run(body, num_prefill=2)
+
+
+def test_without_another_prefill_worker_and_local_forbidden_it_is_unavailable() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.prefill[0].at["computed"] = raises(errors.TransferFailed("no route to the pool"))
+        error = await failure(fleet)
+        assert type(error) is errors.Unavailable
+        assert "no route to the pool" in error.message
+        assert error.retry_after_s
+        assert len(fleet.decode[0].requests) == 1
+
+    run(body, prefill="remote")
+
+
+def test_a_prefill_worker_that_dies_after_its_push_is_not_missed() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.prefill[0].at["pushed"] = raises(errors.Unavailable("shutting down"))
+        reached, go = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 0"] = holds(go, reached)
+        asking = asyncio.create_task(ask(fleet))
+        await reached.wait()
+        await fleet.prefill[0].idle.wait()
+        go.set()
+        assert (await asking).text == TEXT
+        assert len(fleet.decode[0].requests) == 1
+
+    run(body)
+
+
+def test_a_prefill_worker_that_never_ends_its_call_holds_nobody_up() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.prefill[0].at["pushed"] = holds(asyncio.Event())
+        assert (await ask(fleet)).text == TEXT
+        await fleet.idle()
+        assert not fleet.prefill[0].aborted
+
+    run(body)
+
+
+def test_a_resumption_that_is_refused_is_not_the_callers_fault() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["commit 2"] = fleet.decode[0].crash
+        fleet.decode[1].at["start"] = raises(errors.InvalidRequest.of("resume", "no such frontier"))
+        error = await failure(fleet)
+        assert type(error) is errors.Unavailable
+        assert "could not be resumed" in error.message
+
+    run(body, num_decode=2)
+
+
+def test_channels_of_workers_that_are_gone_are_closed() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await ask(fleet)
+        victim = fleet.decode[0].record.address
+        peer = fleet.router.fleet.peer(victim)
+        fleet.decode[0].record = msgspec.structs.replace(fleet.decode[0].record, state="released")
+        await fleet.announce()
+        await fleet.router.fleet.forget_gone()
+        assert fleet.router.fleet.peer(victim) is not peer
+
+    run(body)
+
+
+@pytest.mark.parametrize("commits", [0, 1, 3])
+def test_a_decode_worker_that_dies_is_resumed_by_another_exactly(commits: int) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        first, second = fleet.decode
+        first.at[f"commit {commits}"] = first.crash
+        events = await stream(fleet, output=pb.OutputOptions(token_ids=True))
+        assert text_of(events) == TEXT
+        ids = [one for event in events for one in event.commit.token_ids]
+        assert ids == ids_of(TEXT)
+        (request,) = second.requests
+        assert request.attempt.attempt == 2
+        done = commits * BLOCK_SIZE
+        assert list(request.resume.committed_token_ids) == ids_of(TEXT)[:done]
+        assert request.HasField("resume") == (commits > 0)
+        if commits:
+            assert request.resume.frontier[0].denoise_count == done
+        stats = events[-1].finished.stats
+        assert (stats.decode_worker, stats.forward_passes) == ("d1", len(ids) + done)
+
+    run(body, num_decode=2)
+
+
+def test_the_only_decode_worker_lost_is_unavailable_with_a_reason() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["commit 2"] = fleet.decode[0].crash
+        error = await failure(fleet)
+        assert type(error) is errors.Unavailable
+        assert "d0" in error.message and "no other worker can go on" in error.message
+        assert error.retry_after_s
+
+    run(body)
+
+
+def test_the_budget_of_attempts_is_bounded() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        for worker in fleet.decode:
+            worker.at["reserved"] = raises(errors.Unavailable("engine restarts"))
+        error = await failure(fleet)
+        assert type(error) is errors.Unavailable
+        assert "gave up after 3 attempts: engine restarts" in error.message
+        assert sum(len(worker.requests) for worker in fleet.decode) == 3
+
+    run(body, num_prefill=0, num_decode=5)
+
+
+def test_full_everywhere_is_resource_exhausted() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        for worker in fleet.decode:
+            worker.at["start"] = raises(errors.Overloaded("no free pages", retry_after_s=3.0))
+        error = await failure(fleet)
+        assert (type(error), error.message) == (errors.Overloaded, "no free pages")
+        assert error.retry_after_s == 3.0
+
+    run(body, num_prefill=0, num_decode=2)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        errors.InvalidRequest.of("stopping.max_tokens", "needs 900 pages, the pool has 256"),
+        errors.Overloaded("needs 900 pages, the pool has 256", retryable=False),
+        errors.Bug.told("abc"),
+    ],
+    ids=["caller", "never fits", "bug"],
+)
+def test_what_no_worker_can_do_is_told_atonce(told: errors.EffuseError) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        for worker in fleet.decode:
+            worker.at["start"] = raises(told)
+        error = await failure(fleet)
+        assert type(error) is type(told)
+        assert "pages" in error.message or "internal error" in error.message
+        assert sum(len(worker.requests) for worker in fleet.decode) == 1
+
+    run(body, num_prefill=0, num_decode=2)
+
+
+def test_a_handoff_that_failed_at_decode_blames_prefill() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.prefill[0].at["reservation"] = holds(asyncio.Event())
+        fleet.decode[0].at["reserved"] = once(raises(errors.TransferFailed("digest of page 3")))
+        answer = await ask(fleet)
+        assert (answer.text, answer.stats.decode_worker) == (TEXT, "d0")
+        assert answer.stats.prefill_worker == "p1"
+
+    run(body, num_prefill=2)
+
+
+# A worker that breaks the protocol.
+
+
+def gap(response: worker_pb2.DecodeResponse) -> None:
+    response.commit.token_offset += 1
+
+
+def change(response: worker_pb2.DecodeResponse) -> None:
+    response.commit.token_offset = 0
+
+
+def early_end(response: worker_pb2.DecodeResponse) -> None:
+    num_tokens = response.commit.token_offset + 40
+    response.finished.CopyFrom(worker_pb2.DecodeFinished(stopped=True, num_tokens=num_tokens))
+
+
+def foreign(response: worker_pb2.DecodeResponse) -> None:
+    response.reservation.incarnation = "another life"
+
+
+def second_reservation(response: worker_pb2.DecodeResponse) -> None:
+    response.reservation.SetInParent()
+
+
+@pytest.mark.parametrize("breaking", [gap, change, early_end, second_reservation])
+def test_commits_that_do_not_continue_end_the_attempt(breaking: object) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        def twist(response: worker_pb2.DecodeResponse) -> worker_pb2.DecodeResponse:
+            if response.commit.token_offset == BLOCK_SIZE:
+                breaking(response)  # type: ignore[operator]
+            return response
+
+        fleet.decode[0].twist = twist
+        events = await stream(fleet)
+        assert text_of(events) == TEXT
+        assert events[-1].finished.stats.decode_worker == "d1"
+
+    run(body, num_decode=2)
+
+
+def test_a_reservation_of_another_life_is_refused() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        def twist(response: worker_pb2.DecodeResponse) -> worker_pb2.DecodeResponse:
+            if response.HasField("reservation"):
+                foreign(response)
+            return response
+
+        fleet.decode[0].twist = twist
+        assert (await ask(fleet)).stats.decode_worker == "d1"
+
+    run(body, num_decode=2)
+
+
+def test_repeated_commits_are_trimmed() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        def twist(response: worker_pb2.DecodeResponse) -> worker_pb2.DecodeResponse:
+            if response.commit.token_offset == 2 * BLOCK_SIZE:
+                ids = ids_of(TEXT)[: 3 * BLOCK_SIZE]
+                response.commit.token_offset = 0
+                response.commit.token_ids[:] = ids
+            return response
+
+        fleet.decode[0].twist = twist
+        events = await stream(fleet)
+        assert text_of(events) == TEXT
+        assert len({worker.worker_id for worker in fleet.decode if worker.requests}) == 1
+
+    run(body, num_prefill=0, num_decode=1)
