@@ -102,7 +102,8 @@ def random_tensors(
     q_dim, kv_dim = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
 
     def matrix(rows: int, columns: int, scale: float) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)
+        drawn: Tensor = torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)
+        return drawn
 
     def near(value: float, size: int) -> Tensor:
         return value + 0.1 * torch.randn(size, generator=generator)
