@@ -141,14 +141,18 @@ class Forecast:
         end = state[:, RecordColumn.START] + num_blocks * size
         has_more = end < rows[:, Column.LAST_BLOCK_END]
         wants = (num_active == 0) | (has_room & (share >= add))
-        return wants & has_more & (state[:, RecordColumn.STOP_SEEN] == 0)
+        appends: npt.NDArray[np.bool_] = wants & has_more
+        appends &= state[:, RecordColumn.STOP_SEEN] == 0
+        return appends
 
     def _left_at(self, index: Integers) -> Integers:
         place = np.clip(index, 0, self._layout.ring - 1)[:, None]
-        return np.take_along_axis(self._masks_left, place, axis=1)[:, 0]
+        left: Integers = np.take_along_axis(self._masks_left, place, axis=1)[:, 0]
+        return left
 
     def _left(self, records: Integers) -> Integers:
         begin = NUM_RECORD_COLUMNS + 3 * self._layout.ring
         tokens = records[:, begin:].reshape(len(records), self._layout.ring, -1)
         exists = np.arange(self._layout.ring) < records[:, RecordColumn.NUM_BLOCKS, None]
-        return ((tokens == -1).sum(2) * exists).astype(np.int32)
+        left: Integers = ((tokens == -1).sum(2) * exists).astype(np.int32)
+        return left

@@ -84,7 +84,7 @@ class DeviceStepper:
         copy.copy_(self._step.buffers.records, non_blocking=True)
         done = None
         if self._on_cuda:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         self._launched.append(_Launched(copy, done))
         self._num_launched += 1
@@ -168,7 +168,7 @@ class DeviceStepper:
         staged = self._staged[self._num_staged % _COPIES, : len(values)]
         staged.numpy()[:] = values
         target.copy_(staged, non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         self._staged_done.append(done)
         self._num_staged += 1

@@ -1,0 +1,65 @@
+"""The limit of a step on a GPU: the model's own matrix products and nothing else, in one graph.
+
+Inputs are fixed random tensors; there is no attention, norm, sampling or state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from effuse.models.transformer import Transformer
+
+
+def bare_products(model: Transformer, num_rows: int, num_head_rows: int) -> Callable[[], None]:
+    """All linears over `num_rows` rows and the head over `num_head_rows`; call to run once."""
+    config = model.config
+
+    def rows(count: int, width: int) -> Tensor:
+        return torch.randn(count, width, device=model.device, dtype=model.dtype)
+
+    x = rows(num_rows, config.hidden_size)
+    mixed = rows(num_rows, config.num_heads * config.head_dim)
+    activated = rows(num_rows, config.intermediate_size)
+    wanted = rows(num_head_rows, config.hidden_size)
+
+    @torch.inference_mode()
+    def run() -> None:
+        for layer in model.weights.layers:
+            functional.linear(x, layer.qkv, layer.qkv_bias)
+            functional.linear(mixed, layer.attn_out)
+            functional.linear(x, layer.gate_up)
+            functional.linear(activated, layer.down)
+        functional.linear(wanted, model.weights.head)
+
+    return run
+
+
+def graph_of(run: Callable[[], None]) -> Callable[[], None]:
+    """`run` as a CUDA graph, warmed up."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def mean_ms(run: Callable[[], None], repeats: int) -> float:
+    """Mean time of `repeats` queued calls, back to back, by device events."""
+    for _ in range(2):
+        run()
+    begin, end = _event(), _event()
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / repeats
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
