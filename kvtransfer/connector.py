@@ -31,6 +31,11 @@ class Cause(Enum):
     PEER = "peer"  # unreachable, gone, or its transport failed
 
 
+def cause_of(value: str) -> Cause:
+    """The cause that a peer names; MALFORMED for one that there is not."""
+    return Cause(value) if value in {cause.value for cause in Cause} else Cause.MALFORMED
+
+
 class HandoffRefused(Exception):
     """What arrived, or what was asked for, is not what was agreed. The message says both sides."""
 

@@ -21,10 +21,23 @@ from effuse.kvtransfer.messages import (
     Reservation,
 )
 from effuse.kvtransfer.nixl_agent import NixlAgent
+from effuse.kvtransfer.nixl_replies import NixlReplies
 from effuse.kvtransfer.nixl_sender import NixlSender
 from effuse.kvtransfer.outgoing import Origin
 from effuse.kvtransfer.thread import ConnectorThread
-from effuse.kvtransfer.wire import Begin, Finish, Landed, Pages, ToReceiver, decode_to_receiver
+from effuse.kvtransfer.wire import (
+    Accepted,
+    Begin,
+    Finish,
+    Landed,
+    Pages,
+    Rejected,
+    ToReceiver,
+    ToSender,
+    attempt_of,
+    decode_either,
+    source_of,
+)
 
 IDLE_S = 0.1
 EXPECTING_S = 0.001  # a notification wakes nobody: it must be asked for
@@ -91,6 +104,7 @@ class NixlConnector(ConnectorThread):
         own = agent.pages("", memory.address, memory.page_bytes, memory.num_pages, device_id, kind)
         self._agent = agent
         self._sender = NixlSender(agent, own, memory, self._origin, self.emit, self._now)
+        self._replies = NixlReplies(agent)
         self._address = ReceiverAddress(
             connector=self.name,
             agent_name=agent.name,
@@ -107,8 +121,8 @@ class NixlConnector(ConnectorThread):
     def turn(self) -> float:
         """Hears notifications, moves writes on."""
         heard = self._agent.notifications()
-        for _, message in heard:
-            self._hear(message)
+        for peer, message in heard:
+            self._hear(peer, message)
         if self._sender.turn() or heard:
             self._lively_until = self._now() + LIVELY_S
             return 0.0
@@ -124,26 +138,32 @@ class NixlConnector(ConnectorThread):
         else:
             select.select([self.request_signal], [], [], seconds)
 
-    def _hear(self, data: bytes) -> None:
+    def _hear(self, peer: str, data: bytes) -> None:
         try:
-            message = decode_to_receiver(data)
+            message = decode_either(data)
         except MalformedMessage:
             self.num_malformed += 1
             return
-        attempt = message.manifest.attempt if isinstance(message, Finish) else message.attempt
-        was_expected = self._incoming.knows(attempt.transfer_id)
+        if isinstance(message, ToSender):
+            self._sender.hear(peer, message)
+            return
+        transfer_id = attempt_of(message).transfer_id
+        was_expected = self._incoming.knows(transfer_id)
         try:
             self._obey(message)
         except HandoffRefused as refusal:
-            self._moving.discard(attempt.transfer_id)
+            self._moving.discard(transfer_id)
             if was_expected:
-                self._incoming.forget(attempt.transfer_id)
-                self.emit(Refused(attempt.transfer_id, refusal.cause, str(refusal)))
+                self._incoming.forget(transfer_id)
+                self.emit(Refused(transfer_id, refusal.cause, str(refusal)))
+            rejected = Rejected(transfer_id, refusal.cause.value, str(refusal)[:512])
+            self._replies.answer(source_of(message), rejected)
 
     def _obey(self, message: ToReceiver) -> None:
         match message:
-            case Begin(attempt, source, destination, fingerprint):
+            case Begin(attempt, source, destination, fingerprint, reply_to):
                 self._incoming.introduce(attempt, source, destination, fingerprint)
+                self._replies.learn(source, reply_to)
                 self._moving.add(attempt.transfer_id)
             case Landed(attempt, source, first, count):
                 self._incoming.landed(attempt, source, first, count)
@@ -151,6 +171,8 @@ class NixlConnector(ConnectorThread):
                 self._moving.discard(manifest.transfer_id)
                 self._incoming.accept(manifest, one_sided=True)
                 self.emit(Received(manifest.transfer_id, manifest))
+                accepted = Accepted(manifest.transfer_id)
+                self._replies.answer(manifest.source_incarnation, accepted)
             case Pages():
                 raise HandoffRefused(Cause.MALFORMED, "over NIXL, pages come without bytes")
 

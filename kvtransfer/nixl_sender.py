@@ -20,13 +20,23 @@ from effuse.kvtransfer.connector import (
     HandoffRefused,
     Pushed,
     PushFailed,
+    cause_of,
 )
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState, Reservation, encode
 from effuse.kvtransfer.nixl_agent import NixlAgent, PageList, Transfer
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, attempt
 from effuse.kvtransfer.outgoing import Chunk, Origin, Push, checked_push, split
-from effuse.kvtransfer.wire import Begin, Finish, Landed, ToReceiver
+from effuse.kvtransfer.wire import (
+    Accepted,
+    Begin,
+    Finish,
+    Landed,
+    Placed,
+    Rejected,
+    ToReceiver,
+    ToSender,
+)
 
 CHUNK_BYTES = 4 << 20
 # xxhash keeps the interpreter lock for pages below 100 kB, and a thread that wants it back waits
@@ -45,6 +55,7 @@ class Outgoing:
     queue: deque[Chunk] = field(default_factory=deque)
     posted: list[Transfer] = field(default_factory=list)
     digesting: list[Future[None]] = field(default_factory=list)
+    is_finished: bool = False  # the manifest was sent
     is_failed: bool = False
     is_cancelled: bool = False
     uses_peer: bool = True
@@ -73,6 +84,7 @@ class NixlSender:
         self._origin = origin
         self._emit = emit
         self._now = now
+        self._metadata = agent.metadata()
         self._chunk_pages = max(1, CHUNK_BYTES // memory.page_bytes)
         self._outgoing: dict[str, Outgoing] = {}
         self._peers = NixlPeers(agent)
@@ -88,7 +100,7 @@ class NixlSender:
     @property
     def is_active(self) -> bool:
         """Whether anything is on its way and wants to be polled."""
-        return any(o.queue or not o.is_quiet for o in self._outgoing.values())
+        return any(o.queue or o.is_finished or not o.is_quiet for o in self._outgoing.values())
 
     def push_pages(self, reservation: Reservation, source_pages: Sequence[int], first: int) -> None:
         """Queues pages of a reservation; their digests are taken while others fly."""
@@ -119,6 +131,20 @@ class NixlSender:
         outgoing.is_failed = outgoing.is_cancelled = True
         outgoing.queue.clear()
 
+    def hear(self, peer: str, message: ToSender) -> None:
+        """What a receiver answers; only the one that a push goes to may."""
+        outgoing = self._outgoing.get(message.transfer_id)
+        if outgoing is None or outgoing.is_failed or outgoing.peer.name != peer:
+            return
+        match message:
+            case Accepted(transfer_id):
+                if outgoing.is_finished:
+                    self._end(transfer_id, outgoing)
+            case Rejected(transfer_id, cause, text):
+                self._fail(transfer_id, HandoffRefused(cause_of(cause), text))
+            case Placed():
+                pass  # said over ZMQ only
+
     def turn(self) -> bool:
         """Advances every push; True if anything moved."""
         progressed = False
@@ -139,6 +165,7 @@ class NixlSender:
                 self._origin.incarnation,
                 reservation.incarnation,
                 self._origin.fingerprint,
+                self._metadata,
             ),
         )
         outgoing.peer.num_pushes += 1
@@ -156,7 +183,7 @@ class NixlSender:
             text = f"the push did not end within its lease of {lease_s} s"
             self._fail(transfer_id, HandoffRefused(Cause.LEASE, text))
         else:
-            self._move_on(transfer_id, outgoing)
+            self._move_on(outgoing)
         after = len(outgoing.posted), len(outgoing.queue), len(outgoing.digesting)
         return before != after
 
@@ -182,12 +209,13 @@ class NixlSender:
             digest.result()
             outgoing.digesting.remove(digest)
 
-    def _move_on(self, transfer_id: str, outgoing: Outgoing) -> None:
+    def _move_on(self, outgoing: Outgoing) -> None:
         try:
             while outgoing.queue and len(outgoing.posted) < POSTED_CHUNKS:
                 self._post(outgoing, outgoing.queue.popleft())
-            if outgoing.push.boundary is not None and not outgoing.queue and outgoing.is_quiet:
-                self._conclude(transfer_id, outgoing)
+            is_whole = not outgoing.queue and outgoing.is_quiet and not outgoing.is_finished
+            if is_whole and outgoing.push.boundary is not None:
+                self._conclude(outgoing)
         except HandoffRefused as refusal:
             self._lose(outgoing, refusal)
 
@@ -211,9 +239,12 @@ class NixlSender:
 
         attempt("a write could not be posted", post)
 
-    def _conclude(self, transfer_id: str, outgoing: Outgoing) -> None:
+    def _conclude(self, outgoing: Outgoing) -> None:
+        outgoing.is_finished = True
+        self._say(outgoing, Finish(outgoing.push.manifest(self._origin)))
+
+    def _end(self, transfer_id: str, outgoing: Outgoing) -> None:
         push = outgoing.push
-        self._say(outgoing, Finish(push.manifest(self._origin)))
         self._leave_peer(outgoing)
         del self._outgoing[transfer_id]
         seconds = self._now() - push.started

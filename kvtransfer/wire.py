@@ -6,13 +6,14 @@ frames and are answered; over NIXL they are written first, and a notification sa
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
+    MAX_METADATA_BYTES,
     MAX_PAGES,
     U32,
     AttemptId,
@@ -34,6 +35,7 @@ class Begin(Struct, frozen=True, tag=True):
     source: Name
     destination: Name
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
+    reply_to: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""  # NIXL agent metadata
 
 
 class Pages(Struct, frozen=True, tag=True):
@@ -86,25 +88,45 @@ class Rejected(Struct, frozen=True, tag=True):
 ToReceiver = Begin | Pages | Landed | Finish
 ToSender = Placed | Accepted | Rejected
 
+
+def attempt_of(message: ToReceiver) -> AttemptId:
+    """The attempt that a sender's message is about."""
+    return message.manifest.attempt if isinstance(message, Finish) else message.attempt
+
+
+def source_of(message: ToReceiver) -> str:
+    """The incarnation that a sender's message comes from, by its own account."""
+    return message.manifest.source_incarnation if isinstance(message, Finish) else message.source
+
+
 _to_receiver = msgspec.msgpack.Decoder(ToReceiver)
 _to_sender = msgspec.msgpack.Decoder(ToSender)
+_either = msgspec.msgpack.Decoder(ToReceiver | ToSender)
+T = TypeVar("T")
 
 
 def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
     """What a sender says. Raises MalformedMessage."""
+    message: ToReceiver = _decode(_to_receiver, data)
+    return message
+
+
+def decode_to_sender(data: bytes | memoryview) -> ToSender:
+    """A receiver's answer. Raises MalformedMessage."""
+    message: ToSender = _decode(_to_sender, data)
+    return message
+
+
+def decode_either(data: bytes | memoryview) -> ToReceiver | ToSender:
+    """What a sender or a receiver says, where both come the same way. Raises MalformedMessage."""
+    message: ToReceiver | ToSender = _decode(_either, data)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
     if len(data) > MAX_MANIFEST_BYTES:
         raise MalformedMessage(f"a message of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}")
     try:
-        message: ToReceiver = _to_receiver.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedMessage(f"not a message to a receiver: {error}") from error
-    return message
-
-
-def decode_to_sender(data: bytes) -> ToSender:
-    """A receiver's answer. Raises MalformedMessage."""
-    try:
-        message: ToSender = _to_sender.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedMessage(f"not a message to a sender: {error}") from error
-    return message
+        raise MalformedMessage(f"not a message between connectors: {error}") from error

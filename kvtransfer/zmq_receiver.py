@@ -22,6 +22,7 @@ from effuse.kvtransfer.wire import (
     Rejected,
     ToReceiver,
     ToSender,
+    attempt_of,
     decode_to_receiver,
 )
 
@@ -75,8 +76,7 @@ class ZmqReceiver:
             self.socket.send_multipart([sender.bytes, encode(answer)], zmq.NOBLOCK)
 
     def _answer(self, message: ToReceiver, payload: list[memoryview]) -> ToSender | None:
-        attempt = message.manifest.attempt if isinstance(message, Finish) else message.attempt
-        transfer_id = attempt.transfer_id
+        transfer_id = attempt_of(message).transfer_id
         was_expected = self._incoming.knows(transfer_id)
         try:
             return self._obey(message, payload)
@@ -89,7 +89,7 @@ class ZmqReceiver:
 
     def _obey(self, message: ToReceiver, payload: list[memoryview]) -> ToSender | None:
         match message:
-            case Begin(attempt, source, destination, fingerprint):
+            case Begin(attempt, source, destination, fingerprint, _):
                 self._incoming.introduce(attempt, source, destination, fingerprint)
                 return None
             case Pages(attempt, source, destination, first, pages):

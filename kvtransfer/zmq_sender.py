@@ -18,6 +18,7 @@ from effuse.kvtransfer.connector import (
     HandoffRefused,
     Pushed,
     PushFailed,
+    cause_of,
 )
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState, MalformedMessage, Reservation
@@ -215,7 +216,7 @@ class ZmqSender:
             case Rejected(transfer_id, cause, text, first):
                 if first is not None:
                     outgoing.in_flight.pop(first, None)
-                self._fail(transfer_id, HandoffRefused(_cause(cause), text))
+                self._fail(transfer_id, HandoffRefused(cause_of(cause), text))
 
     def _end(self, transfer_id: str, outgoing: Outgoing) -> None:
         outgoing.in_flight.clear()
@@ -265,10 +266,3 @@ class ZmqSender:
         for transfer_id, outgoing in list(self._outgoing.items()):
             if outgoing.peer is peer:
                 self._fail(transfer_id, refusal)
-
-
-def _cause(value: str) -> Cause:
-    try:
-        return Cause(value)
-    except ValueError:
-        return Cause.MALFORMED
