@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.digest import page_digest, seal_of
 from effuse.kvtransfer.layout import Fingerprint, mismatch
-from effuse.kvtransfer.memory import PageMemory, consecutive_runs
+from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, Field, Manifest, PageRef, Reservation
 
 
@@ -85,8 +85,11 @@ class Incoming:
                 raise HandoffRefused(
                     Cause.COVERAGE, f"pages {first}..{first + len(pages)} overlap earlier ones"
                 )
-            self._copy(pages, payload)
-            self._digest(expected, first, pages)
+            for index, (page, data) in enumerate(
+                zip(pages, self._cut(pages, payload), strict=True), first
+            ):
+                self._memory.write_pages(page.page_id, data)
+                self._digest(expected, index, (page,))  # while it is in the processor's cache
 
     def landed(self, attempt: AttemptId, source: str, first: int, count: int) -> None:
         """Digests pages that a one-sided writer says are complete. Raises HandoffRefused."""
@@ -138,21 +141,15 @@ class Incoming:
         if found is not None:
             raise HandoffRefused(Cause.FINGERPRINT, str(found))
 
-    def _copy(self, pages: Sequence[PageRef], payload: Sequence[memoryview]) -> None:
-        page_bytes = self._memory.page_bytes
+    def _cut(self, pages: Sequence[PageRef], payload: Sequence[memoryview]) -> list[memoryview]:
+        """The payload page by page. Raises HandoffRefused where it is not whole pages, or not n."""
+        size = self._memory.page_bytes
         sizes = [part.nbytes for part in payload]
-        if sum(sizes) != len(pages) * page_bytes or any(size % page_bytes for size in sizes):
+        if sum(sizes) != len(pages) * size or any(nbytes % size for nbytes in sizes):
             raise HandoffRefused(
-                Cause.SIZE, f"{len(pages)} pages of {page_bytes} bytes are expected, got {sizes}"
+                Cause.SIZE, f"{len(pages)} pages of {size} bytes are expected, got {sizes}"
             )
-        index = 0
-        for part in payload:
-            for first, count in self._runs(pages, index, part.nbytes // page_bytes):
-                self._memory.write_pages(first, part[: count * page_bytes])
-                part, index = part[count * page_bytes :], index + count
-
-    def _runs(self, pages: Sequence[PageRef], start: int, count: int) -> list[tuple[int, int]]:
-        return consecutive_runs([page.page_id for page in pages[start : start + count]])
+        return [part[at : at + size] for part in payload for at in range(0, part.nbytes, size)]
 
     def _digest(self, expected: Expected, first: int, pages: Sequence[PageRef]) -> None:
         for index, page in enumerate(pages, first):

@@ -35,7 +35,7 @@ from effuse.kvtransfer.wire import (
 )
 from effuse.kvtransfer.zmq_peer import InFlight, ZmqPeer
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
 CONNECT_S = 5.0
 DRAIN_S = 2.0  # for a receiver to answer what is in flight, before its connection is dropped
