@@ -5,6 +5,7 @@ Inputs are fixed random tensors; there is no attention, norm, sampling or state.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -48,10 +49,16 @@ def graph_of(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def mean_ms(run: Callable[[], None], repeats: int) -> float:
-    """Mean time of `repeats` queued calls, back to back, by device events."""
-    for _ in range(2):
+def mean_ms(run: Callable[[], None], repeats: int, warm_s: float) -> float:
+    """Mean time of `repeats` queued calls, back to back, by device events.
+
+    Long products are limited by power: `warm_s` of them go before, so that the clock is that of
+    the steps which they are held against.
+    """
+    deadline = time.perf_counter() + warm_s
+    while time.perf_counter() < deadline:
         run()
+        torch.cuda.synchronize()
     begin, end = _event(), _event()
     begin.record()
     for _ in range(repeats):

@@ -27,7 +27,7 @@ _MEMORY = 0.9  # of the running mean of writes, a step
 
 def bucket(count: int) -> int:
     """The next size that is captured: multiples of 32 to 256, then 64, 128 and 256 wide."""
-    for most, width in ((256, 32), (1024, 64), (2048, 128)):
+    for most, width in ((256, 32), (2560, 64), (5120, 128)):
         if count <= most:
             return max(width, -(-count // width) * width)
     return -(-count // 256) * 256
@@ -152,7 +152,7 @@ class Forecast:
 
     def _left(self, records: Integers) -> Integers:
         begin = NUM_RECORD_COLUMNS + 3 * self._layout.ring
-        tokens = records[:, begin:].reshape(len(records), self._layout.ring, -1)
+        tokens = records[:, begin:].reshape(-1, self._layout.ring, self._layout.block_size)
         exists = np.arange(self._layout.ring) < records[:, RecordColumn.NUM_BLOCKS, None]
         left: Integers = ((tokens == -1).sum(2) * exists).astype(np.int32)
         return left

@@ -103,15 +103,20 @@ class DeviceStepper:
         return records
 
     @torch.inference_mode()
-    def prepare(self, rows: int, candidates: int, context: int) -> None:
-        """Captures the graphs of these counts, as a launch would need them."""
-        if self._uses_graphs:
-            self._row_graph(bucket(rows), context_class(context))
-            self._candidate_graph(bucket(candidates))
+    def prepare(self, rows: range, candidates: range, context: int) -> None:
+        """Captures the graphs of all buckets of these counts, as launches would need them."""
+        if not self._uses_graphs:
+            return
+        for count in sorted({self._row_bucket(count) for count in rows}, reverse=True):
+            self._row_graph(count, context_class(context))
+        for count in sorted({bucket(count) for count in candidates}, reverse=True):
+            self._candidate_graph(count)
+
+    def _row_bucket(self, count: int) -> int:
+        return min(bucket(count), self._step.buffers.rows.token_ids.shape[0])
 
     def _buckets(self, need: Need) -> tuple[int, int, int]:
-        most = self._step.buffers.rows.token_ids.shape[0]
-        rows = min(bucket(max(need.rows, need.least_rows, 1)), most)
+        rows = self._row_bucket(max(need.rows, need.least_rows, 1))
         wanted = min(max(need.candidates, need.least_candidates, 1), rows)
         return rows, min(bucket(wanted), rows), context_class(need.context)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
+from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from decoding.device_decoder import DeviceDecoder
 from decoding.engines import Rig, load_tiny, random_requests
 
 from effuse.models.transformer import Transformer
+from effuse.worker.messages import StartDecode
 
 DEVICES = [
     "cpu",
@@ -24,8 +26,10 @@ DEVICES = [
     ),
 ]
 
+SIZES = TinySizes(num_heads=2, num_kv_heads=1, head_dim=16)  # tensor cores need 16 columns
 
-def expected(model: Transformer, requests: list) -> list[list[int]]:  # type: ignore[type-arg]
+
+def expected(model: Transformer, requests: Sequence[StartDecode]) -> list[list[int]]:
     rig = Rig(model)
     for request in requests:
         rig.engine.handle(request)
@@ -39,7 +43,7 @@ def expected(model: Transformer, requests: list) -> list[list[int]]:  # type: ig
 def test_answers_are_those_of_the_hosts_engine(
     tmp_path: Path, architecture: Architecture, algorithm: str, device: str
 ) -> None:
-    directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=3)
+    directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=3, sizes=SIZES)
     model = load_tiny(directory, device)
     requests = [
         msgspec.structs.replace(request, max_tokens=18)
@@ -50,7 +54,7 @@ def test_answers_are_those_of_the_hosts_engine(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_small_buckets_and_late_pages_change_no_token(tmp_path: Path, device: str) -> None:
-    directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=5)
+    directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=5, sizes=SIZES)
     model = load_tiny(directory, device)
     requests = [
         msgspec.structs.replace(request, max_tokens=18)

@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from decoding.engines import layout_of
 from effuse.decode_worker.denoise import open_step
-from effuse.decode_worker.device_slots import Record, slot_row
+from effuse.decode_worker.device_slots import Record, Row, slot_row
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.intake import Intake
@@ -117,7 +116,7 @@ class DeviceDecoder:
         self.stepper.join(slot, row, request.boundary)
         self._seats[slot] = Seat(request, index + 1, final_len=sequence.final_len)
 
-    def _take(self, records: np.ndarray, answers: dict[int, list[int]]) -> None:  # type: ignore[type-arg]
+    def _take(self, records: Row, answers: dict[int, list[int]]) -> None:
         for slot, seat in enumerate(self._seats):
             record = Record(records[slot], self._layout)
             if seat is None or record.column(RecordColumn.GENERATION) != seat.generation:
