@@ -1,0 +1,101 @@
+"""Buckets are fine, and the forecast of a step's needs is met by what the machine then does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from decoding.scripts import MASK_ID, make_settings
+
+from effuse.decode_worker.denoise import open_step
+from effuse.decode_worker.device_buckets import Forecast, bucket, context_class
+from effuse.decode_worker.device_slots import Row, slot_row
+from effuse.decode_worker.sequence import Sequence
+from effuse.decode_worker.settings import Sampling, Stopping
+from effuse.kernels.advance import advance
+from effuse.kernels.confidence import Candidates
+from effuse.kernels.plan_step import StepRows, plan_step
+from effuse.kernels.slots import Column, RecordColumn, SlotLayout, SlotTable
+
+LAYOUT = SlotLayout(num_slots=2, block_size=8, max_window=3, max_stops=1, max_pages=32)
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+
+
+def test_buckets_grow_and_pad_little() -> None:
+    waste = []
+    for count in range(1, 9000):
+        size = bucket(count)
+        assert size >= count and bucket(size) == size and size >= bucket(max(1, count - 1))
+        waste.append(size / count - 1)
+    assert np.mean(waste[128:]) < 0.03
+    assert max(waste[512:]) < 0.13
+
+
+def test_context_classes_cover_and_double_at_most() -> None:
+    for count in (0, 1, 768, 769, 5000, 100_000):
+        size = context_class(count)
+        assert size >= count and size % 256 == 0
+        assert size <= max(768, 2 * count)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_forecast_is_what_comes(lag: int) -> None:
+    """At an even pace, with the last records or those before them, no row is forecast in vain."""
+    table = SlotTable.empty(LAYOUT, torch.device("cpu"))
+    rows = StepRows.empty(LAYOUT, 96, torch.device("cpu"))
+    control = torch.tensor([0, 0, 96, 0], dtype=torch.int32)
+    records = torch.zeros(2, LAYOUT.record_width, dtype=torch.int32)
+    forecast, told = Forecast(LAYOUT), []
+    table.rows[0] = torch.from_numpy(_row())
+    forecast.join(0, _row())
+    for step in range(40):
+        forecast.launched()
+        plan_step(
+            table, control, rows, num_rows=96, page_size=8, mask_token_id=MASK_ID, shift=False
+        )
+        advance(table, control, rows.first_candidate, _one_a_block(table), records)
+        told.append(records.clone().numpy())
+        if step >= lag:
+            forecast.read(told[step - lag], is_last=lag == 0)
+        need = forecast.need()
+        if step > 8:  # by then it knows the pace
+            assert need.rows == need.least_rows == int(table.column(Column.NUM_BLOCKS)[0]) * 8
+            assert int(table.column(Column.NUM_MASKS)[0]) <= need.candidates <= need.rows
+            assert need.context >= int(table.column(Column.START)[0])
+    assert {int(r[0, RecordColumn.NUM_SETTLED]) for r in told} == {0, 1}
+
+
+def test_records_of_others_are_passed_over() -> None:
+    forecast = Forecast(LAYOUT)
+    row = _row()
+    forecast.join(0, row)
+    before = forecast.need()
+    stale = np.zeros((2, LAYOUT.record_width), dtype=np.int32)
+    stale[:, RecordColumn.GENERATION] = row[Column.GENERATION] + 1
+    stale[:, RecordColumn.NUM_BLOCKS] = 3
+    forecast.read(stale, is_last=True)
+    assert forecast.need() == before
+    forecast.leave(0)
+    assert forecast.need().rows == 0
+
+
+def _row() -> Row:
+    sequence = Sequence(
+        range(10, 18), origin=8, block_size=8, mask_token_id=MASK_ID, stopping=Stopping.of(200, [])
+    )
+    sequence.store(8)
+    settings = make_settings(window=3, add=0.25, full=0.5)
+    open_step(sequence, settings)
+    return slot_row(LAYOUT, sequence, settings, GREEDY, generation=1, pages=range(32), page_size=8)
+
+
+def _one_a_block(table: SlotTable) -> Candidates:
+    """Passes the first mask of every block."""
+    masked = table.masked[0]
+    start = int(table.column(Column.START)[0]) // 8 - 1
+    order = (start + torch.arange(LAYOUT.ring)) % LAYOUT.ring
+    exists = torch.arange(LAYOUT.ring) < table.column(Column.NUM_BLOCKS)[0]
+    flight = masked[order] * exists[:, None]
+    passes = ((flight.cumsum(1) == 1) & (flight == 1))[flight == 1]
+    count = len(passes)
+    return Candidates(torch.full((count,), 9), passes.float(), torch.zeros(count))
