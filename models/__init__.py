@@ -1,1 +1,1 @@
-"""The transformers built from the operators, weights, adapters, tokenizers, and the bundled model."""
+"""The transformers built from the operators, their weights and tokenizers, the bundled model."""
