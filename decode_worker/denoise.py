@@ -106,6 +106,11 @@ def apply_step(
     sequence.step_open = False
     sequence.store(plan.num_stored)
     written, num_semi_writes = _write(sequence, settings, plan, candidates)
+    return settle_step(sequence, written, num_semi_writes)
+
+
+def settle_step(sequence: Sequence, written: list[Block], num_semi_writes: int) -> StepOutcome:
+    """The second half of `apply_step`, after masks were written: settles, and ends."""
     offset = sequence.num_emitted
     num_settled = _settle(sequence)
     tokens, finish = _emit(sequence, offset)

@@ -7,6 +7,7 @@ sometimes too small, and pages sometimes come late.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from decoding.scripts import Case, random_case
 from effuse.decode_worker import denoise
 from effuse.decode_worker.candidates import Candidates as Proposed
 from effuse.decode_worker.denoise import Finish
+from effuse.decode_worker.device_mirror import apply_record
 from effuse.decode_worker.device_slots import Record, same_state, slot_row
 from effuse.decode_worker.sequence import Sequence
 from effuse.decode_worker.settings import Sampling
@@ -310,7 +312,11 @@ class Lockstep:
             self.seen.failed += 1
             return
         plan = denoise.open_step(sequence, settings)
+        mirror = copy.deepcopy(sequence)
         outcome = denoise.apply_step(sequence, settings, plan, found)
+        assert apply_record(mirror, plan, record) == outcome
+        assert mirror.blocks == sequence.blocks
+        assert mirror.frontier() == sequence.frontier()
         written = [block in outcome.written for block in sequence.blocks]
         num_settled = record.column(RecordColumn.NUM_SETTLED)
         assert num_settled == outcome.num_settled
