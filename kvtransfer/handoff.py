@@ -43,7 +43,6 @@ class ReceiverDo(Enum):
     COMMIT_PAGES = auto()
     QUARANTINE_PAGES = auto()
     FENCE_PAGES = auto()
-    RELEASE_PAGES = auto()
     REPORT_VERIFIED = auto()
     REPORT_FAILED = auto()
 
@@ -55,7 +54,6 @@ _GIVE_UP = (D.FORGET, D.QUARANTINE_PAGES)
 
 RECEIVER: Mapping[tuple[R, E], tuple[R, tuple[D, ...]]] = {
     (R.RESERVED, E.OFFERED): (R.RECEIVING, (D.OPEN_PAGES, D.EXPECT)),
-    (R.RESERVED, E.ABORTED): (R.RELEASED, (D.RELEASE_PAGES,)),
     (R.RECEIVING, E.ARRIVED): (R.VERIFIED, (D.COMMIT_PAGES, D.REPORT_VERIFIED)),
     (R.RECEIVING, E.REFUSED): (R.ABORTING, (*_GIVE_UP, D.REPORT_FAILED)),
     (R.RECEIVING, E.EXPIRED): (R.ABORTING, (*_GIVE_UP, D.REPORT_FAILED)),
@@ -177,7 +175,7 @@ class Machine(Generic[StateT, EventT, DoT]):
 
     def is_overdue(self, now: float) -> bool:
         """Whether the lease has run out."""
-        return now > self.deadline
+        return now >= self.deadline
 
     def story(self) -> str:
         """The last steps, oldest first."""

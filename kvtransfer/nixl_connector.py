@@ -42,7 +42,7 @@ from effuse.kvtransfer.wire import (
 IDLE_S = 0.1
 EXPECTING_S = 0.001  # a notification wakes nobody: it must be asked for
 LIVELY_S = 1.0  # a notification that was sent may need more polling here before it leaves
-MOVING_S = 0.0001  # over TCP the receiver's polling is what moves the bytes
+MOVING_S = 0.00005  # over TCP the receiver's polling is what moves the bytes
 
 
 class NixlConnector(ConnectorThread):

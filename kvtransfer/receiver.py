@@ -5,7 +5,7 @@ For one engine thread. Reports come from poll(); pages of a verified handoff bel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import Cause, Connector, Received, Refused
@@ -52,7 +52,7 @@ class _Handoff:
 
 
 class HandoffReceiver:
-    """All handoffs that come into one pool."""
+    """All handoffs that come into one pool. Times are the caller's, on any one monotonic clock."""
 
     def __init__(
         self,
@@ -63,7 +63,6 @@ class HandoffReceiver:
         fingerprint: Fingerprint,
         page_bytes: int,
         lease_s: float,
-        now: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._connector = connector
@@ -71,30 +70,29 @@ class HandoffReceiver:
         self._fingerprint = fingerprint
         self._page_bytes = page_bytes
         self._lease_s = lease_s
-        self._now = now
-        self._handoffs: dict[str, _Handoff] = {}
-        self._reports: list[HandoffReport] = []
-
-    def __len__(self) -> int:
-        return len(self._handoffs)
+        self._time = 0.0  # when the caller last said what time it is
+        self._handoffs: dict[str, _Handoff] = {}  # oldest first
 
     def is_open(self, transfer_id: str) -> bool:
         """Whether this transfer still holds pages here, in quarantine or not."""
         return transfer_id in self._handoffs
 
-    def held(self) -> Iterator[PageRef]:
-        """Every page of an open handoff; for the audit."""
+    def quarantined(self) -> Iterator[PageRef]:
+        """Pages of given-up handoffs whose writer may still write; for the audit."""
         for handoff in self._handoffs.values():
-            yield from handoff.reservation.pages
+            if handoff.machine.state is ReceiverState.ABORTING:
+                yield from handoff.reservation.pages
 
-    def reserve(self, attempt: AttemptId, pages: tuple[PageRef, ...], writer: str) -> Reservation:
+    def reserve(
+        self, attempt: AttemptId, pages: tuple[PageRef, ...], writer: str | None, now: float
+    ) -> Reservation:
         """Opens reserved pages to `writer`, the incarnation of the prefill worker that may push.
 
         The reservation that it returns may be sent at once.
         """
         if attempt.transfer_id in self._handoffs:
             raise ValueError(f"transfer {attempt.transfer_id} is reserved already")
-        now = self._now()
+        self._time = now
         reservation = self._reservation(attempt, pages)
         machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._lease_s)
         self._handoffs[attempt.transfer_id] = _Handoff(reservation, machine)
@@ -110,21 +108,30 @@ class HandoffReceiver:
         if transfer_id in self._handoffs:
             self._handle(transfer_id, ReceiverEvent.ABORTED)
 
-    def writer_gone(self, transfer_id: str) -> None:
-        """Nothing writes into this transfer's pages any more, for certain."""
-        if transfer_id in self._handoffs:
-            self._handle(transfer_id, ReceiverEvent.WRITER_GONE, Cause.PEER, "the writer went away")
+    def writer_gone(self, transfer_id: str) -> HandoffFailed | None:
+        """Nothing writes into this transfer's pages any more, for certain. Frees them.
 
-    def poll(self) -> list[HandoffReport]:
+        Returns what became of a handoff that was still open.
+        """
+        if transfer_id not in self._handoffs:
+            return None
+        reason = Cause.PEER, "the prefill worker is gone"
+        return self._handle(transfer_id, ReceiverEvent.WRITER_GONE, reason)
+
+    def poll(self, now: float) -> list[HandoffReport]:
         """What has come to an end since the last call."""
+        self._time = now
+        reports: list[HandoffReport | None] = []
         for event in self._connector.poll():
-            if isinstance(event, Received) and event.transfer_id in self._handoffs:
-                self._arrived(event)
-            elif isinstance(event, Refused) and event.transfer_id in self._handoffs:
-                self._handle(event.transfer_id, ReceiverEvent.REFUSED, event.cause, event.message)
-        self._expire()
-        reports, self._reports = self._reports, []
-        return reports
+            if event.transfer_id not in self._handoffs:
+                continue  # it has ended here
+            if isinstance(event, Received):
+                reports.append(self._arrived(event))
+            elif isinstance(event, Refused):
+                reason = event.cause, event.message
+                reports.append(self._handle(event.transfer_id, ReceiverEvent.REFUSED, reason))
+        reports += self._expired()
+        return [report for report in reports if report is not None]
 
     def _reservation(self, attempt: AttemptId, pages: tuple[PageRef, ...]) -> Reservation:
         return Reservation(
@@ -138,41 +145,36 @@ class HandoffReceiver:
             lease_s=self._lease_s,
         )
 
-    def _arrived(self, event: Received) -> None:
+    def _arrived(self, event: Received) -> HandoffVerified | None:
         handoff = self._handoffs[event.transfer_id]
-        now = self._now()
-        for do in handoff.machine.handle(ReceiverEvent.ARRIVED, now):
+        verified = None
+        for do in handoff.machine.handle(ReceiverEvent.ARRIVED, self._time):
             if do is ReceiverDo.COMMIT_PAGES:
                 self._pool.commit(handoff.reservation.pages)
                 continue
             del self._handoffs[event.transfer_id]
-            self._reports.append(
-                HandoffVerified(
-                    handoff.reservation.attempt,
-                    handoff.reservation.pages,
-                    event.manifest,
-                    now - handoff.machine.started,
-                )
-            )
+            seconds = self._time - handoff.machine.started
+            attempt, pages = handoff.reservation.attempt, handoff.reservation.pages
+            verified = HandoffVerified(attempt, pages, event.manifest, seconds)
+        return verified
 
-    def _expire(self) -> None:
-        now = self._now()
-        for transfer_id, handoff in list(self._handoffs.items()):
-            machine = handoff.machine
-            if machine.is_overdue(now) and machine.allows(ReceiverEvent.EXPIRED):
-                text = f"the push did not arrive within its lease of {self._lease_s} s"
-                self._handle(transfer_id, ReceiverEvent.EXPIRED, Cause.LEASE, text)
+    def _expired(self) -> list[HandoffFailed | None]:
+        late = [
+            transfer_id
+            for transfer_id, handoff in self._handoffs.items()
+            if handoff.machine.is_overdue(self._time)
+            and handoff.machine.allows(ReceiverEvent.EXPIRED)
+        ]
+        reason = Cause.LEASE, f"the prompt's pages did not arrive within {self._lease_s:g} s"
+        return [self._handle(name, ReceiverEvent.EXPIRED, reason) for name in late]
 
     def _handle(
-        self,
-        transfer_id: str,
-        event: ReceiverEvent,
-        cause: Cause = Cause.PEER,
-        message: str = "",
-    ) -> None:
+        self, transfer_id: str, event: ReceiverEvent, reason: tuple[Cause, str] | None = None
+    ) -> HandoffFailed | None:
         handoff = self._handoffs[transfer_id]
         pages = handoff.reservation.pages
-        for do in handoff.machine.handle(event, self._now()):
+        failed = None
+        for do in handoff.machine.handle(event, self._time):
             match do:
                 case ReceiverDo.FORGET:
                     self._connector.forget(transfer_id)
@@ -180,12 +182,11 @@ class HandoffReceiver:
                     self._pool.quarantine(pages)
                 case ReceiverDo.FENCE_PAGES:
                     self._pool.fence(pages)
-                case ReceiverDo.RELEASE_PAGES:
-                    self._pool.release(pages)
                 case ReceiverDo.REPORT_FAILED:
-                    failed = HandoffFailed(handoff.reservation.attempt, cause, message)
-                    self._reports.append(failed)
+                    assert reason is not None, event
+                    failed = HandoffFailed(handoff.reservation.attempt, *reason)
                 case _:
                     raise AssertionError(f"{do.name} does not follow from {event.name}")
         if handoff.machine.state is ReceiverState.RELEASED:
             del self._handoffs[transfer_id]
+        return failed

@@ -87,7 +87,6 @@ class Rig:
             fingerprint=self.fingerprint,
             page_bytes=self.layout.page_bytes,
             lease_s=LEASE_S,
-            now=self.now,
         )
         runner = ModelRunner(
             self.model,
@@ -133,7 +132,7 @@ class Rig:
         """Has the target expect this many pages."""
         pages = self.target_pool.allocate(num_pages)
         assert pages is not None
-        return self.receiver.reserve(attempt, pages, PREFILL)
+        return self.receiver.reserve(attempt, pages, PREFILL, self.time)
 
     def push_to(self, attempt: AttemptId, num_pages: int) -> Reservation:
         """Reserves, and tells the engine."""
@@ -166,7 +165,7 @@ class Rig:
 
     def arrived(self) -> list[HandoffVerified]:
         """What the target has verified; nothing may have failed there."""
-        reports = self.receiver.poll()
+        reports = self.receiver.poll(self.time)
         assert not [report for report in reports if isinstance(report, HandoffFailed)], reports
         return [report for report in reports if isinstance(report, HandoffVerified)]
 
