@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from effuse.decode_worker import denoise, scheduler
-from effuse.decode_worker.aborted import Aborted
 from effuse.decode_worker.boundary import Boundary, BoundaryError
 from effuse.decode_worker.counters import Counters
 from effuse.decode_worker.denoise import StepPlan
@@ -23,6 +22,7 @@ from effuse.decode_worker.seats import Seats
 from effuse.decode_worker.settings import RequestError
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.tombstones import Tombstones
 from effuse.models.part import Part, PartResult
 from effuse.placement.records import Load
 from effuse.worker import messages
@@ -76,7 +76,7 @@ class DecodeEngine:
         self._now = now
         self._max_request_s = max_request_s
         self._seats = Seats()
-        self._aborted = Aborted(_KEEP_ABORTED_S)
+        self._aborted = Tombstones(_KEEP_ABORTED_S)
         self._outbox = Outbox()
         self._arrivals = 0
         self._failed_forwards = 0

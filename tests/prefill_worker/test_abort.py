@@ -10,7 +10,6 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
-from effuse.kvtransfer.tombstones import Tombstones
 from effuse.worker.messages import AbortDone, Failed, PrefillDone, Pushed
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
@@ -184,15 +183,3 @@ def _reserve(rig: Rig, name: str) -> None:
 
 def _ends(rig: Rig) -> list[AbortDone | Pushed | Failed]:
     return [*rig.take(AbortDone), *rig.take(Pushed), *rig.take(Failed)]
-
-
-def test_tombstones_are_kept_for_their_time_and_number() -> None:
-    stones = Tombstones(keep_s=10.0, most=3)
-    for second, name in enumerate("abc"):
-        stones.add(name, float(second))
-    assert all(name in stones for name in "abc")
-    stones.add("a", 3.0)
-    stones.add("d", 4.0)
-    assert "b" not in stones and len(stones) == 3
-    stones.add("e", 13.5)
-    assert [name for name in "acde" if name in stones] == ["d", "e"]
