@@ -7,6 +7,8 @@ import time
 
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.config import DecodeConfig
+from effuse.decode_worker.device_build import make_stepper
+from effuse.decode_worker.device_engine import DeviceDecodeEngine, DeviceIntake
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.handoffs import Handoffs, Identity
 from effuse.decode_worker.intake import Intake
@@ -32,16 +34,32 @@ def _core(config: DecodeConfig, incarnation: str, parts: Assembly, limits: Limit
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
+    handoffs = Handoffs(parts.pool, identity, parts.connector)
+    boundary = Boundary(
+        hidden_size=model.config.hidden_size if model.config.shift_logits else None,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    if config.device_steps:
+        stepper = make_stepper(
+            model, parts.memory.layer_views(), limits, uses_graphs=not config.enforce_eager
+        )
+        return DeviceDecodeEngine(
+            parts.runner,
+            parts.pool,
+            DeviceIntake(model.config, limits, stepper.layout),
+            handoffs,
+            boundary,
+            stepper,
+            now=time.monotonic,
+            max_request_s=config.max_request_s,
+        )
     return DecodeEngine(
         parts.runner,
         parts.pool,
         Intake(model.config, limits),
-        Handoffs(parts.pool, identity, parts.connector),
-        Boundary(
-            hidden_size=model.config.hidden_size if model.config.shift_logits else None,
-            dtype=model.dtype,
-            device=model.device,
-        ),
+        handoffs,
+        boundary,
         now=time.monotonic,
         max_request_s=config.max_request_s,
     )

@@ -110,7 +110,7 @@ def slot_row(
     Raises RequestError where the request needs more than a row holds.
     """
     assert sequence.step_open, "a sequence joins with its step opened"
-    _check(layout, sequence, settings)
+    check_row_fits(layout, sequence, settings)
     row = np.zeros(layout.width, dtype=np.int32)
     _put_settings(row, sequence, settings, sampling)
     row[Column.STATUS] = Status.RUNNING
@@ -129,7 +129,8 @@ def slot_row(
     return row
 
 
-def _check(layout: SlotLayout, sequence: Sequence, settings: DecodeSettings) -> None:
+def check_row_fits(layout: SlotLayout, sequence: Sequence, settings: DecodeSettings) -> None:
+    """Raises RequestError where a request needs more than a row of the slot table holds."""
     window = settings.window if settings.algorithm is Algorithm.D2F else 1
     if window > layout.max_window:
         raise RequestError(f"window must be at most {layout.max_window} here, got {window}")

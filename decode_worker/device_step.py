@@ -62,7 +62,7 @@ class DeviceStep:
         self.model = model
         self.buffers = buffers
         self._kv = kv
-        self._page_size = page_size
+        self.page_size = page_size
         self._adjust = adjust
 
     @torch.inference_mode()
@@ -74,7 +74,7 @@ class DeviceStep:
             buffers.control,
             buffers.rows,
             num_rows=num_rows,
-            page_size=self._page_size,
+            page_size=self.page_size,
             mask_token_id=config.mask_token_id,
             shift=config.shift_logits,
         )
@@ -116,7 +116,7 @@ class DeviceStep:
         layout, rows = self.buffers.table.layout, self.buffers.rows
         if self.model.device.type != "cpu":
             return rows.attention(
-                layout, num_rows, page_size=self._page_size, max_context=max_context
+                layout, num_rows, page_size=self.page_size, max_context=max_context
             )
         lengths = rows.cu_seqlens.diff().tolist()
         # The page lists are as long as the widest; what a sequence does not reach is not read.
@@ -126,7 +126,7 @@ class DeviceStep:
             rows.page_table.tolist(),
             rows.block_origins.tolist(),
             block_size=layout.block_size,
-            page_size=self._page_size,
+            page_size=self.page_size,
             device=self.model.device,
         )
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from effuse.decode_worker.device_buckets import Forecast, Integers, Need, bucket, context_class
 from effuse.decode_worker.device_step import DeviceStep
-from effuse.kernels.slots import Column, Status
+from effuse.kernels.slots import Column, SlotLayout, Status
 
+_ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records and rows that may be in use at a time
 
 
@@ -47,6 +48,10 @@ class DeviceStepper:
         self._row_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._candidate_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._uses_graphs else None
+
+    @property
+    def layout(self) -> SlotLayout:
+        return self._step.buffers.table.layout
 
     @property
     def num_ahead(self) -> int:
@@ -108,7 +113,7 @@ class DeviceStepper:
         if not self._uses_graphs:
             return
         for count in sorted({self._row_bucket(count) for count in rows}, reverse=True):
-            self._row_graph(count, context_class(context))
+            self._row_graph(count, self._context_class(count, context))
         for count in sorted({bucket(count) for count in candidates}, reverse=True):
             self._candidate_graph(count)
 
@@ -118,7 +123,13 @@ class DeviceStepper:
     def _buckets(self, need: Need) -> tuple[int, int, int]:
         rows = self._row_bucket(max(need.rows, need.least_rows, 1))
         wanted = min(max(need.candidates, need.least_candidates, 1), rows)
-        return rows, min(bucket(wanted), rows), context_class(need.context)
+        return rows, min(bucket(wanted), rows), self._context_class(rows, need.context)
+
+    def _context_class(self, rows: int, context: int) -> int:
+        """Only small launches split the cache, so larger ones do with a single class."""
+        layout = self.layout
+        most = layout.max_pages * self._step.page_size
+        return context_class(min(context, most) if rows < _ROWS_THAT_SPLIT else most)
 
     def _run(self, rows: int, candidates: int, context: int) -> None:
         if not self._uses_graphs:

@@ -9,6 +9,7 @@ import random
 
 import pytest
 from checkpoints import write_tiny_checkpoint
+from decoding.device_rig import DeviceRig
 from decoding.engines import INCARNATION, Rig, load_tiny, make_request
 from decoding.source import SOURCE, Source
 
@@ -28,9 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 class Storm:
     """One engine, one source, and what is known of the requests between them."""
 
-    def __init__(self, model: Transformer, seed: int) -> None:
+    def __init__(self, model: Transformer, seed: int, kind: type[Rig] = Rig) -> None:
         self.draw = random.Random(seed)
-        self.rig = Rig(model, num_pages=24, page_size=4, budget=64, max_num_seqs=6)
+        self.rig = kind(model, num_pages=24, page_size=4, budget=64, max_num_seqs=6)
         self.hub = Hub()
         self.target = LoopbackConnector(
             self.hub, self.rig.memory, INCARNATION, self.rig.fingerprint, self.rig.clock
@@ -97,8 +98,9 @@ class Storm:
         self.source.connector.close()
 
 
-def test_every_attempt_ends_once_and_every_page_is_free(model: Transformer) -> None:
-    kinds = [kind for seed in range(6) for kind in survive(Storm(model, seed))]
+@pytest.mark.parametrize("rig", [Rig, DeviceRig])
+def test_every_attempt_ends_once_and_every_page_is_free(model: Transformer, rig: type[Rig]) -> None:
+    kinds = [kind for seed in range(6) for kind in survive(Storm(model, seed, rig))]
     assert all(kinds.count(kind) > 10 for kind in TERMINAL)
 
 

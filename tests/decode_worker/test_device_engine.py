@@ -1,0 +1,153 @@
+"""The engine on device slots says what the host's engine says, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
+from decoding.device_rig import DeviceRig
+from decoding.engines import Rig, load_tiny, make_request, random_requests
+
+from effuse.decode_worker.build import build
+from effuse.decode_worker.config import DecodeConfig
+from effuse.decode_worker.device_engine import DeviceDecodeEngine
+from effuse.kernels.confidence import Candidates, RowSampling
+from effuse.models.transformer import Transformer
+from effuse.worker import messages
+from effuse.worker.messages import StartDecode
+
+PROMPT = tuple(range(20, 33))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    return load_tiny(write_tiny_checkpoint(tmp_path_factory.mktemp("x") / "m", "dream", seed=3))
+
+
+def run(rig: Rig, requests: Sequence[StartDecode]) -> None:
+    for request in requests:
+        rig.engine.handle(request)
+    rig.run()
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
+def asked(algorithm: str, **changes: object) -> list[StartDecode]:
+    requests = random_requests(16, algorithm, block_size=4, sampled=True)
+    return [msgspec.structs.replace(request, **changes) for request in requests]
+
+
+@pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_says_what_the_hosts_engine_says(
+    tmp_path: Path, architecture: Architecture, algorithm: str
+) -> None:
+    """Event by event: reservations, commits with their frontiers, drafts, ends and counts."""
+    model = load_tiny(write_tiny_checkpoint(tmp_path / "model", architecture, seed=3))
+    requests = asked(algorithm, drafts=True)
+    host, device = Rig(model), DeviceRig(model)
+    run(host, requests)
+    run(device, requests)
+    assert device.engine.counters.preemptions == 0
+    for name, answer in host.answers.items():
+        said = [event for event in device.answers[name].events if not _is_reserved(event)]
+        assert said == [event for event in answer.events if not _is_reserved(event)]
+
+
+@pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
+def test_preemption_changes_no_token(model: Transformer, algorithm: str) -> None:
+    requests = asked(algorithm, max_tokens=24, stop_token_ids=())
+    host = Rig(model)
+    device = DeviceRig(model, num_pages=20, page_size=3, budget=48)
+    run(host, requests)
+    run(device, requests)
+    assert device.engine.counters.preemptions >= 3
+    for name, answer in host.answers.items():
+        assert device.answers[name].token_ids == answer.token_ids
+        assert device.answers[name].finished.forward_passes == answer.finished.forward_passes
+
+
+@pytest.mark.parametrize("num_steps", range(1, 12, 2))
+def test_an_abort_at_any_step_frees_pages_and_spares_others(
+    model: Transformer, num_steps: int
+) -> None:
+    first, second = make_request("a", PROMPT, max_tokens=24), make_request("b", PROMPT[:7])
+    alone, rig = Rig(model), DeviceRig(model)
+    run(alone, [second])
+    rig.start(first)
+    rig.start(second)
+    for _ in range(num_steps):
+        rig.step()
+    rig.engine.handle(messages.Abort(attempt=first.attempt, reason="test"))
+    rig.run()
+    assert isinstance(rig.answers["transfer-a"].events[-1], messages.AbortDone)
+    assert rig.answers["transfer-b"].token_ids == alone.answers["transfer-b"].token_ids
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
+def test_nan_fails_only_its_own_request(model: Transformer) -> None:
+    def poison(candidates: Candidates, sampling: RowSampling) -> Candidates:
+        bad = sampling.seed[: len(candidates.token)] == 77
+        return replace(candidates, confidence=candidates.confidence.masked_fill(bad, torch.nan))
+
+    rig = DeviceRig(model)
+    rig.adjust = poison
+    rig.connect(None)
+    healthy = rig.start(make_request("a", PROMPT, stop_token_ids=()))
+    sick = rig.start(make_request("b", PROMPT, sampling=messages.Sampling(seed=77)))
+    rig.run()
+    assert (sick.failed.code, sick.failed.retryable) == ("INTERNAL", False)
+    assert healthy.finished.num_tokens == 16
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_lives_on(model: Transformer) -> None:
+    broken = [False]
+
+    def breaks(candidates: Candidates, sampling: RowSampling) -> Candidates:
+        if broken[0]:
+            raise RuntimeError("secret: address 0xdeadbeef")
+        return candidates
+
+    rig = DeviceRig(model)
+    rig.adjust = breaks
+    rig.connect(None)
+    first = rig.start(make_request("a", PROMPT))
+    rig.step()
+    broken[0] = True
+    rig.step()
+    assert (first.failed.code, first.failed.retryable) == ("INTERNAL", True)
+    assert "secret" not in first.failed.message
+    broken[0] = False
+    again = rig.start(make_request("b", PROMPT, stop_token_ids=()))
+    rig.run()
+    assert again.finished.num_tokens == 16
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
+def test_what_a_slot_cannot_hold_is_refused(model: Transformer) -> None:
+    rig = DeviceRig(model)
+    wide = rig.start(make_request("a", PROMPT, window=9))
+    assert (wide.failed.code, "at most 8" in wide.failed.message) == ("INVALID_ARGUMENT", True)
+    many = rig.start(make_request("b", PROMPT, stop_token_ids=range(17)))
+    assert "at most 16 stop ids" in many.failed.message
+
+
+def test_the_flag_builds_it(tmp_path: Path) -> None:
+    directory = write_tiny_checkpoint(tmp_path / "model", "sdar", seed=3)
+    config = DecodeConfig(model=directory, connector="loopback", device_steps=True, device="cpu")
+    engine = build(config, "life-1")
+    assert isinstance(engine.core, DeviceDecodeEngine)
+    engine.core.handle(make_request("a", PROMPT, max_tokens=9))
+    while engine.core.step():
+        pass
+    assert isinstance(engine.core.outbox()[-1], messages.Finished)
+    engine.core.close()
+
+
+def _is_reserved(event: messages.CoreEvent) -> bool:
+    return isinstance(event, messages.Reserved)
