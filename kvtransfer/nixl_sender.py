@@ -99,8 +99,12 @@ class NixlSender:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is on its way and wants to be polled."""
-        return any(o.queue or o.is_finished or not o.is_quiet for o in self._outgoing.values())
+        """Whether anything is on its way and wants to be polled often."""
+        return any(
+            o.queue or o.is_finished or not o.is_quiet
+            for o in self._outgoing.values()
+            if not o.is_failed
+        )
 
     def push_pages(self, reservation: Reservation, source_pages: Sequence[int], first: int) -> None:
         """Queues pages of a reservation; their digests are taken while others fly."""

@@ -1,0 +1,112 @@
+"""The port of the ZMQ connector survives whatever anybody sends to it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import zmq
+from kvtransfer.fixtures import DEADLINE_S, SMALL, filled, next_event, print_of, reservation
+
+from effuse.kvtransfer.connector import Received
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import (
+    MAX_MANIFEST_BYTES,
+    AttemptId,
+    BoundaryState,
+    PageRef,
+    encode,
+)
+from effuse.kvtransfer.wire import Begin, Landed, Pages, Rejected, decode_to_sender
+from effuse.kvtransfer.zmq_connector import ZmqConnector
+
+BOUNDARY = BoundaryState(prompt_len=9, tail_token_ids=(9,))
+
+
+@dataclass
+class Port:
+    """A connector that expects one page, and a bare socket connected to it."""
+
+    connector: ZmqConnector
+    memory: PageMemory
+    socket: zmq.Socket[bytes]
+
+    def is_honest(self, number: int) -> bool:
+        """Whether an honest push still arrives."""
+        source = filled(SMALL, 2)
+        sender = ZmqConnector(source, "prefill-1", print_of(SMALL))
+        sender.start()
+        reserved = reservation(
+            self.memory, self.connector.describe(), (PageRef(1, 1),), number=number
+        )
+        self.connector.expect(reserved, "prefill-1")
+        sender.push_pages(reserved, [0], 0)
+        sender.finish(reserved, BOUNDARY)
+        event = next_event(self.connector, reserved.transfer_id)
+        sender.close()
+        return isinstance(event, Received) and self.memory.read_pages(1) == source.read_pages(0)
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    memory = PageMemory(SMALL, 4)
+    connector = ZmqConnector(memory, "decode-1", print_of(SMALL))
+    connector.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+    dealer.connect(connector.describe().endpoint)
+    yield Port(connector, memory, dealer)
+    dealer.close()
+    context.term()
+    connector.close()
+
+
+ATTEMPT = AttemptId("request-7", 1, "transfer-7")
+BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-1", print_of(SMALL)))
+PAGES = encode(Pages(ATTEMPT, "prefill-1", "decode-1", 0, (PageRef(0, 1),)))
+
+JUNK: dict[str, list[bytes]] = {
+    "an empty frame": [b""],
+    "text": [b"GET / HTTP/1.1\r\n"],
+    "many frames": [b"x"] * 500,
+    "a truncated message": [BEGIN[:-1]],
+    "a message of an unknown kind": [b"\x81\xa4type\xa6Format"],
+    "surplus bytes": [BEGIN + b"\x00"],
+    "a frame beyond the cap": [bytes(MAX_MANIFEST_BYTES + 1)],
+    "pages of nobody": [PAGES, bytes(SMALL.page_bytes)],
+    "pages without bytes": [PAGES],
+}
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_junk_changes_nothing(port: Port, name: str) -> None:
+    port.socket.send_multipart(JUNK[name])
+    assert port.is_honest(number=2)
+    assert not port.memory.tensor[[0, 2, 3]].any()
+
+
+def test_bytes_that_are_not_even_zmq_change_nothing(port: Port) -> None:
+    host, _, number = port.connector.describe().endpoint.removeprefix("tcp://").partition(":")
+    with socket.create_connection((host, int(number)), DEADLINE_S) as raw:
+        raw.sendall(bytes(range(256)) * 64)
+        assert port.is_honest(number=2)
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (PAGES, "unknown transfer"),
+        (encode(Landed(ATTEMPT, "prefill-1", 0, 1)), "malformed"),
+        (encode(Begin(ATTEMPT, "prefill-1", "decode-0", print_of(SMALL))), "incarnation"),
+    ],
+    ids=["pages", "landed", "begin"],
+)
+def test_what_is_well_formed_and_wrong_is_answered(port: Port, message: bytes, cause: str) -> None:
+    port.socket.send(message)
+    answer = decode_to_sender(port.socket.recv())
+    assert isinstance(answer, Rejected)
+    assert (answer.transfer_id, answer.cause) == ("transfer-7", cause)
