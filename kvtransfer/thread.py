@@ -108,15 +108,20 @@ class ConnectorThread(ABC):
     def _live(self) -> None:
         self.open()
         self._opened.set()
-        while not self._closing.is_set() and threading.main_thread().is_alive():
-            self._serve_requests()
+        # The signal is lowered before closing is looked at: the other way round, a close() in
+        # between would wake nobody.
+        while self._serve_requests() and threading.main_thread().is_alive():
             self.wait(self.turn())
         self.shut()
 
-    def _serve_requests(self) -> None:
+    def _serve_requests(self) -> bool:
+        """False once the thread is to end."""
         _lower(self._request_signal)
+        if self._closing.is_set():
+            return False
         for _ in range(len(self._requests)):
             self._requests.popleft()()
+        return True
 
     def _check_alive(self) -> None:
         if self._ended.is_set():

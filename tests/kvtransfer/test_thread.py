@@ -78,6 +78,31 @@ def test_an_event_signal_that_is_raised_late_does_not_make_the_engine_spin(
     assert not is_readable(thread.fileno())
 
 
+def test_a_close_between_a_look_and_a_sleep_still_wakes_the_thread() -> None:
+    """The thread is held right before it serves requests, as a close() comes in."""
+
+    class Held(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_held, self.may_go_on = threading.Event(), threading.Event()
+
+        def _serve_requests(self) -> bool:
+            self.is_held.set()
+            assert self.may_go_on.wait(DEADLINE_S)
+            return super()._serve_requests()
+
+    held = Held()
+    held.start()
+    assert held.is_held.wait(DEADLINE_S)
+    closing = threading.Thread(target=held.close)
+    closing.start()
+    assert is_readable(held.request_signal, DEADLINE_S)
+    held.may_go_on.set()
+    closing.join(DEADLINE_S)
+    assert held.is_shut
+    assert not held.has_slept.is_set()
+
+
 def test_a_thread_that_dies_is_noticed(thread: Counting, caplog: pytest.LogCaptureFixture) -> None:
     def die() -> None:
         thread.is_shut = True

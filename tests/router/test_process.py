@@ -14,12 +14,14 @@ from router.fake_model import byte_tokenizer
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
 
 FOOTPRINT = """
-import json, resource, sys
+import json, sys
+from pathlib import Path
 import effuse.router.__main__
 from effuse.router.tokenizer import Tokenizer
 heavy = {"torch", "transformers", "numpy", "triton", "nixl", "effuse.models", "effuse.worker"}
-print(json.dumps({"heavy": sorted(heavy & set(sys.modules)),
-                  "rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+# Not ru_maxrss: that counts what the parent weighed when it forked.
+(size,) = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line]
+print(json.dumps({"heavy": sorted(heavy & set(sys.modules)), "rss_kib": int(size.split()[1])}))
 """
 
 
