@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,7 +42,7 @@ class Scene:
         self.incoming.introduce(self.reserved.attempt, "prefill-1", "decode-1", FINGERPRINT)
 
     def place(self, first: int = 0, count: int = 3, **changes: object) -> None:
-        words: dict[str, object] = {
+        words: dict[str, Any] = {
             "attempt": self.reserved.attempt,
             "source": "prefill-1",
             "destination": "decode-1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,6 @@ def test_a_surplus_or_repeated_field_is_a_mismatch() -> None:
         ({"page_size": 0}, "positive"),
     ],
 )
-def test_bad_layouts_are_refused(change: dict[str, object], message: str) -> None:
+def test_bad_layouts_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LAYOUT, **change)

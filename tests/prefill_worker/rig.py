@@ -159,7 +159,7 @@ class Rig:
 
     def take(self, kind: type[Event]) -> list[Event]:
         """What was said of this kind, removed."""
-        found = [event for event in self.said if isinstance(event, kind)]
+        found: list[Event] = [event for event in self.said if isinstance(event, kind)]
         self.said = [event for event in self.said if not isinstance(event, kind)]
         return found
 

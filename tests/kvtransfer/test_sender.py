@@ -1,0 +1,183 @@
+"""The prefill side of a handoff: what the connector is asked for, and when pages are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from kvtransfer.fixtures import SMALL, reservation
+
+from effuse.kvtransfer.connector import (
+    Cancelled,
+    Cause,
+    ConnectorEvent,
+    Pushed,
+    PushFailed,
+    Received,
+)
+from effuse.kvtransfer.digest import sealed
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import (
+    AttemptId,
+    BoundaryState,
+    Manifest,
+    PageRef,
+    ReceiverAddress,
+    Reservation,
+)
+from effuse.kvtransfer.sender import (
+    OVERTIME_S,
+    HandoffEnded,
+    HandoffPushed,
+    HandoffSender,
+    PushMissed,
+)
+
+ATTEMPT = AttemptId("request-1", 1, "transfer-1")
+BOUNDARY = BoundaryState(prompt_len=25, tail_token_ids=(9,))
+RESERVED = reservation(
+    PageMemory(SMALL, 8),
+    ReceiverAddress(connector="scripted"),
+    tuple(PageRef(page, 1) for page in range(3)),
+)
+
+
+class Scripted:
+    """A connector that notes what it is asked for and says what it is told to say."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self.events: list[ConnectorEvent] = []
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def describe(self) -> ReceiverAddress:
+        return ReceiverAddress(connector=self.name)
+
+    def expect(self, reservation: Reservation, writer: str | None) -> None: ...
+
+    def forget(self, transfer_id: str) -> None: ...
+
+    def push_pages(self, reservation: Reservation, source_pages: Sequence[int], first: int) -> None:
+        self.asked.append(("push", tuple(source_pages), first))
+
+    def finish(self, reservation: Reservation, boundary: BoundaryState) -> None:
+        self.asked.append(("finish", boundary))
+
+    def cancel(self, transfer_id: str) -> None:
+        self.asked.append(("cancel", transfer_id))
+
+    def poll(self) -> list[ConnectorEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def fileno(self) -> int:
+        return -1
+
+
+class Desk:
+    """A sender on a scripted connector and a clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.time = 10.0
+        self.connector = Scripted()
+        self.sender = HandoffSender(self.connector, reservation_s=4.0, now=lambda: self.time)
+        self.sender.begin(ATTEMPT)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_pages_go_out_once_each_as_they_become_final(desk: Desk) -> None:
+    desk.sender.pages_ready("transfer-1", [5])
+    assert desk.connector.asked == []
+    desk.sender.address(RESERVED)
+    desk.sender.pages_ready("transfer-1", [2, 7])
+    desk.sender.computed("transfer-1", BOUNDARY)
+    assert desk.connector.asked == [
+        ("push", (), 0),  # reaches the peer early
+        ("push", (5,), 0),
+        ("push", (2, 7), 1),
+        ("finish", BOUNDARY),
+    ]
+    desk.connector.events = [Pushed("transfer-1", 3, 3072, 0.5)]
+    assert desk.sender.poll() == [
+        HandoffPushed(ATTEMPT, 3, 3072, 0.5),
+        HandoffEnded(ATTEMPT),
+    ]
+    assert len(desk.sender) == 0
+
+
+def test_a_failed_push_is_reported_at_once_and_ends_when_it_has_drained(desk: Desk) -> None:
+    desk.sender.address(RESERVED)
+    desk.connector.events = [
+        PushFailed("transfer-1", Cause.PEER, "gone"),
+        PushFailed("transfer-1", Cause.PEER, "gone again"),
+    ]
+    assert desk.sender.poll() == [PushMissed(ATTEMPT, Cause.PEER, "gone")]
+    assert desk.connector.asked[-1] == ("cancel", "transfer-1")
+    assert desk.sender.poll() == []
+    desk.connector.events = [Cancelled("transfer-1")]
+    assert desk.sender.poll() == [HandoffEnded(ATTEMPT)]
+
+
+def test_an_abort_before_the_reservation_ends_at_once(desk: Desk) -> None:
+    desk.sender.abort("transfer-1")
+    desk.sender.abort("transfer-1")
+    assert desk.connector.asked == []
+    assert desk.sender.poll() == [HandoffEnded(ATTEMPT)]
+
+
+def test_an_abort_waits_for_the_drain_even_if_the_push_succeeds(desk: Desk) -> None:
+    desk.sender.address(RESERVED)
+    desk.sender.computed("transfer-1", BOUNDARY)
+    desk.sender.abort("transfer-1")
+    desk.connector.events = [Pushed("transfer-1", 3, 3072, 0.5)]
+    assert desk.sender.poll() == []
+    desk.connector.events = [Cancelled("transfer-1")]
+    assert desk.sender.poll() == [HandoffEnded(ATTEMPT)]
+
+
+def test_computing_may_take_its_time_but_the_reservation_may_not(desk: Desk) -> None:
+    desk.time += 1000.0
+    assert desk.sender.poll() == []
+    desk.sender.computed("transfer-1", BOUNDARY)
+    desk.time += 3.9
+    assert desk.sender.poll() == []
+    desk.time += 0.1
+    missed, ended = desk.sender.poll()
+    assert isinstance(missed, PushMissed) and missed.cause is Cause.LEASE
+    assert "no reservation came within 4 s" in missed.message
+    assert ended == HandoffEnded(ATTEMPT)
+
+
+def test_a_connector_that_is_stuck_is_overtaken_by_the_clock(desk: Desk) -> None:
+    desk.sender.address(RESERVED)
+    desk.time += RESERVED.lease_s + OVERTIME_S - 0.1
+    assert desk.sender.poll() == []
+    desk.time += 0.1
+    (missed,) = desk.sender.poll()
+    assert isinstance(missed, PushMissed) and missed.cause is Cause.LEASE
+
+
+def test_events_of_others_are_left_alone(desk: Desk) -> None:
+    manifest = sealed(
+        Manifest(
+            attempt=AttemptId("request-2", 1, "transfer-2"),
+            source_incarnation="prefill-1",
+            destination_incarnation="decode-1",
+            fingerprint=(),
+            pages=(),
+            page_digests=(),
+            num_bytes=0,
+            boundary=BOUNDARY,
+        )
+    )
+    desk.connector.events = [Received("transfer-2", manifest), Cancelled("transfer-3")]
+    assert desk.sender.poll() == []
