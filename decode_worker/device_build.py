@@ -21,7 +21,7 @@ def make_stepper(
     uses_graphs: bool = True,
     adjust: Adjust | None = None,
 ) -> DeviceStepper:
-    """A stepper with a slot for every request that may hold pages."""
+    """A stepper with a slot for every request that may hold pages, its graphs captured."""
     layout = SlotLayout(
         limits.max_num_seqs,
         limits.block_size,
@@ -31,4 +31,7 @@ def make_stepper(
     )
     buffers = StepBuffers.empty(model, layout, bucket(limits.max_num_batched_tokens))
     step = DeviceStep(model, kv, buffers, page_size=limits.page_size, adjust=adjust)
-    return DeviceStepper(step, uses_graphs=uses_graphs)
+    stepper = DeviceStepper(step, uses_graphs=uses_graphs)
+    counts = range(1, limits.max_num_batched_tokens + 1)
+    stepper.prepare(counts, counts, limits.max_model_len)
+    return stepper

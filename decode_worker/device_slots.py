@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from effuse.decode_worker.sequence import BlockState, Sequence
+from effuse.decode_worker.sequence import Sequence
 from effuse.decode_worker.settings import (
     Algorithm,
     DecodeSettings,
@@ -172,20 +172,3 @@ def _put_blocks(row: Row, layout: SlotLayout, sequence: Sequence) -> None:
         blocks[:, place] = (block.masks_at_birth, block.masks_left, block.full, block.denoise_count)
         tokens[place] = sequence.token_ids[block.start : block.end]
         masked[place] = sequence.masked[block.start : block.end]
-
-
-def same_state(record: Record, sequence: Sequence) -> bool:
-    """Whether the record shows the sequence as it is, its next step opened."""
-    blocks = sequence.blocks
-    span = slice(sequence.in_flight_start, sequence.in_flight_end)
-    shown = np.where(sequence.masked[span], -1, sequence.token_ids[span])
-    num_settled = sum(block.state is BlockState.SETTLED for block in blocks)
-    return (
-        record.start == sequence.in_flight_start
-        and record.column(RecordColumn.NUM_SETTLED) == num_settled
-        and record.column(RecordColumn.STOP_SEEN) == sequence.stop_seen
-        and record.column(RecordColumn.NUM_MASKS) == sum(block.masks_left for block in blocks)
-        and record.full.tolist() == [block.full for block in blocks]
-        and record.counts.tolist() == [block.denoise_count for block in blocks]
-        and np.array_equal(record.tokens, shown)
-    )

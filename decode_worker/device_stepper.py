@@ -109,7 +109,10 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def prepare(self, rows: range, candidates: range, context: int) -> None:
-        """Captures the graphs of all buckets of these counts, as launches would need them."""
+        """Captures the graphs of all buckets of these counts, as launches would need them.
+
+        A graph that was not prepared is captured by the first launch that needs it.
+        """
         if not self._uses_graphs:
             return
         for count in sorted({self._row_bucket(count) for count in rows}, reverse=True):
@@ -170,7 +173,8 @@ class DeviceStepper:
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # The connector's thread may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph
 

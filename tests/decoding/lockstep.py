@@ -22,8 +22,8 @@ from effuse.decode_worker import denoise
 from effuse.decode_worker.candidates import Candidates as Proposed
 from effuse.decode_worker.denoise import Finish
 from effuse.decode_worker.device_mirror import apply_record
-from effuse.decode_worker.device_slots import Record, same_state, slot_row
-from effuse.decode_worker.sequence import Sequence
+from effuse.decode_worker.device_slots import Record, slot_row
+from effuse.decode_worker.sequence import BlockState, Sequence
 from effuse.decode_worker.settings import Sampling
 from effuse.kernels.confidence import Candidates
 from effuse.kernels.plan_step import StepRows
@@ -343,3 +343,20 @@ class Lockstep:
         self.seats[slot] = None
         if self.draw.random() < 0.5:
             self.table.rows[slot, 0] = int(Status.EMPTY)
+
+
+def same_state(record: Record, sequence: Sequence) -> bool:
+    """Whether the record shows the sequence as it is, its next step opened."""
+    blocks = sequence.blocks
+    span = slice(sequence.in_flight_start, sequence.in_flight_end)
+    shown = np.where(sequence.masked[span], -1, sequence.token_ids[span])
+    num_settled = sum(block.state is BlockState.SETTLED for block in blocks)
+    return (
+        record.start == sequence.in_flight_start
+        and record.column(RecordColumn.NUM_SETTLED) == num_settled
+        and record.column(RecordColumn.STOP_SEEN) == sequence.stop_seen
+        and record.column(RecordColumn.NUM_MASKS) == sum(block.masks_left for block in blocks)
+        and record.full.tolist() == [block.full for block in blocks]
+        and record.counts.tolist() == [block.denoise_count for block in blocks]
+        and np.array_equal(record.tokens, shown)
+    )

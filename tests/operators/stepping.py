@@ -30,7 +30,7 @@ def check(seed: int) -> None:
     size = BLOCK_SIZES[seed % len(BLOCK_SIZES)]
     shift = seed % 8 < len(BLOCK_SIZES)
     machine = Machine(plan, advance_triton.launch)
-    Lockstep(machine, seed, size, shift, num_slots=3, num_requests=3).run()
+    Lockstep(machine, seed, size, shift, num_slots=2, num_requests=2).run()
 
 
 def main() -> None:

@@ -1,0 +1,44 @@
+"""Compiles the step's own kernels for sm_90, as `operators.compiled` does those of the models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+
+from effuse.kernels import advance_triton, plan_step_triton
+from effuse.kernels.confidence import Candidates
+from effuse.kernels.plan_step import StepRows
+from effuse.kernels.slots import SlotLayout, SlotTable
+from operators.device_code import DeviceCode, device_code
+
+META = torch.device("meta")
+ROWS = 2048
+
+
+def compiled(block_size: int, window: int) -> list[DeviceCode]:
+    layout = SlotLayout(64, block_size, max_window=window, max_stops=16, max_pages=128)
+    table = SlotTable.empty(layout, META)
+    rows = StepRows.empty(layout, ROWS, META)
+    control = torch.zeros(4, dtype=torch.int32, device=META)
+    records = torch.zeros(64, layout.record_width, dtype=torch.int32, device=META)
+    real = torch.zeros(ROWS, device=META)
+    candidates = Candidates(real.long(), real, real)
+    plan = (table, control, rows, ROWS, 32, 151666, True)
+    advance = (table, control, rows.first_candidate, candidates, records)
+    return [
+        *device_code([plan_step_triton], lambda: plan_step_triton.launch(*plan)),
+        *device_code([advance_triton], lambda: advance_triton.launch(*advance)),
+    ]
+
+
+def main() -> None:
+    size, window = map(int, sys.argv[1].split("x"))
+    for code in compiled(size, window):
+        print(json.dumps(asdict(code) | {"sass": ""}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

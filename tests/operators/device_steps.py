@@ -1,0 +1,91 @@
+"""Whole device steps as CUDA runs them, in Triton's interpreter: bucketed rows, padding, kernels.
+
+A program of its own: `TRITON_INTERPRET=1 python -m operators.device_steps ARCHITECTURE`. Attention
+leaves NaN where it writes nothing, so whatever padding reaches would show in the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import torch
+from checkpoints import TinySizes, write_tiny_checkpoint
+from decoding.device_decoder import DeviceDecoder
+from decoding.engines import Rig, load_tiny, random_requests
+from torch import Tensor
+
+from effuse.decode_worker import device_step
+from effuse.kernels import advance_triton, attention_triton, confidence_triton, plan_step_triton
+from effuse.kernels.attention import block_attention
+from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.confidence import Candidates, RowSampling
+from effuse.kernels.plan_step import StepRows
+from effuse.kernels.slots import SlotTable
+from effuse.models import transformer
+
+SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch,
+    *, scale: float,
+) -> Tensor:  # fmt: skip
+    if batch.gather is not None:  # a prefill
+        return block_attention(q, k, v, k_cache, v_cache, batch, scale=scale)
+    out = torch.full_like(q, torch.nan)
+    attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
+    return out
+
+
+def plan(
+    table: SlotTable, control: Tensor, rows: StepRows, *, num_rows: int, page_size: int,
+    mask_token_id: int, shift: bool,
+) -> None:  # fmt: skip
+    plan_step_triton.launch(table, control, rows, num_rows, page_size, mask_token_id, shift)
+
+
+def sample(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
+    counters = (s.seed, s.position, s.denoise_count, s.answer_index)
+    settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
+    return Candidates(*confidence_triton.launch(logits, *settings, mask_token_id, 128))
+
+
+def batch_of(step: device_step.DeviceStep, num_rows: int, max_context: int) -> AttentionBatch:
+    layout = step.buffers.table.layout
+    return step.buffers.rows.attention(
+        layout, num_rows, page_size=step.page_size, max_context=max_context
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_checkpoint(Path(folder) / "model", sys.argv[1], seed=3, sizes=SIZES)
+        model = load_tiny(path)
+    requests = [
+        msgspec.structs.replace(request, max_tokens=6)
+        for request in random_requests(2, "d2f", block_size=4, sampled=True)
+    ]
+    rig = Rig(model)
+    for request in requests:
+        rig.engine.handle(request)
+    rig.run()
+    expected = [list(rig.answers[r.attempt.transfer_id].token_ids) for r in requests]
+    with (
+        patch.object(transformer, "block_attention", attention),
+        patch.object(device_step, "plan_step", plan),
+        patch.object(device_step, "advance", advance_triton.launch),
+        patch.object(device_step, "sample_confidence", sample),
+        patch.object(device_step.DeviceStep, "_attention", batch_of),
+    ):
+        tokens = DeviceDecoder(model, num_slots=2, max_rows=64).decode(requests)
+    print(json.dumps({"tokens": tokens, "expected": expected}))
+
+
+if __name__ == "__main__":
+    main()
