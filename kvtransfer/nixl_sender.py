@@ -201,17 +201,21 @@ class NixlSender:
         """Takes note of writes and digests that are over. A write that raised is over, too."""
         for transfer in list(outgoing.posted):
             try:
-                done = attempt("a write failed", partial(self._agent.is_done, transfer))
+                over = attempt("a write failed", partial(self._release_if_done, transfer))
             except HandoffRefused as refusal:
-                outgoing.posted.remove(transfer)
+                over = True
                 self._lose(outgoing, refusal)
-                continue
-            if done:
-                self._agent.release(transfer)
+            if over:
                 outgoing.posted.remove(transfer)
         for digest in [d for d in outgoing.digesting if d.done()]:
             digest.result()
             outgoing.digesting.remove(digest)
+
+    def _release_if_done(self, transfer: Transfer) -> bool:
+        is_done = self._agent.is_done(transfer)
+        if is_done:
+            self._agent.release(transfer)
+        return is_done
 
     def _move_on(self, outgoing: Outgoing) -> None:
         try:

@@ -34,6 +34,7 @@ class ZmqPeer:
         self.is_connected = False
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # what is in flight is bounded by the sender
         self.socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)

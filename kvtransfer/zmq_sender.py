@@ -212,7 +212,8 @@ class ZmqSender:
             case Placed(_, first):
                 outgoing.in_flight.pop(first, None)
             case Accepted(transfer_id):
-                self._end(transfer_id, outgoing)
+                if outgoing.is_finished:  # nobody can have accepted what was not claimed yet
+                    self._end(transfer_id, outgoing)
             case Rejected(transfer_id, cause, text, first):
                 if first is not None:
                     outgoing.in_flight.pop(first, None)

@@ -350,3 +350,15 @@ def nowhere(endpoint: str = "tcp://127.0.0.1:9") -> Reservation:
     """A reservation that nobody made."""
     address = ReceiverAddress(connector="zmq", endpoint=endpoint)
     return reservation(PageMemory(SMALL, 4), address, (PageRef(1, 1),), lease_s=0.3)
+
+
+def test_many_pushes_to_nobody_fail_one_by_one(alone: Connector) -> None:
+    """More messages than a socket queues by default: the connector must outlive them."""
+    pushes = [
+        msgspec.structs.replace(nowhere(), attempt=AttemptId("r", 1, f"nobody-{number}"))
+        for number in range(1200)
+    ]
+    for reserved in pushes:
+        alone.push_pages(reserved, [0], 0)
+    failed = next_event(alone, "nobody-1199")
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.LEASE

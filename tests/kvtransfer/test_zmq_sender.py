@@ -1,0 +1,47 @@
+"""What a ZMQ sender believes of its receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from kvtransfer.fixtures import SMALL, filled, next_event, print_of, reservation
+
+from effuse.kvtransfer.connector import Pushed
+from effuse.kvtransfer.messages import BoundaryState, PageRef, ReceiverAddress, encode
+from effuse.kvtransfer.wire import Accepted, Placed
+from effuse.kvtransfer.zmq_connector import ZmqConnector
+
+
+@pytest.fixture
+def receiver() -> Iterator[zmq.Socket[bytes]]:
+    """A bare socket that answers what a test says."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind("tcp://127.0.0.1:*")
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        yield socket
+
+
+def test_what_was_not_claimed_yet_is_not_accepted(receiver: zmq.Socket[bytes]) -> None:
+    """An engine that heard of it would not know what ended, and end itself."""
+    memory = filled(SMALL, 4)
+    sender = ZmqConnector(memory, "prefill-1", print_of(SMALL))
+    sender.start()
+    try:
+        endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
+        address = ReceiverAddress(connector="zmq", endpoint=endpoint)
+        held = reservation(memory, address, [PageRef(0, 1)])
+        sender.push_pages(held, [2], 0)
+        peer = receiver.recv_multipart()[0]  # its Begin
+        receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
+        receiver.recv_multipart()  # the page
+        receiver.send_multipart([peer, encode(Placed(held.transfer_id, 0))])
+        sender.finish(held, BoundaryState(prompt_len=8, tail_token_ids=(), hidden=None))
+        receiver.recv_multipart()  # the manifest: the push went on
+        assert not sender.poll()
+        receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
+        assert isinstance(next_event(sender, held.transfer_id), Pushed)
+    finally:
+        sender.close()
