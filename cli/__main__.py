@@ -4,6 +4,7 @@ A sub-command's module is imported only when it is asked for, so that `generate`
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cast(Command, module).main(words[1:])
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def usage() -> str:

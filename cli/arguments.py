@@ -69,6 +69,21 @@ def file(text: str) -> Path:
     return path
 
 
+def new_file(text: str) -> Path:
+    """A path to write to, in a directory that exists."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in an existing directory, got {text!r}")
+    return path
+
+
+def redis_url(text: str) -> str:
+    """A Redis's address."""
+    if not text.startswith(("redis://", "rediss://", "unix://")):
+        raise argparse.ArgumentTypeError(f"expected redis://HOST:PORT/DB, got {text!r}")
+    return text
+
+
 def target(text: str) -> str:
     """A router's address."""
     host, colon, port = text.rpartition(":")

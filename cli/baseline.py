@@ -41,6 +41,10 @@ class Baseline:
         self._too_long = len(prompts) - len(self._asks)  # a fleet refuses them
         self._concurrency = concurrency
 
+    def size(self) -> tuple[int, int]:
+        """Requests, and tokens that vanilla denoising writes for them."""
+        return len(self._asks), sum(ask.max_tokens for ask in self._asks)
+
     def single_process(self, on_done: Callable[[], None]) -> Run:
         """The same engine, prefilling for itself."""
         engine = LocalEngine(
@@ -50,11 +54,11 @@ class Baseline:
         answers = engine.run(self._asks, on_done)
         return self._run("single-process D2F", time.monotonic() - began, answers)
 
-    def vanilla(self, on_done: Callable[[], None]) -> Run:
-        """The whole canvas at every step, one token a forward."""
+    def vanilla(self, on_token: Callable[[], None]) -> Run:
+        """The whole canvas at every step, one token a forward; `on_token` is called for each."""
         began = time.monotonic()
         answers = run_vanilla(
-            self._model, self._asks, max_num_seqs=self._concurrency, on_done=on_done
+            self._model, self._asks, max_num_seqs=self._concurrency, on_token=on_token
         )
         return self._run("vanilla denoising", time.monotonic() - began, answers)
 

@@ -10,22 +10,37 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from effuse.cli.arguments import DEFAULT_TARGET, command, directory, file, number, target, whole
+from effuse.cli.arguments import (
+    DEFAULT_TARGET,
+    command,
+    directory,
+    file,
+    new_file,
+    number,
+    target,
+    whole,
+)
 from effuse.cli.client import StreamBroken, ask, explain
 from effuse.cli.figures import Run, Sample, as_json, table
 from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
-from effuse.router.tokenizer import Tokenizer, bundled_directory
+from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 
+if TYPE_CHECKING:
+    from effuse.cli.baseline import Baseline
+
+_BASELINE = {"model", "max_tokens", "window", "confidence_threshold"}
+_BASELINE_FLAGS = "--model, --max-tokens, --window and --confidence-threshold"
 RULE = "tokens: those before the end-of-sequence id; latency from sending to the last message"
 
 
@@ -48,17 +63,22 @@ class DatasetError(Exception):
     """The dataset is not what is expected."""
 
 
+class BaselineError(Exception):
+    """The baselines' checkpoint cannot be loaded."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     try:
         job = parse(argv)
-    except DatasetError as error:
+        rivals = load_baseline(job) if job.baseline else None
+    except (DatasetError, BaselineError) as error:
         print(f"effuse bench: {error}", file=sys.stderr)
         return 2
     with _progress() as progress:
         runs = [asyncio.run(run_fleet(job, _ticker(progress, "fleet", len(job.prompts))))]
-        if job.baseline:
-            runs += run_baseline(job, progress)
+        if rivals is not None:
+            runs += run_baseline(rivals, progress)
     print(table(runs))
     print(f"{len(job.prompts)} prompts, {job.concurrency} at a time; {RULE}")
     if job.json is not None:
@@ -72,16 +92,27 @@ def parse(argv: Sequence[str]) -> Job:
     add = parser.add_argument
     add("--dataset", type=file, required=True, metavar="FILE", help='lines of {"prompt": ...}')
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
-    add("--concurrency", type=whole(1), default=8, metavar="N", help="requests at a time")
+    add("--concurrency", type=whole(1), default=8, metavar="N",
+        help="requests at a time (default: 8)")  # fmt: skip
     add("--limit", type=whole(1), metavar="N", help="take only the first prompts")
-    add("--timeout", type=number(0, open_left=True), default=600.0, metavar="S", help="a request")
+    add("--timeout", type=number(0, open_left=True), default=600.0, metavar="S",
+        help="longest a request may take (default: 600)")  # fmt: skip
     add("--baseline", action="store_true", help="add vanilla denoising and single-process D2F")
     add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
         help="checkpoint of the baselines; the bundled model if absent")  # fmt: skip
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter of the baselines")
-    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add("--json", type=new_file, metavar="FILE", help="write all figures there")
     add_knobs(parser)
-    return _job(parser.parse_args(argv))
+    job = _job(parser.parse_args(argv))
+    if job.baseline and (others := sorted(_unknown_to_baseline(job.knobs))):
+        flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
+        parser.error(f"--baseline: expected no knobs but {_BASELINE_FLAGS}, got {flags} too")
+    return job
+
+
+def _unknown_to_baseline(knobs: Knobs) -> set[str]:
+    """Knobs that were given and that the baselines, greedy D2F and greedy vanilla, do not take."""
+    return {name for name, value in asdict(knobs).items() if value not in (None, ())} - _BASELINE
 
 
 def _job(found: argparse.Namespace) -> Job:
@@ -101,7 +132,11 @@ def _job(found: argparse.Namespace) -> Job:
 def read_prompts(path: Path) -> list[str]:
     """The `prompt` of every line. Raises DatasetError naming the line."""
     prompts = []
-    for at, line in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path}: expected UTF-8 text: {error}") from error
+    for at, line in enumerate(lines if lines != [""] else [], start=1):
         try:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
@@ -147,27 +182,35 @@ async def run_fleet(job: Job, on_done: Callable[[], None]) -> Run:
     return Run("fleet", total_s, samples, failed=len(failures))
 
 
-def run_baseline(job: Job, progress: Progress) -> list[Run]:
-    """The same prompts in this process: single-process D2F, then vanilla denoising."""
+def load_baseline(job: Job) -> "Baseline":
+    """Weights and prompts of the two rivals. Raises BaselineError."""
     # These bring torch, so only where they are asked for.
     from effuse.cli.baseline import Baseline
     from effuse.cli.evaluate import Way
+    from effuse.models.config_keys import CheckpointError
 
-    prompts, knobs = asyncio.run(_encode(job)), job.knobs
+    knobs = job.knobs
     window = 4 if knobs.window is None else knobs.window
     threshold = 0.9 if knobs.confidence_threshold is None else knobs.confidence_threshold
-    rivals = Baseline(
-        job.model_dir,
-        job.adapter,
-        prompts,
-        way=Way("D2F", "d2f", window, threshold),
-        max_tokens=knobs.max_tokens or 256,
-        concurrency=job.concurrency,
-    )
-    ticker = partial(_ticker, progress, total=len(prompts))
+    try:
+        return Baseline(
+            job.model_dir,
+            job.adapter,
+            asyncio.run(_encode(job)),
+            way=Way("D2F", "d2f", window, threshold),
+            max_tokens=knobs.max_tokens or 256,
+            concurrency=job.concurrency,
+        )
+    except (CheckpointError, TokenizerError) as error:
+        raise BaselineError(str(error)) from error
+
+
+def run_baseline(rivals: "Baseline", progress: Progress) -> list[Run]:
+    """The same prompts in this process: single-process D2F, then vanilla denoising."""
+    requests, tokens = rivals.size()
     return [
-        rivals.single_process(ticker("single-process D2F")),
-        rivals.vanilla(ticker("vanilla denoising")),
+        rivals.single_process(_ticker(progress, "single-process D2F", requests)),
+        rivals.vanilla(_ticker(progress, "vanilla denoising, tokens", tokens)),
     ]
 
 

@@ -14,7 +14,7 @@ import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import command, whole
-from effuse.cli.client import Answer, ask, explain
+from effuse.cli.client import Answer, StreamBroken, ask, explain
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.knobs import Knobs, make_request
 from effuse.cli.watch import watch
@@ -54,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
         right = asyncio.run(solve(console, fleet.address, demo))
     except grpc.aio.AioRpcError as error:
         print(f"effuse demo: {explain(error)}", file=sys.stderr)
+        return 1
+    except StreamBroken as error:
+        print(f"effuse demo: {error}", file=sys.stderr)
         return 1
     finally:
         fleet.stop()

@@ -5,6 +5,7 @@ tokens each forward gives. Only tokens before the end-of-sequence id count.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,12 @@ from rich.progress import Progress
 from effuse.cli.arguments import command, directory, whole
 from effuse.cli.local import Answer, Ask, LocalEngine, pick_device
 from effuse.cli.scores import Outcome, judge, table
+from effuse.models.config_keys import CheckpointError
 from effuse.models.problems import Problem, problem
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.placement.records import Algorithm
-from effuse.router.tokenizer import Tokenizer, bundled_directory
+from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.worker.messages import Settings
 
 _MAX_TOKENS = 176
@@ -59,9 +61,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     job = parse(argv)
     device, dtype = pick_device()
-    model = load_model(job.model, device=device, dtype=dtype)
+    try:
+        model = load_model(job.model, device=device, dtype=dtype)
+        tokenizer = Tokenizer.load(job.model)
+    except (CheckpointError, TokenizerError) as error:
+        print(f"effuse eval: {error}", file=sys.stderr)
+        return 2
     problems = [problem(job.seed, index, "held_out") for index in range(job.count)]
-    tokenizer = Tokenizer.load(job.model)
     prompts = asyncio.run(_encode(tokenizer, problems))
     rows = []
     with Progress(console=Console(stderr=True)) as progress:
@@ -79,7 +85,8 @@ def parse(argv: Sequence[str]) -> Job:
     """The measurement that the flags describe; exits with status 2 on bad ones."""
     parser = command("eval", "Print the bundled model's accuracy and tokens per forward.")
     add = parser.add_argument
-    add("--model", type=directory, default=bundled_directory(), metavar="DIR")
+    add("--model", type=directory, default=bundled_directory(), metavar="DIR",
+        help="checkpoint; the bundled model if absent")  # fmt: skip
     add("--seed", type=whole(0), default=1, metavar="N", help="which problems (default: 1)")
     add("--count", type=whole(2), default=2000, metavar="N", help="how many (default: 2000)")
     add("--batch", type=whole(1), default=64, metavar="N", help="problems at a time (default: 64)")

@@ -28,6 +28,7 @@ from effuse.v1 import model_pb2, model_pb2_grpc
 Role = Literal["redis", "router", "prefill", "decode"]
 
 _POLL_S = 0.02
+_REDIS_S = 20.0  # longest that Redis may take to answer
 _QUIET = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -219,7 +220,7 @@ class Fleet:
             self.redis_url = f"redis://127.0.0.1:{port}/0"
             self._commands["redis"] = _redis_command(port, self._home)
             self._spawn("redis")
-        self._await_redis(deadline)
+        self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
 
     def _await_redis(self, deadline: float) -> None:
         with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:

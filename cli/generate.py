@@ -13,7 +13,7 @@ import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import DEFAULT_TARGET, command, number, target
-from effuse.cli.client import Answer, Event, ask, explain
+from effuse.cli.client import Answer, Event, StreamBroken, ask, explain
 from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
 from effuse.cli.watch import watch
 from effuse.protos.rpc import connect
@@ -41,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     except grpc.aio.AioRpcError as error:
         print(f"effuse generate: {explain(error)}", file=sys.stderr)
         return 1
+    except StreamBroken as error:
+        print(f"effuse generate: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -52,7 +55,8 @@ def parse(argv: Sequence[str]) -> Job:
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--watch", action="store_true", help="show the blocks as they are denoised")
     add("--stats", action="store_true", help="print each answer's figures to standard error")
-    add("--timeout", type=number(0, open_left=True), default=120.0, metavar="S")
+    add("--timeout", type=number(0, open_left=True), default=120.0, metavar="S",
+        help="longest a prompt may take (default: 120)")  # fmt: skip
     add("--request-id", metavar="ID", help="id of the request; for one prompt only")
     add_knobs(parser)
     return _job(parser, parser.parse_args(argv))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from effuse.cli.arguments import number, whole
 from effuse.v1 import generation_pb2
 
+_UINT32 = 2**32 - 1  # what the wire holds
 _ALGORITHMS = {
     "d2f": generation_pb2.ALGORITHM_D2F,
     "block_diffusion": generation_pb2.ALGORITHM_BLOCK_DIFFUSION,
@@ -52,13 +53,14 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every knob."""
     add = parser.add_argument
     add("--model", metavar="NAME", help="model to ask for, where the fleet serves several")
-    add("--max-tokens", type=whole(1), metavar="N", help="most tokens to generate")
+    add("--max-tokens", type=whole(1, _UINT32), metavar="N", help="most tokens to generate")
     add("--stop", action="append", default=[], metavar="TEXT", help="text that ends the answer")
-    add("--stop-token-id", action="append", default=[], type=whole(0), metavar="ID")
+    add("--stop-token-id", action="append", default=[], type=whole(0, _UINT32), metavar="ID",
+        help="token that ends the answer")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
     add("--temperature", type=number(0), metavar="T", help="0 is greedy (default: 0)")
     add("--top-p", type=number(0, 1, open_left=True), metavar="P", help="nucleus (default: 1)")
-    add("--top-k", type=whole(0), metavar="K", help="likeliest tokens kept; 0 keeps all")
+    add("--top-k", type=whole(0, _UINT32), metavar="K", help="likeliest tokens kept; 0 keeps all")
     add("--seed", type=whole(0, 2**64 - 1), metavar="N", help="same seed, same answer")
     add("--algorithm", choices=_ALGORITHMS, help="how blocks are denoised")
     add("--window", type=whole(1, 64), metavar="N", help="most blocks in flight with masks (D2F)")
@@ -67,7 +69,7 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--full-activation-threshold", type=number(0, 1), metavar="R", help="force progress here")
     add("--score", choices=_SCORES, help="what ranks masks that pass no threshold")
     add("--remasking", choices=_REMASKINGS, help="order of filling (block diffusion)")
-    add("--denoising-steps", type=whole(1), metavar="N", help="steps a block is spread over")
+    add("--denoising-steps", type=whole(1, _UINT32), metavar="N", help="steps a block takes")
 
 
 def knobs_from(found: argparse.Namespace) -> Knobs:

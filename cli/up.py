@@ -10,21 +10,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from effuse.cli.arguments import command, directory, whole
+from effuse.cli.arguments import command, directory, redis_url, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.logs import LogFollower
 from effuse.cli.process import Process
 from effuse.worker.config import WorkerConfig
-from effuse.worker.flags import parse as parse_worker_flags
+from effuse.worker.flags import add_flags
 
 _POLL_S = 0.2
 _MOST_ENDS = 5
 _WITHIN_S = 60.0
 # Flags of a worker that the fleet itself gives to each of them.
-_GIVEN = ("--worker-id", "--ready-file", "--advertise-host", "--connector-host", "--metrics-port")
+_GIVEN = ("worker_id", "ready_file", "advertise_host", "connector_host", "metrics_port")
 
 
 @dataclass(slots=True)
@@ -55,21 +55,10 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
     """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
-    parser = command("up", "Start a fleet on this machine. Any flag of a worker is taken too.")
-    add = parser.add_argument
-    add("--prefill", type=whole(0, 64), default=1, metavar="X", help="prefill workers")
-    add("--decode", type=whole(1, 64), default=1, metavar="Y", help="decode workers")
-    add("--connector", choices=("nixl", "zmq"), default="zmq", help="how KV pages move")
-    add("--model", type=directory, metavar="DIR", help="checkpoint; the bundled model if absent")
-    add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=whole(0, 65535), default=50051, help="the router's port; 0 is any free one")
-    add("--redis-url", metavar="URL", help="a running Redis; an embedded one is started if absent")
-    add("--fleet", metavar="NAME", help="namespace in Redis; a new one if absent")
-    add("--log-dir", type=Path, metavar="DIR", help="keep one log file a process here")
-    add("--quiet", action="store_true", help="do not show the processes' logs")
-    found, rest = parser.parse_known_args(argv)
-    _check_worker_flags(parser, rest)
+    parser = command("up", "Start a fleet on this machine.")
+    _add_own(parser)
+    found, rest = parser.parse_known_args(_without_help(argv))
+    _check_worker_flags(parser, argv, rest, set(vars(found)))
     config = FleetConfig(
         prefill=found.prefill,
         decode=found.decode,
@@ -86,11 +75,44 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
     return config, found.quiet
 
 
-def _check_worker_flags(parser: argparse.ArgumentParser, rest: Sequence[str]) -> None:
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prefill", type=whole(0, 64), default=1, metavar="X",
+        help="prefill workers; 0 lets decode workers prefill (default: 1)")  # fmt: skip
+    add("--decode", type=whole(1, 64), default=1, metavar="Y", help="decode workers (default: 1)")
+    add("--connector", choices=("nixl", "zmq"), default="zmq",
+        help="how KV pages move (default: zmq)")  # fmt: skip
+    add("--model", type=directory, metavar="DIR", help="checkpoint; the bundled model if absent")
+    add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=whole(0, 65535), default=50051,
+        help="the router's port; 0 is any free one (default: 50051)")  # fmt: skip
+    add("--redis-url", type=redis_url, metavar="URL",
+        help="a running Redis; an embedded one is started if absent")  # fmt: skip
+    add("--fleet", metavar="NAME", help="namespace in Redis; a new one if absent")
+    add("--log-dir", type=Path, metavar="DIR", help="keep one log file a process here")
+    add("--quiet", action="store_true", help="do not show the processes' logs")
+
+
+def _without_help(argv: Sequence[str]) -> list[str]:
+    return [word for word in argv if word not in ("-h", "--help")]
+
+
+def _check_worker_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str], rest: Sequence[str], own: set[str]
+) -> None:
+    """Let `parser` know the workers' flags too, so that help and errors show all that is taken."""
     for flag in rest:
-        if flag.split("=")[0] in _GIVEN:
+        if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
             parser.error(f"{flag}: the fleet gives each worker its own")
-    parse_worker_flags(WorkerConfig, rest, prog="effuse up", about="Flags of a worker.")
+    group = parser.add_argument_group("flags of every worker")
+    add_flags(group, WorkerConfig, but=own | set(_GIVEN))
+    found = vars(parser.parse_args(argv))
+    names = {one.name for one in fields(WorkerConfig)} - own - set(_GIVEN)
+    try:
+        WorkerConfig(**{name: found[name] for name in names})
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def run(fleet: Fleet) -> int:

@@ -71,9 +71,12 @@ class _Canvas:
 
 
 def run_vanilla(
-    model: Transformer, asks: Sequence[Ask], *, max_num_seqs: int, on_done: Callable[[], None]
+    model: Transformer, asks: Sequence[Ask], *, max_num_seqs: int, on_token: Callable[[], None]
 ) -> list[Answer]:
-    """Answer every request, `max_num_seqs` at a time; answers are in their order."""
+    """Answer every request, `max_num_seqs` at a time; answers are in their order.
+
+    `on_token` is called for each token written.
+    """
     config = model.config
     memory = PageMemory(layout_of(model), 1, model.device)  # nothing is ever stored in it
     runner = ModelRunner(
@@ -91,8 +94,8 @@ def run_vanilla(
         results = runner.run([canvas.part() for canvas in running])
         still = []
         for canvas, result in zip(running, results, strict=True):
-            if canvas.write(result.tokens, result.scores):
-                on_done()
-            else:
+            is_full = canvas.write(result.tokens, result.scores)
+            on_token()
+            if not is_full:
                 still.append(canvas)
         running = still

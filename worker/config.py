@@ -37,7 +37,7 @@ class WorkerConfig:
         None
     )
     gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
-    kv_layout: Annotated[Literal["unified", "distinct"], "order of KV memory in a page"] = "unified"
+    kv_layout: Annotated[Literal["unified"], "order of KV memory in a page"] = "unified"
 
     # Batching.
     block_size: Annotated[int | None, "tokens in a diffusion block; the model's where absent"] = (

@@ -6,7 +6,7 @@ a value may be beyond its type is checked by the dataclass in `__post_init__`: V
 
 import argparse
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import (
@@ -39,9 +39,7 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, about: str) -
     form, as every command does.
     """
     parser = argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False)
-    hints = get_type_hints(config, include_extras=True)
-    for one in fields(config):
-        _add(parser, one, hints[one.name])
+    add_flags(parser, config)
     found = vars(parser.parse_args(argv))
     try:
         return config(**found)
@@ -49,7 +47,17 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, about: str) -
         parser.error(str(error))
 
 
-def _add(parser: argparse.ArgumentParser, one: "Field[Any]", hint: object) -> None:
+def add_flags(
+    parser: "argparse._ActionsContainer", config: type[Config], *, but: Collection[str] = ()
+) -> None:
+    """Adds a flag for every field of `config` but those named, to a parser or a group of one."""
+    hints = get_type_hints(config, include_extras=True)
+    for one in fields(config):
+        if one.name not in but:
+            _add(parser, one, hints[one.name])
+
+
+def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) -> None:
     if get_origin(hint) is not Annotated:
         raise TypeError(f"field {one.name} has no help text")
     flag = f"--{one.name.replace('_', '-')}"

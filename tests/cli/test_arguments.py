@@ -25,6 +25,12 @@ from effuse.cli import arguments
         (arguments.target, "host:70000", "expected HOST:PORT, got 'host:70000'"),
         (arguments.directory, "/no/such", "expected a directory, got '/no/such'"),
         (arguments.file, "/no/such", "expected a file, got '/no/such'"),
+        (
+            arguments.new_file,
+            "/no/such/file",
+            "expected a file in an existing directory, got '/no/such/file'",
+        ),
+        (arguments.redis_url, "localhost", "expected redis://HOST:PORT/DB, got 'localhost'"),
     ],
 )
 def test_a_bad_value_names_the_accepted_form(
@@ -40,6 +46,8 @@ def test_good_values(tmp_path: Path) -> None:
     assert arguments.number(0, 1)("0.25") == 0.25
     assert arguments.target("[::1]:50051") == "[::1]:50051"
     assert arguments.directory(str(tmp_path)) == tmp_path
+    assert arguments.new_file(str(tmp_path / "new")) == tmp_path / "new"
+    assert arguments.redis_url("redis://h:1/0") == "redis://h:1/0"
 
 
 def test_flags_must_be_written_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,3 +122,38 @@ def test_a_bad_dataset_names_its_line(content: str, told: str, tmp_path: Path) -
     with pytest.raises(bench.DatasetError) as refused:
         bench.read_prompts(path)
     assert told in str(refused.value)
+
+
+def test_a_dataset_of_other_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(bench.DatasetError, match="expected UTF-8 text"):
+        bench.read_prompts(path)
+
+
+def test_a_line_separator_inside_a_prompt_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\n', newline="")
+    assert bench.read_prompts(path) == ["a\u2028b", "c"]
+
+
+def test_a_knob_that_the_baselines_lack_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"prompt": "a"}')
+    flags = ["--dataset", str(path), "--baseline", "--window", "2"]
+    assert bench.parse(flags).baseline
+    with pytest.raises(SystemExit):
+        bench.parse([*flags, "--temperature", "0.5", "--stop-token-id", "3"])
+    assert "got --stop-token-id, --temperature too" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"prompt": "a"}')
+    flags = ["--dataset", str(path), "--baseline", "--model-dir", str(tmp_path)]
+    assert bench.main(flags) == 2
+    assert f"effuse bench: {tmp_path} has no tokenizer.json" in capsys.readouterr().err

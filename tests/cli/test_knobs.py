@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
 from effuse.v1 import generation_pb2
 
@@ -50,6 +52,14 @@ def test_every_flag_reaches_its_field() -> None:
         remasking=generation_pb2.REMASKING_SEQUENTIAL,
         denoising_steps=6,
     )
+
+
+@pytest.mark.parametrize("flag", ["--top-k", "--max-tokens", "--stop-token-id"])
+def test_more_than_the_wire_holds_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_request("p", _parse(flag, str(2**32 - 1)))
+    with pytest.raises(SystemExit):
+        _parse(flag, str(2**32))
+    assert "to 4294967295, got 4294967296" in capsys.readouterr().err
 
 
 def test_zero_is_a_value_and_not_the_default() -> None:

@@ -58,8 +58,8 @@ def test_vanilla(checkpoint: Path) -> None:
     ]
     done: list[int] = []
     model = load_tiny(checkpoint)
-    answers = run_vanilla(model, asks, max_num_seqs=3, on_done=lambda: done.append(1))
-    assert len(done) == len(PROMPTS)
+    answers = run_vanilla(model, asks, max_num_seqs=3, on_token=lambda: done.append(1))
+    assert len(done) == sum(ask.max_tokens for ask in asks)
     is_causal = model.config.prompt_attention == "causal_blocks"
     for ask, answer in zip(asks, answers, strict=True):
         expected = oracle.decode.decode(

@@ -45,3 +45,17 @@ def test_no_client_command_imports_torch(module: str) -> None:
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert told.stdout.strip() == "False"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = (
+        "import sys; from effuse.cli import __main__ as command, convert_tokenizer\n"
+        "convert_tokenizer.main = lambda argv: print('x' * 10**6, flush=True)\n"
+        "sys.exit(command.main(['convert-tokenizer']))"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        assert child.wait(60) == 141

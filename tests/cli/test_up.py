@@ -37,6 +37,9 @@ def test_its_own_flags_and_the_workers(tmp_path: Path) -> None:
         (["--model", "/no/such"], "expected a directory, got '/no/such'"),
         (["--max-num-seqs", "0"], "--max-num-seqs: expected 1 or more, got 0"),
         (["--page-sise", "8"], "unrecognized arguments: --page-sise 8"),
+        (["--prefil", "2"], "[--prefill X]"),
+        (["--kv-layout", "distinct"], "argument --kv-layout: invalid choice: 'distinct'"),
+        (["--redis-url", "http://x"], "expected redis://HOST:PORT/DB, got 'http://x'"),
         (["--worker-id=mine"], "--worker-id=mine: the fleet gives each worker its own"),
     ],
 )
@@ -45,6 +48,15 @@ def test_bad_flags(flags: list[str], told: str, capsys: pytest.CaptureFixture[st
         parse(flags)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_help_lists_its_own_flags_and_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert all(flag in told for flag in ("--prefill X", "--max-num-batched-tokens N"))
+    assert "--worker-id" not in told
 
 
 def test_it_gives_up_when_processes_keep_ending() -> None:
