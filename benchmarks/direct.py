@@ -99,10 +99,13 @@ class DirectClient:
             pass
 
 
+# Every candidate passes: a block is one forward, so that little but the way there is measured.
+CONFIDENCE_THRESHOLD = 0.0
+
 _SETTINGS = worker_pb2.DecodeSettings(
     algorithm="d2f",
     window=4,
-    confidence_threshold=0.9,
+    confidence_threshold=CONFIDENCE_THRESHOLD,
     block_add_threshold=0.1,
     full_activation_threshold=0.95,
     score="confidence",

@@ -14,7 +14,7 @@ from typing import cast
 import grpc.aio
 import psutil
 
-from effuse.benchmarks.direct import DEADLINE_S, DirectClient
+from effuse.benchmarks.direct import CONFIDENCE_THRESHOLD, DEADLINE_S, DirectClient
 from effuse.benchmarks.report import Figure
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.v1 import generation_pb2, generation_pb2_grpc
@@ -74,6 +74,7 @@ async def _alternate(fleet: Fleet) -> tuple[list[float], list[float]]:
     request = generation_pb2.GenerateRequest(
         prompt_token_ids=generation_pb2.TokenIds(ids=PROMPT),
         stopping=generation_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+        decoding=generation_pb2.DecodingParams(confidence_threshold=CONFIDENCE_THRESHOLD),
     )
     direct, routed = [], []
     async with grpc.aio.insecure_channel(fleet.address) as channel:
