@@ -111,8 +111,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         request_id, asked = self._check(request, is_stream=True)
         sink = Streamed(context, request_id)
-        finished = await self._serve(request_id, asked, _time_left(context), sink)
-        await sink.finished(finished)
+        try:
+            finished = await self._serve(request_id, asked, _time_left(context), sink)
+            await sink.finished(finished)
+        except EffuseError:
+            await sink.settle()
+            raise
+        except ClientGone as error:  # between the answer and its last event
+            await sink.settle()
+            raise Cancelled("the client cancelled") from error
 
     async def GetRequest(
         self,

@@ -1,0 +1,104 @@
+"""A streaming client that reads slowly, comes back late, or is gone: how its answer ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import grpc
+import grpc.aio
+import pytest
+from router.fake_workers import holds
+from router.fakes import FakeFleet, run
+
+from effuse.protos.stubs import generation_stub
+from effuse.router.job import ClientGone
+from effuse.router.sinks import StreamContext, Streamed
+from effuse.v1 import generation_pb2 as pb
+from router import fake_model
+
+NARROW = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
+
+
+class Context:
+    """A call whose messages are taken when the test says so."""
+
+    def __init__(self) -> None:
+        self.taken = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def write(self, message: pb.GenerateStreamResponse) -> None:
+        await self.taken.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def stream_to(context: Context, stalled_s: float) -> Streamed:
+    return Streamed(cast(StreamContext, context), "r", stalled_s=stalled_s)
+
+
+def test_a_client_that_takes_nothing_is_gone_and_its_status_waits_for_it() -> None:
+    async def go() -> None:
+        context = Context()
+        sink = stream_to(context, stalled_s=0.01)
+        with pytest.raises(ClientGone, match="taken nothing"):
+            await sink.commit(pb.BlockCommit(text="a"))
+        settling = asyncio.create_task(sink.settle())
+        await asyncio.sleep(0)
+        assert not settling.done()
+        context.taken.set()
+        await settling
+
+    asyncio.run(go())
+
+
+def test_a_request_that_ends_leaves_its_write_alone() -> None:
+    async def go() -> None:
+        context = Context()
+        sink = stream_to(context, stalled_s=60.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await sink.finished(pb.Finished())
+        context.error = grpc.aio.InternalError("the call is over")
+        context.taken.set()
+        await sink.settle()
+
+    asyncio.run(go())
+
+
+def test_a_call_that_is_over_is_a_client_that_is_gone() -> None:
+    async def go() -> None:
+        context = Context()
+        context.error = grpc.aio.InternalError("the call is over")
+        context.taken.set()
+        with pytest.raises(ClientGone, match="over"):
+            await stream_to(context, stalled_s=60.0).draft(pb.BlockDraft())
+
+    asyncio.run(go())
+
+
+def test_a_client_that_comes_back_late_reads_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The deadline passes before the first message is read: grpcio takes no status just then."""
+    monkeypatch.setattr(fake_model, "MAX_MODEL_LEN", 20_000)
+
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].answer = fake_model.ids_of("x" * 8000)
+        options = pb.StoppingParams(max_tokens=8000)
+        begun, go = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 0"] = holds(go, begun)
+        go.set()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.router.port}", NARROW) as channel:
+            call = generation_stub(channel).GenerateStream(
+                pb.GenerateRequest(request_id="r" * 128, prompt="how many?", stopping=options)
+            )
+            await begun.wait()
+            await fleet.idle()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    run(body, 10, max_request_s=1.0)
+    assert "Traceback" not in caplog.text
