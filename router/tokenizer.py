@@ -86,7 +86,8 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text).ids
+        # `encode` keeps the interpreter lock, and with it the event loop, for as long as it takes.
+        ids: list[int] = self._backend.encode_batch_fast([text])[0].ids
         return ids
 
 

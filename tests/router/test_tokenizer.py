@@ -82,3 +82,30 @@ def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
     assert asyncio.run(tokenizer.encode("<|mask|>")) == encode("<|mask|>")
+
+
+def test_the_loop_turns_while_long_text_is_encoded() -> None:
+    """Another thread is not enough: the library must let go of the interpreter meanwhile."""
+    tokenizer = Tokenizer(byte_tokenizer())
+    running = threading.Event()
+    original = tokenizer._encode
+
+    def spy(text: str) -> list[int]:
+        running.set()
+        ids = original(text)
+        running.clear()
+        return ids
+
+    tokenizer._encode = spy  # type: ignore[method-assign]
+
+    async def main() -> int:
+        turns = 0
+        encoding = asyncio.create_task(tokenizer.encode("many words " * 50_000))
+        while not encoding.done():
+            turns += running.is_set()
+            await asyncio.sleep(0)
+        assert len(encoding.result()) == 550_002
+        return turns
+
+    assert asyncio.run(main()) > 100
+    tokenizer.close()
