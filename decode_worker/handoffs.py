@@ -24,7 +24,7 @@ _CODES: dict[Cause, FailureCode] = {
     Cause.FINGERPRINT: "FAILED_PRECONDITION",
     Cause.INCARNATION: "FAILED_PRECONDITION",
     Cause.PEER: "UNAVAILABLE",
-    Cause.LEASE: "UNAVAILABLE",
+    Cause.LEASE: "DEADLINE_EXCEEDED",
 }
 
 

@@ -167,7 +167,8 @@ def test_the_lease_ends_a_handoff_that_never_comes(pair: Pair) -> None:
     assert not pair.rig.step()
     pair.rig.clock.now = 10.0
     assert pair.rig.step()
-    assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
+    # The code by which the router knows that it is the writer who is to be replaced.
+    assert (answer.failed.code, answer.failed.retryable) == ("DEADLINE_EXCEEDED", True)
     assert "10 s" in answer.failed.message
     assert pair.rig.pool.count(PageState.QUARANTINED) == 3
     pair.rig.engine.handle(WriterGone(transfer_id="transfer-a"))
