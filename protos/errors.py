@@ -191,10 +191,11 @@ class Bug(EffuseError):
     """An invariant of ours does not hold. The caller sees only `Bug.told(id)`."""
 
     @classmethod
-    def told(cls, correlation_id: str) -> Bug:
+    def told(cls, correlation_id: str, *, retryable: bool = False) -> Bug:
         """What a caller may know of an unexpected exception: where its story is in our logs."""
         return cls(
             f"internal error; the server's log has it under id {correlation_id}",
+            retryable=retryable,
             labels={"correlation_id": correlation_id},
         )
 
@@ -261,8 +262,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
 
     A status without our ErrorInfo was made by the library on either side: the transport broke, or
     the answer was no message of ours. All such are `PeerLost` with `peer` in the text, but for the
-    deadline and the cancellation, which are our own doing."""
-    code, message = error.code(), error.details() or ""
+    deadline and the cancellation, which are our own doing. What the library says of it names hosts
+    and ports: it is for our log, not for whoever is told."""
+    code = error.code()
     status = _status_of(error)
     info = error_details_pb2.ErrorInfo()
     if status is not None and any(d.Unpack(info) for d in status.details) and info.domain == DOMAIN:
@@ -271,7 +273,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
         return DeadlineExceeded(f"{peer} did not end before the deadline")
     if code is grpc.StatusCode.CANCELLED:
         return Cancelled(f"the call to {peer} was cancelled")
-    return PeerLost(f"{peer} broke off with {code.name}: {message[:200]}")
+    return PeerLost(f"{peer} broke off with {code.name}")
 
 
 def _from_details(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> EffuseError:

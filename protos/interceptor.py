@@ -150,6 +150,6 @@ async def _abort(context: _Context, error: Exception, method: str) -> None:
     if isinstance(told, Bug):
         correlation_id = secrets.token_hex(8)
         LOG.error("%s failed, correlation id %s", method, correlation_id, exc_info=error)
-        told = Bug.told(correlation_id)
+        told = Bug.told(correlation_id, retryable=told.retryable)
     status = to_status(told)
     await context.abort(told.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))

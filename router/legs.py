@@ -7,11 +7,14 @@ may pass. Not here: what is said on a call (`attempt.py`).
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, TypeVar
+import logging
+from typing import Final, Protocol, TypeVar
 
 import grpc.aio
 
 from effuse.protos.errors import EffuseError, PeerLost, from_rpc_error
+
+LOG: Final = logging.getLogger(__name__)
 
 Read = TypeVar("Read", covariant=True)
 Message = TypeVar("Message")
@@ -29,6 +32,7 @@ async def read(call: Readable[Message], peer: str) -> Message:
     try:
         return await call.read()
     except grpc.aio.AioRpcError as error:
+        LOG.info("%s ended its call with %s: %s", peer, error.code().name, error.details())
         raise from_rpc_error(error, peer) from error
     except asyncio.CancelledError:
         if is_cancelled():

@@ -39,7 +39,9 @@ def to_error(failed: Failed) -> EffuseError:
     retry_after_s = failed.retry_after_s
     if retry_after_s is None and kind in (Overloaded, Unavailable, TransferFailed):
         retry_after_s = _RETRY_AFTER_S
-    return kind(failed.message, retry_after_s=retry_after_s, labels=labels)
+    # The class says what is usual; of our own mistakes only the engine knows.
+    retryable = failed.retryable if kind is Bug else None
+    return kind(failed.message, retryable=retryable, retry_after_s=retry_after_s, labels=labels)
 
 
 def deadline_passed(what: str) -> DeadlineExceeded:

@@ -160,6 +160,17 @@ def test_a_decode_worker_that_dies_is_resumed_by_another_exactly(commits: int) -
     run(body, num_decode=2)
 
 
+def test_a_step_that_failed_at_one_decode_worker_is_gone_on_with_at_another() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        for worker in fleet.decode:
+            worker.at["commit 2"] = broken
+        assert (await ask(fleet)).text == TEXT
+        assert sorted(len(worker.requests) for worker in fleet.decode) == [1, 1]
+
+    broken = once(raises(errors.Bug("the model failed in this step", retryable=True)))
+    run(body, num_decode=2)
+
+
 def test_the_only_decode_worker_lost_is_unavailable_with_a_reason() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].at["commit 2"] = fleet.decode[0].crash

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import get_args
 
 import grpc
+import msgspec
 import pytest
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.protos.errors import InvalidRequest, to_status
+from effuse.protos.errors import InvalidRequest, TransferFailed, to_status
 from effuse.worker.failures import to_error
 from effuse.worker.messages import Failed, FailureCode
 
@@ -48,6 +49,16 @@ def test_the_engine_s_own_hint_and_field_are_kept() -> None:
     wrong = to_error(failed("INVALID_ARGUMENT", field="max_tokens"))
     assert isinstance(wrong, InvalidRequest)
     assert wrong.violations[0].field == "max_tokens"
+
+
+def test_a_handoff_whose_lease_ran_out_is_the_writer_s_failure() -> None:
+    assert type(to_error(failed("DEADLINE_EXCEEDED"))) is TransferFailed
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+def test_of_its_own_mistakes_the_engine_says_whether_another_try_may_work(retryable: bool) -> None:
+    told = msgspec.structs.replace(failed("INTERNAL"), retryable=retryable)
+    assert to_error(told).retryable is retryable
 
 
 def test_a_refusal_carries_retry_info() -> None:
