@@ -25,6 +25,10 @@ Renewal = Literal["renewed", "missing", "superseded"]
 Placing = Literal["placed", "stale", "duplicate"]
 
 
+_MOST_LOOKUPS = 2  # at once; clients cause them, and must never take the last connection
+_CONNECTIONS = _MOST_LOOKUPS + 2  # the view of the fleet and the writer of placements
+
+
 class StoreUnavailable(Exception):
     """Redis did not answer in time, or refused."""
 
@@ -48,8 +52,9 @@ class Store:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
-            max_connections=4,
+            max_connections=_CONNECTIONS,
         )
+        self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
         self._register = self._script("register")
         self._renew = self._script("renew")
         self._workers = self._script("workers")
@@ -104,15 +109,31 @@ class Store:
         return cast(Placing, cast(bytes, await self._ask(self._place, keys, args)).decode())
 
     async def placement(self, request_id: str) -> bytes | None:
-        """Returns the stored placement of a request, undecoded; None where there is none."""
+        """Returns the stored placement of a request, undecoded; None where there is none.
+
+        Waits for its turn: many at once say nothing against Redis.
+        """
         key = self.keys.request(request_id)
-        answer = await self._guard(lambda: cast(Awaitable[object], self._redis.hget(key, "record")))
+        await self._take_turn()
+        try:
+            answer = await self._guard(
+                lambda: cast(Awaitable[object], self._redis.hget(key, "record"))
+            )
+        finally:
+            self._lookups.release()
         return cast(bytes | None, answer)
 
     async def running(self) -> list[bytes]:
         """Returns the stored placement of every running request, undecoded."""
         answer = await self._ask(self._running, [self.keys.running], [self.keys.request_prefix])
         return cast(list[bytes], answer)
+
+    async def _take_turn(self) -> None:
+        try:
+            async with asyncio.timeout(2 * self._timeout_s):
+                await self._lookups.acquire()
+        except TimeoutError as error:
+            raise StoreUnavailable("too many placements are looked up at once") from error
 
     def _worker_keys(self, record: WorkerRecord) -> list[str]:
         return [self.keys.worker(record.worker_id), self.keys.workers]

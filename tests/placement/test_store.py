@@ -211,6 +211,19 @@ def test_a_dead_server_is_told_at_once_and_asked_again_only_after_a_while() -> N
     asyncio.run(go())
 
 
+def test_many_lookups_at_once_never_take_the_fleet_s_connections(server: ValkeyServer) -> None:
+    """Clients cause them; were they told of as failures, nobody would ask Redis for a while."""
+
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            lookups = [asyncio.create_task(store.placement(f"r{i}")) for i in range(64)]
+            assert await store.workers() == []
+            assert await asyncio.gather(*lookups) == [None] * 64
+            assert not store.circuit.failures
+
+    asyncio.run(go())
+
+
 def test_a_server_that_accepts_and_says_nothing_is_unavailable() -> None:
     async def go() -> None:
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
