@@ -19,19 +19,30 @@ def main() -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s router: %(message)s"
     )
+    errors: list[str] = []
     try:
         tokenizer = Tokenizer.load(
             config.model or bundled_directory(), threads=config.tokenizer_threads
         )
         asyncio.run(run(config, tokenizer))
-    except (TokenizerError, OSError) as error:
-        sys.exit(f"effuse-router: {error}")
+    except* (TokenizerError, OSError) as failed:
+        errors = _texts(failed)
+    if errors:
+        sys.exit(f"effuse-router: {'; '.join(errors)}")
 
 
 async def run(config: RouterConfig, tokenizer: Tokenizer) -> None:
     """Serves until a signal comes."""
     async with shutdown_signal() as stop, Store(config.redis_url, config.fleet) as store:
         await Router(config, tokenizer, store).serve(stop)
+
+
+def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
+    """What the errors of a group of groups say."""
+    texts: list[str] = []
+    for error in group.exceptions:
+        texts += _texts(error) if isinstance(error, BaseExceptionGroup) else [str(error)]
+    return texts
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ async def _is_refused(address: str, timeout_s: float) -> bool:
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except ConnectionRefusedError:
         return True
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, UnicodeError):  # the last of a name that no host can have
         return False
     writer.close()
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,4 +70,15 @@ def test_a_bad_start_is_one_line(flags: list[str], status: int, text: str, tmp_p
     done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
     assert done.returncode == status
     assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--port", port, "--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1"]
+        done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"effuse-router: cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr

@@ -120,3 +120,15 @@ def test_one_that_accepts_and_says_nothing_is_not_gone_until_patience_ends() -> 
         assert connections
 
     asyncio.run(go())
+
+
+def test_a_name_that_no_host_can_have_is_no_proof_and_no_harm() -> None:
+    async def go() -> None:
+        clock = iter(float(second) for second in range(1000))
+        patience = Patience(call_s=0.05, first_pause_s=0.001, most_pause_s=0.001, lost_after_s=3.0)
+        writer = Writer(f"{'a' * 70}:50051", "life")
+        async with asyncio.timeout(20):
+            await peer.until_gone(writer, ONE, "test", patience=patience, now=lambda: next(clock))
+        assert next(clock) >= 4.0
+
+    asyncio.run(go())
