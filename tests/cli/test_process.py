@@ -92,7 +92,8 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from effuse.cli.process import Spawner
-child = Spawner().start("child", [sys.executable, "-c", {OBEDIENT!r}], log=Path("log"), env={{}})
+spawner = Spawner()  # kept: its end is the child's
+child = spawner.start("child", [sys.executable, "-c", {OBEDIENT!r}], log=Path("log"), env={{}})
 print(child.pid, flush=True)
 child.wait(60)
 """
