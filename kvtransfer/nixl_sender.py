@@ -269,7 +269,9 @@ class NixlSender:
             raise
 
     def _lose(self, outgoing: Outgoing, refusal: HandoffRefused) -> None:
-        self._peers.lose(outgoing.peer)
+        """Fails a push; where NIXL itself failed, the peer must be added anew."""
+        if refusal.cause is Cause.PEER:
+            self._peers.lose(outgoing.peer)
         self._fail(outgoing.push.reservation.transfer_id, refusal)
 
     def _fail(self, transfer_id: str, refusal: HandoffRefused) -> None:
