@@ -1,6 +1,6 @@
 """`effuse up`: a whole fleet on this machine until Ctrl-C or SIGTERM.
 
-Flags that are not its own are the workers' (`worker/config.py`), checked here and passed on.
+Flags that are not its own are the workers' (their `config.py`), checked here and passed on.
 A process that ends by itself is reported and started again, unless it keeps ending.
 """
 
@@ -17,6 +17,8 @@ from effuse.cli.arguments import command, directory, redis_url, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.logs import LogFollower
 from effuse.cli.process import Process
+from effuse.decode_worker.config import DecodeConfig
+from effuse.prefill_worker.config import PrefillConfig
 from effuse.worker.config import WorkerConfig
 from effuse.worker.flags import add_flags
 
@@ -24,7 +26,16 @@ _POLL_S = 0.2
 _MOST_ENDS = 5
 _WITHIN_S = 60.0
 # Flags of a worker that the fleet itself gives to each of them.
-_GIVEN = ("worker_id", "ready_file", "advertise_host", "connector_host", "metrics_port")
+_GIVEN = {"worker_id", "ready_file", "advertise_host", "connector_host", "metrics_port"}
+
+
+@dataclass(frozen=True, slots=True)
+class FlagGroup:
+    """Flags that are passed on to the same workers."""
+
+    title: str
+    config: type[WorkerConfig]  # which checks them
+    names: set[str]  # its fields that they set
 
 
 @dataclass(slots=True)
@@ -57,8 +68,9 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
     """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
     parser = command("up", "Start a fleet on this machine.")
     _add_own(parser)
-    found, rest = parser.parse_known_args(_without_help(argv))
-    _check_worker_flags(parser, argv, rest, set(vars(found)))
+    found, rest = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
+    shared, prefill, decode = groups = _groups(set(vars(found)))
+    _check_worker_flags(parser, argv, rest, groups)
     config = FleetConfig(
         prefill=found.prefill,
         decode=found.decode,
@@ -69,7 +81,9 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
         port=found.port,
         redis_url=found.redis_url,
         name=found.fleet,
-        worker_flags=tuple(rest),
+        worker_flags=_words_of(shared, rest, groups),
+        prefill_flags=_words_of(prefill, rest, groups),
+        decode_flags=_words_of(decode, rest, groups),
         log_dir=found.log_dir,
     )
     return config, found.quiet
@@ -94,25 +108,49 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="do not show the processes' logs")
 
 
-def _without_help(argv: Sequence[str]) -> list[str]:
-    return [word for word in argv if word not in ("-h", "--help")]
+def _groups(own: set[str]) -> tuple[FlagGroup, FlagGroup, FlagGroup]:
+    """Flags of every worker, of prefill workers and of decode workers, less those of `up`."""
+    every = _names(WorkerConfig)
+    return (
+        FlagGroup("flags of every worker", WorkerConfig, every - own - _GIVEN),
+        FlagGroup("flags of prefill workers", PrefillConfig, _names(PrefillConfig) - every),
+        FlagGroup("flags of decode workers", DecodeConfig, _names(DecodeConfig) - every),
+    )
+
+
+def _names(config: type[WorkerConfig]) -> set[str]:
+    return {one.name for one in fields(config)}
 
 
 def _check_worker_flags(
-    parser: argparse.ArgumentParser, argv: Sequence[str], rest: Sequence[str], own: set[str]
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    rest: Sequence[str],
+    groups: Sequence[FlagGroup],
 ) -> None:
     """Let `parser` know the workers' flags too, so that help and errors show all that is taken."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
             parser.error(f"{flag}: the fleet gives each worker its own")
-    group = parser.add_argument_group("flags of every worker")
-    add_flags(group, WorkerConfig, but=own | set(_GIVEN))
+    for group in groups:
+        add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
     found = vars(parser.parse_args(argv))
-    names = {one.name for one in fields(WorkerConfig)} - own - set(_GIVEN)
     try:
-        WorkerConfig(**{name: found[name] for name in names})
+        for group in groups:
+            group.config(**{name: found[name] for name in group.names})
     except ValueError as error:
         parser.error(str(error))
+
+
+def _words_of(
+    group: FlagGroup, rest: Sequence[str], groups: Sequence[FlagGroup]
+) -> tuple[str, ...]:
+    """The words of `rest` that are this group's: what the other groups' flags leave."""
+    others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for one in groups:
+        if one is not group:
+            add_flags(others, one.config, only=one.names)
+    return tuple(others.parse_known_args(rest)[1])
 
 
 def run(fleet: Fleet) -> int:

@@ -146,6 +146,8 @@ def _guard_generator(
 
 
 async def _abort(context: _Context, error: Exception, method: str) -> None:
+    if isinstance(error, NotImplementedError):  # a library's servicer that lacks a method
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")
     told = error if isinstance(error, EffuseError) else Bug("")
     if isinstance(told, Bug):
         correlation_id = secrets.token_hex(8)

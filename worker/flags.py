@@ -48,12 +48,15 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, about: str) -
 
 
 def add_flags(
-    parser: "argparse._ActionsContainer", config: type[Config], *, but: Collection[str] = ()
+    parser: "argparse._ActionsContainer",
+    config: type[Config],
+    *,
+    only: Collection[str] | None = None,
 ) -> None:
-    """Adds a flag for every field of `config` but those named, to a parser or a group of one."""
+    """Adds a flag for every field of `config`, or those named, to a parser or a group of one."""
     hints = get_type_hints(config, include_extras=True)
     for one in fields(config):
-        if one.name not in but:
+        if only is None or one.name in only:
             _add(parser, one, hints[one.name])
 
 

@@ -29,6 +29,20 @@ def test_its_own_flags_and_the_workers(tmp_path: Path) -> None:
     assert quiet
 
 
+def test_a_roles_flags_go_to_that_role_alone() -> None:
+    config, _ = parse(
+        [
+            *("--handoff-lease-s=9", "--max-num-seqs", "4", "--default-algorithm"),
+            *("block_diffusion", "--reservation-s", "8", "--enforce-eager"),
+        ]
+    )
+    assert config.worker_flags == ("--max-num-seqs", "4", "--enforce-eager")
+    assert config.prefill_flags == ("--reservation-s", "8")
+    assert config.decode_flags == (
+        *("--handoff-lease-s=9", "--default-algorithm", "block_diffusion"),
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -36,6 +50,7 @@ def test_its_own_flags_and_the_workers(tmp_path: Path) -> None:
         (["--connector", "http"], "invalid choice: 'http'"),
         (["--model", "/no/such"], "expected a directory, got '/no/such'"),
         (["--max-num-seqs", "0"], "--max-num-seqs: expected 1 or more, got 0"),
+        (["--handoff-lease-s", "0"], "--handoff-lease-s: expected seconds above 0, got 0"),
         (["--page-sise", "8"], "unrecognized arguments: --page-sise 8"),
         (["--prefil", "2"], "[--prefill X]"),
         (["--kv-layout", "distinct"], "argument --kv-layout: invalid choice: 'distinct'"),

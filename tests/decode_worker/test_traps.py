@@ -1,7 +1,7 @@
 """The numbered traps of block-parallel decoding, for the pure machines: one test or more for each.
 
 The numbers are those of the project's reference note on diffusion engines; those that need a model
-are in test_traps_engine.py.
+are in test_traps_engine.py. The fourth is about a prefix cache, and there is none.
 """
 
 from __future__ import annotations

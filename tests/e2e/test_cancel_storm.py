@@ -93,10 +93,12 @@ def _resources(fleet: Fleet) -> tuple[tuple[int, int], int]:
 
 
 def _running_keys(fleet: Fleet) -> list[bytes]:
-    """Keys of placement records that do not say that their request ended."""
+    """Keys of placements that do not say that their request ended; the set of running ones."""
     with redis.Redis.from_url(fleet.redis_url, socket_timeout=5) as client:
         keys = [key for key in client.scan_iter(match="*request*") if client.type(key) != b"none"]
-        return [key for key in keys if b"running" in _content(client, key)]
+        assert keys, "no placement was ever written"
+        unended = [key for key in keys if b"running" in _content(client, key)]
+        return [*unended, *client.scan_iter(match="*:running")]
 
 
 def _content(client: redis.Redis, key: bytes) -> bytes:

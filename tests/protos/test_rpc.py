@@ -17,10 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.protos import errors, rpc
 from effuse.protos.stubs import decode_stub, worker_stub
+from effuse.v1 import generation_pb2_grpc
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 
 SERVICE = "effuse.v1.WorkerService"
+LACKING = "effuse.v1.GenerationService"  # none of its methods is there
 SECRET = "the password is swordfish"
 
 
@@ -68,6 +70,8 @@ async def running() -> AsyncIterator[tuple[rpc.RpcServer, grpc.aio.Channel]]:
     pb_grpc.add_WorkerServiceServicer_to_server(Worker(), server.server)
     pb_grpc.add_DecodeServiceServicer_to_server(streams, server.server)
     pb_grpc.add_PrefillServiceServicer_to_server(streams, server.server)
+    lacking = generation_pb2_grpc.GenerationServiceServicer()
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(lacking, server.server)
     port = await server.start("127.0.0.1:0", [SERVICE])
     try:
         async with rpc.connect(f"127.0.0.1:{port}") as channel:
@@ -176,6 +180,16 @@ def test_unknown_method_and_unknown_fields() -> None:
         assert await raw(channel, f"/{SERVICE}/GetLoad")(unknown)
 
     run(body)
+
+
+def test_a_method_that_a_servicer_lacks_is_unimplemented(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        error = await failure(raw(channel, f"/{LACKING}/Generate")(b""))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert error.details() == f"/{LACKING}/Generate is not offered here"
+
+    run(body)
+    assert not caplog.records
 
 
 def test_health_follows_set_serving_and_drain() -> None:
