@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -35,16 +36,22 @@ def _python(code: str) -> Sequence[str]:
 
 
 def _start(spawner: Spawner, log: Path, code: str) -> Process:
-    """Start it and wait until it has said something."""
+    """Start it and wait until it has said that it is up."""
+    with _is_up(log):
+        return spawner.start("child", _python(code), log=log, env={})
+
+
+@contextlib.contextmanager
+def _is_up(log: Path) -> Iterator[None]:
+    """Makes the log a pipe; on leaving, waits until the program has written to it."""
     os.mkfifo(log)
     reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        process = spawner.start("child", _python(code), log=log, env={})
+        yield
         assert select.select([reader], [], [], 20)[0], "the child said nothing"
         assert os.read(reader, 100) == b"up"
     finally:
         os.close(reader)
-    return process
 
 
 def test_output_and_status(spawner: Spawner, tmp_path: Path) -> None:
@@ -97,11 +104,12 @@ child = spawner.start("child", [sys.executable, "-c", {OBEDIENT!r}], log=Path("l
 print(child.pid, flush=True)
 child.wait(60)
 """
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, cwd=tmp_path
-    ) as parent:
+    command = [sys.executable, "-P", "-c", code]
+    with _is_up(tmp_path / "log"):
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path)
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
+    with parent:
         parent.kill()
         child.wait(20)
     assert not child.is_running()
