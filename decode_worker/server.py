@@ -70,6 +70,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             raise deadline_passed("the answer was finished") from None
         finally:
             if not attempt.ended.is_set():
+                self._shell.attempts.abandon(attempt)
                 self._shell.spawn(self._end(stream))
 
     async def _relay(self, stream: _Stream, context: _Context) -> None:

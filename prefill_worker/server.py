@@ -78,6 +78,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         finally:
             reader.cancel()
             if not attempt.ended.is_set():
+                self._shell.attempts.abandon(attempt)
                 self._shell.spawn(self._end(attempt))
 
     async def _relay(self, stream: _Stream, context: _Context) -> None:

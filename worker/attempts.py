@@ -58,7 +58,8 @@ class Attempts:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._running: dict[str, Attempt] = {}
-        self._tries: set[tuple[str, int]] = set()  # request id and attempt of those that run
+        # Request id and attempt of those whose caller is there, and their transfer id.
+        self._tries: dict[tuple[str, int], str] = {}
         self._over: OrderedDict[str, float] = OrderedDict()  # transfer id: when to forget it
         self._remember_s = remember_s
         self._most_remembered = most_remembered
@@ -81,7 +82,7 @@ class Attempts:
             )
         attempt = Attempt(attempt_id, incarnation)
         self._running[attempt_id.transfer_id] = attempt
-        self._tries.add(_try(attempt_id))
+        self._tries[_try(attempt_id)] = attempt_id.transfer_id
         self._idle.clear()
         return attempt
 
@@ -89,11 +90,16 @@ class Attempts:
         """Returns a running attempt."""
         return self._running.get(transfer_id)
 
+    def abandon(self, attempt: Attempt) -> None:
+        """Its caller is gone, and may send the same request anew while this one is ending."""
+        if self._tries.get(_try(attempt.id)) == attempt.id.transfer_id:
+            del self._tries[_try(attempt.id)]
+
     def close(self, attempt: Attempt) -> None:
         """Nothing of the attempt is left here; its transfer id is refused for a while."""
         self.bury(attempt.id.transfer_id)
         self._running.pop(attempt.id.transfer_id, None)
-        self._tries.discard(_try(attempt.id))
+        self.abandon(attempt)
         attempt.ended.set()
         if not self._running:
             self._idle.set()

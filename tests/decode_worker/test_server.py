@@ -280,6 +280,10 @@ def test_pages_are_free_only_once_the_writer_has_let_go(tmp_path: Path) -> None:
             await eventually(lambda: peer.asked == ["a-1"])
             load = await one.load()
             assert (load.quarantined_pages, load.free_pages) == (1, fake_engine.PAGES - 1)
+            # Whoever cancelled may ask again under the same id meanwhile.
+            anew = decode_request("a", one.incarnation)
+            anew.attempt.transfer_id = "anew"
+            assert len([event async for event in one.decode.Decode(anew, timeout=20)]) == 6
             peer.may_answer.set()
             await one.until_free()
 

@@ -28,6 +28,21 @@ def test_an_attempt_is_admitted_once() -> None:
     assert len(attempts) == 2
 
 
+def test_a_request_may_come_anew_while_its_earlier_attempt_is_ending() -> None:
+    """Its client went away and asked again under the same id: the router counts from 1 again."""
+    attempts = Attempts()
+    ending = attempts.open(ONE, "life")
+    attempts.abandon(ending)
+    with pytest.raises(AlreadyRunning):
+        attempts.open(ONE, "life")
+    anew = AttemptId("r", 1, "t9")
+    attempts.open(anew, "life")
+    attempts.close(ending)
+    with pytest.raises(AlreadyRunning):
+        attempts.open(AttemptId("r", 1, "t10"), "life")
+    assert attempts.find("t9") is not None
+
+
 def test_events_reach_their_attempt_in_order_and_no_other() -> None:
     async def go() -> None:
         attempts = Attempts()
