@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from effuse.kvtransfer.connector import Cause
@@ -16,6 +17,8 @@ from effuse.worker.messages import (
     PrefillDone,
     Pushed,
 )
+
+LOG = logging.getLogger(__name__)
 
 CODES: dict[Cause, FailureCode] = {
     Cause.FINGERPRINT: "FAILED_PRECONDITION",
@@ -62,11 +65,15 @@ class Outbox:
         )
 
     def missed(self, report: PushMissed) -> None:
-        """The handoff did not work."""
+        """The handoff did not work. Where a peer lives and what a library says of it is logged."""
+        message = report.message
+        if report.cause is Cause.PEER:
+            LOG.warning("the push of %s failed: %s", report.attempt, message)
+            message = "the pages could not be pushed: the decode worker's pool is out of reach"
         self.failed(
             report.attempt,
             CODES.get(report.cause, "DATA_LOSS"),
-            report.message,
+            message,
             retryable=report.cause not in FOR_EVERYONE,
         )
 
