@@ -84,6 +84,23 @@ def redis_url(text: str) -> str:
     return text
 
 
+def text(given: str) -> str:
+    """Text that can be sent; other bytes of a command line arrive as lone surrogates."""
+    if not is_unicode(given):
+        raise argparse.ArgumentTypeError(f"expected UTF-8 text, got {given!a}")
+    return given
+
+
+def is_unicode(given: str) -> bool:
+    """Whether it holds no lone surrogate, which UTF-8 cannot express."""
+    return not any("\ud800" <= character <= "\udfff" for character in given)
+
+
+def seconds(given: str) -> float:
+    """A time above 0, at most a week: gRPC takes far longer ones for none at all."""
+    return number(0, 604_800, open_left=True)(given)
+
+
 def target(text: str) -> str:
     """A router's address."""
     host, colon, port = text.rpartition(":")

@@ -24,8 +24,9 @@ from effuse.cli.arguments import (
     command,
     directory,
     file,
+    is_unicode,
     new_file,
-    number,
+    seconds,
     target,
     whole,
 )
@@ -95,7 +96,7 @@ def parse(argv: Sequence[str]) -> Job:
     add("--concurrency", type=whole(1), default=8, metavar="N",
         help="requests at a time (default: 8)")  # fmt: skip
     add("--limit", type=whole(1), metavar="N", help="take only the first prompts")
-    add("--timeout", type=number(0, open_left=True), default=600.0, metavar="S",
+    add("--timeout", type=seconds, default=600.0, metavar="S",
         help="longest a request may take (default: 600)")  # fmt: skip
     add("--baseline", action="store_true", help="add vanilla denoising and single-process D2F")
     add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
@@ -142,7 +143,7 @@ def read_prompts(path: Path) -> list[str]:
         except json.JSONDecodeError as error:
             raise DatasetError(f"{path}:{at}: expected a JSON object, got {line[:40]!r}") from error
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
-        if not isinstance(prompt, str) or not prompt:
+        if not isinstance(prompt, str) or not prompt or not is_unicode(prompt):
             raise DatasetError(f'{path}:{at}: expected {{"prompt": "..."}}, got {line[:40]!r}')
         prompts.append(prompt)
     if not prompts:

@@ -5,6 +5,7 @@ Text goes to standard output as it becomes final; figures and errors go to stand
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 from rich.console import Console
 
-from effuse.cli.arguments import DEFAULT_TARGET, command, number, target
+from effuse.cli.arguments import DEFAULT_TARGET, command, is_unicode, seconds, target, text
 from effuse.cli.client import Answer, Event, StreamBroken, ask, explain
 from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
 from effuse.cli.watch import watch
@@ -51,19 +52,25 @@ def parse(argv: Sequence[str]) -> Job:
     """The job that the flags describe; exits with status 2 on bad ones."""
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
-    add("prompt", nargs="+", metavar="PROMPT", help="text to answer; - reads standard input")
+    add(
+        "prompt",
+        nargs="+",
+        type=text,
+        metavar="PROMPT",
+        help="text to answer; - reads standard input",
+    )
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--watch", action="store_true", help="show the blocks as they are denoised")
     add("--stats", action="store_true", help="print each answer's figures to standard error")
-    add("--timeout", type=number(0, open_left=True), default=120.0, metavar="S",
+    add("--timeout", type=seconds, default=120.0, metavar="S",
         help="longest a prompt may take (default: 120)")  # fmt: skip
-    add("--request-id", metavar="ID", help="id of the request; for one prompt only")
+    add("--request-id", type=text, metavar="ID", help="id of the request; for one prompt only")
     add_knobs(parser)
     return _job(parser, parser.parse_args(argv))
 
 
 def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Job:
-    prompts = tuple(sys.stdin.read() if one == "-" else one for one in found.prompt)
+    prompts = tuple(_read_input(parser) if one == "-" else one for one in found.prompt)
     if found.request_id is not None and len(prompts) > 1:
         parser.error(f"--request-id: expected one prompt, got {len(prompts)}")
     return Job(
@@ -75,6 +82,15 @@ def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Job:
         stats=found.stats,
         request_id=found.request_id,
     )
+
+
+def _read_input(parser: argparse.ArgumentParser) -> str:
+    given = "\udcff"  # as bytes arrive that are no text
+    with contextlib.suppress(UnicodeDecodeError):
+        given = sys.stdin.read()
+    if not is_unicode(given):
+        parser.error("argument PROMPT: expected UTF-8 text on standard input")
+    return given
 
 
 async def run(job: Job) -> None:

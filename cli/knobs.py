@@ -6,7 +6,7 @@ A knob that is not given stays unset, so that the model's own default holds. Not
 import argparse
 from dataclasses import dataclass
 
-from effuse.cli.arguments import number, whole
+from effuse.cli.arguments import number, text, whole
 from effuse.v1 import generation_pb2
 
 _UINT32 = 2**32 - 1  # what the wire holds
@@ -52,9 +52,15 @@ class Knobs:
 def add_knobs(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every knob."""
     add = parser.add_argument
-    add("--model", metavar="NAME", help="model to ask for, where the fleet serves several")
+    add(
+        "--model",
+        type=text,
+        metavar="NAME",
+        help="model to ask for, where the fleet serves several",
+    )
     add("--max-tokens", type=whole(1, _UINT32), metavar="N", help="most tokens to generate")
-    add("--stop", action="append", default=[], metavar="TEXT", help="text that ends the answer")
+    add("--stop", action="append", type=text, default=[], metavar="TEXT",
+        help="text that ends the answer")  # fmt: skip
     add("--stop-token-id", action="append", default=[], type=whole(0, _UINT32), metavar="ID",
         help="token that ends the answer")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")

@@ -30,6 +30,9 @@ from effuse.cli import arguments
             "/no/such/file",
             "expected a file in an existing directory, got '/no/such/file'",
         ),
+        (arguments.text, "a\udcff", r"expected UTF-8 text, got 'a\udcff'"),
+        (arguments.seconds, "0", "expected a number in (0, 604800], got 0"),
+        (arguments.seconds, "1e300", "expected a number in (0, 604800], got 1e300"),
         (arguments.redis_url, "localhost", "expected redis://HOST:PORT/DB, got 'localhost'"),
     ],
 )
@@ -47,6 +50,7 @@ def test_good_values(tmp_path: Path) -> None:
     assert arguments.target("[::1]:50051") == "[::1]:50051"
     assert arguments.directory(str(tmp_path)) == tmp_path
     assert arguments.new_file(str(tmp_path / "new")) == tmp_path / "new"
+    assert arguments.text("a\u2591") == "a\u2591"
     assert arguments.redis_url("redis://h:1/0") == "redis://h:1/0"
 
 

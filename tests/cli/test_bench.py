@@ -113,6 +113,7 @@ def test_a_dataset_is_read(tmp_path: Path) -> None:
         ('{"prompt": "a"}\nnot json', ":2: expected a JSON object, got 'not json'"),
         ('{"question": "a"}', ':1: expected {"prompt": "..."}'),
         ('{"prompt": ""}', ':1: expected {"prompt": "..."}'),
+        ('{"prompt": "\\ud800"}', ':1: expected {"prompt": "..."}'),
         ("[1]", ':1: expected {"prompt": "..."}'),
     ],
 )
