@@ -47,8 +47,11 @@ def test_tokens_equal_the_oracles(connector: str, architecture: Architecture) ->
 
 
 @pytest.mark.parametrize("architecture", ["sdar", "dream"])
-def test_tokens_equal_the_oracles_while_requests_are_preempted(architecture: Architecture) -> None:
-    with tiny_fleet(architecture, connector="nixl", decode_flags=("--num-pages", "14")) as fleet:
+@pytest.mark.parametrize("connector", ["zmq", "nixl"])
+def test_tokens_equal_the_oracles_while_requests_are_preempted(
+    connector: str, architecture: Architecture
+) -> None:
+    with tiny_fleet(architecture, connector=connector, decode_flags=("--num-pages", "14")) as fleet:
         raw = load_raw(_model(fleet))
         for algorithm in ("d2f", "block_diffusion"):
             pairs = solid_jobs(raw, algorithm, seed=3, least_blocks=7)
