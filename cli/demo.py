@@ -108,12 +108,13 @@ def _introduce(console: Console, fleet: Fleet) -> None:
 def _judge(console: Console, drawn: Problem, answer: Answer) -> bool:
     verdict = check(drawn, answer.text)
     stats, usage = answer.stats, answer.usage
+    moved = f"{stats.kv_bytes:,} KV bytes over {stats.connector}" if stats.connector else "no KV"
     for name, value in (
         ("prompt", f"{usage.prompt_tokens} tokens"),
         ("first block", f"after {answer.first_block_s * 1e3:.0f} ms"),
         ("answer", f"{usage.completion_tokens} tokens after {answer.total_s * 1e3:.0f} ms"),
         ("forward passes", f"{stats.forward_passes}, {stats.tokens_per_forward:.1f} tokens each"),
-        ("handed over", f"{stats.kv_bytes:,} KV bytes over {stats.connector or 'nothing'}"),
+        ("handed over", moved),
     ):
         console.print(f"  {name:<15} {value}", style="dim")
     if verdict.final:
