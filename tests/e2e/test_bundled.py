@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.client import all_at_once, connect
+from e2e.client import all_at_once, connect, load_of
 from e2e.comparison import MARGIN, compare, margin, settings_of
 from e2e.workload import Job
 from oracle.decode import decode_with
@@ -28,11 +28,18 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("connector", ["zmq", "nixl"])
-def test_sixteen_problems_at_once(connector: str) -> None:
+@pytest.mark.parametrize(
+    ("connector", "pages"), [("zmq", None), ("nixl", 24)], ids=["zmq", "nixl-preempted"]
+)
+def test_sixteen_problems_at_once(connector: str, pages: int | None) -> None:
     problems = [problem(2, number, "held_out") for number in range(DRAWN)]
     raw = load_raw(BUNDLED)
-    with Fleet(FleetConfig(connector=connector)) as fleet:
+    config = FleetConfig(
+        connector=connector,
+        decode_flags=() if pages is None else ("--num-pages", str(pages)),
+        router_flags=("--prefill", "remote"),
+    )
+    with Fleet(config) as fleet:
         for algorithm in ("d2f", "block_diffusion"):
             jobs = [_job(each, algorithm, number) for number, each in enumerate(problems)]
             pairs = [(job, decode_with(raw, job.prompt, settings_of(job))) for job in jobs]
@@ -45,6 +52,8 @@ def test_sixteen_problems_at_once(connector: str) -> None:
             compare(solid, answers)
             assert all(answer.stats.connector == connector for answer in answers)
             assert sum(answer.stats.kv_bytes for answer in answers) > 0
+        preemptions = load_of(fleet.address_of("decode-0")).preemptions
+        assert pages is None or preemptions > 0, "nobody was preempted"
 
 
 def test_text_in_right_answers_out() -> None:

@@ -62,6 +62,7 @@ def tiny_fleet(
                 *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
             ),
             decode_flags=decode_flags,
+            router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
         )
         with Fleet(config) as fleet:
             yield fleet
