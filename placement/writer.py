@@ -24,6 +24,7 @@ class WriterTimes:
     renew_s: float = 5.0
     finished_s: float = 300.0  # an ended request can be looked up this long
     retry_s: float = 0.25
+    linger_s: float = 0.02  # a write waits this long: it never competes with its request's start
 
 
 class PlacementWriter:
@@ -123,4 +124,5 @@ class PlacementWriter:
                 await self._wake.wait()
         except TimeoutError:
             return
+        await asyncio.sleep(self._times.linger_s)
         self._wake.clear()

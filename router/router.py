@@ -61,6 +61,10 @@ class Router:
         self.metrics_port = 0
         self.ready = asyncio.Event()
 
+    async def flush(self) -> bool:
+        """Waits until Redis holds every placement; False if that took too long."""
+        return await self._writer.flush(FLUSH_S)
+
     async def serve(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set and what runs has ended or `drain_s` is over."""
         config = self._config
@@ -78,7 +82,7 @@ class Router:
                     await self._start(rpc)
                     loops.append(beside.create_task(self.readiness.run()))
                     await serve(rpc, stop, drain_s=config.drain_s, on_drain=self._drain)
-            await self._writer.flush(FLUSH_S)
+            await self.flush()
             for loop in loops:
                 loop.cancel()
         await self.fleet.close()

@@ -78,10 +78,11 @@ class FakeFleet:
         return [*self.prefill, *self.decode]
 
     async def idle(self) -> None:
-        """Returns once no worker runs an attempt and the router runs no request."""
+        """Returns once no worker runs an attempt, the router runs no request and has told Redis."""
         for worker in self.workers:
             await worker.idle.wait()
         await self.router.ledger.idle.wait()
+        assert await self.router.flush()
 
     async def announce(self) -> None:
         """Lets the router see the workers as they are now."""
