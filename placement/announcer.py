@@ -62,7 +62,7 @@ class Announcer:
                 await self._pause(self._lease.times.renew_s)
                 continue
             async with self._turn:
-                if self._lease.action is not Action.STOP:
+                if self.state is not LeaseState.RELEASED:
                     self._follow(record.incarnation)
                     await self._announce(record)
             await self._pause(self._lease.wait_s(self._now()))
