@@ -7,19 +7,17 @@ the receiver's word that every page was verified. Rounds of both sides alternate
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import select
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import IO
 
 import torch
 
-from effuse.benchmarks.raw_transfer import raw_nixl_round_s, raw_zmq_round_s
+from effuse.benchmarks.raw_transfer import hear, raw_nixl_round_s, raw_zmq_round_s, receiving
 from effuse.benchmarks.report import Figure
 from effuse.kvtransfer.connector import Connector, Pushed, Received
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
@@ -78,7 +76,7 @@ def _handoff_rounds_s(kind: str) -> list[float]:
     connector = _connector(kind, memory, "prefill-1", "prefill")
     connector.start()
     try:
-        with _receiver(kind) as (process, said):
+        with receiving("effuse.benchmarks.handoff", kind) as (process, said):
             return [_round_s(connector, process, said, n) for n in range(WARM_UP + ROUNDS)]
     finally:
         connector.close()
@@ -90,7 +88,7 @@ def _round_s(
     assert process.stdin is not None
     process.stdin.write(f"{number}\n")
     process.stdin.flush()
-    reservation = decode_reservation(base64.b64decode(str(_hear(said)["reservation"])))
+    reservation = decode_reservation(base64.b64decode(str(hear(said)["reservation"])))
     start = time.perf_counter()
     connector.push_pages(reservation, range(NUM_PAGES), 0)
     connector.finish(
@@ -98,7 +96,7 @@ def _round_s(
     )
     _await_push(connector)
     took = time.perf_counter() - start
-    assert _hear(said)["verified"] == NUM_BYTES
+    assert hear(said)["verified"] == NUM_BYTES
     return took
 
 
@@ -111,34 +109,6 @@ def _await_push(connector: Connector) -> None:
             raise RuntimeError(f"the push ended with {event}")
         select.select([connector.fileno()], [], [], 1.0)
     raise TimeoutError(f"a handoff took longer than {DEADLINE_S} s")
-
-
-@contextlib.contextmanager
-def _receiver(kind: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "effuse.benchmarks.handoff", kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield process, process.stdout
-    finally:
-        process.kill()
-        process.wait(DEADLINE_S)
-        process.stdout.close()
-        if process.stdin is not None:
-            process.stdin.close()
-
-
-def _hear(said: IO[str]) -> dict[str, str | int]:
-    """The receiver's next JSON line; the libraries it loads may print in between."""
-    for line in said:
-        if line.startswith("{"):
-            message: dict[str, str | int] = json.loads(line)
-            return message
-    raise RuntimeError("the receiver ended")
 
 
 def _receive(kind: str) -> None:

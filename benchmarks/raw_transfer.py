@@ -19,6 +19,7 @@ import numpy as np
 import zmq
 
 DEADLINE_S = 30.0
+MODULE = "effuse.benchmarks.raw_transfer"
 FRAME_BYTES = 4 << 20
 POLL_S = 0.0001  # polling without a pause takes the core that moves the bytes: 5 times slower
 
@@ -31,8 +32,8 @@ def raw_nixl_round_s(num_bytes: int, rounds: int, piece: int) -> list[float]:
     buffer = np.random.default_rng(0).integers(0, 255, num_bytes, dtype=np.uint8)
     agent = nixl_agent("raw-sender", nixl_agent_config(backends=["UCX"]))
     agent.register_memory([(buffer.ctypes.data, num_bytes, 0, "")], "DRAM")
-    with _receiver("nixl", num_bytes) as (process, said):
-        hello = _hear(said)
+    with receiving(MODULE, "nixl", str(num_bytes)) as (process, said):
+        hello = hear(said)
         peer = agent.add_remote_agent(bytes.fromhex(str(hello["metadata"])))
         peer = peer.decode() if isinstance(peer, bytes) else peer
         _tell(process, {"metadata": agent.get_agent_metadata().hex()})
@@ -67,8 +68,8 @@ def raw_zmq_round_s(num_bytes: int, rounds: int) -> list[float]:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    with _receiver("zmq", num_bytes) as (_, said):
-        socket.connect(str(_hear(said)["endpoint"]))
+    with receiving(MODULE, "zmq", str(num_bytes)) as (_, said):
+        socket.connect(str(hear(said)["endpoint"]))
         times = []
         for _number in range(rounds):
             start = time.perf_counter()
@@ -82,9 +83,10 @@ def raw_zmq_round_s(num_bytes: int, rounds: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def _receiver(kind: str, num_bytes: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+def receiving(module: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A receiver in a process of its own, and what it says; it is killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "effuse.benchmarks.raw_transfer", kind, str(num_bytes)],
+        [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -106,13 +108,13 @@ def _tell(process: subprocess.Popen[str], message: dict[str, str]) -> None:
     process.stdin.flush()
 
 
-def _hear(said: IO[str]) -> dict[str, str | int]:
-    """The receiver's first JSON line; the libraries it loads may print before it."""
+def hear(said: IO[str]) -> dict[str, str | int]:
+    """The receiver's next JSON line; the libraries it loads may print in between."""
     for line in said:
         if line.startswith("{"):
             message: dict[str, str | int] = json.loads(line)
             return message
-    raise RuntimeError("the receiver ended without a word")
+    raise RuntimeError("the receiver ended")
 
 
 def _check(start: float) -> None:
