@@ -201,7 +201,9 @@ class Bench:
         rows, masks = batch * WINDOW * size, batch * (WINDOW - 2) * size
         most_rows = rows + -(-batch // 4) * size
         stepper.prepare(
-            range(rows - size, most_rows + 1), range(masks - size, masks + 2 * size), context + 128
+            range(rows - size, most_rows + 1),
+            range(masks - size, masks + 2 * size),
+            range(context, context + ANSWER),
         )
         for _ in range(AHEAD - 1):
             stepper.launch()

@@ -41,6 +41,14 @@ def context_class(num_tokens: int) -> int:
     return bound
 
 
+def context_classes(contexts: range) -> list[int]:
+    """The bounds that serve all of these numbers of cached tokens, ascending."""
+    classes = [context_class(contexts[0])]
+    while classes[-1] < contexts[-1]:
+        classes.append(context_class(classes[-1] + 1))
+    return classes
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Of one step."""

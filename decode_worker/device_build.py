@@ -33,5 +33,5 @@ def make_stepper(
     step = DeviceStep(model, kv, buffers, page_size=limits.page_size, adjust=adjust)
     stepper = DeviceStepper(step, uses_graphs=uses_graphs)
     counts = range(1, limits.max_num_batched_tokens + 1)
-    stepper.prepare(counts, counts, limits.max_model_len)
+    stepper.prepare(counts, counts, range(limits.max_model_len + 1))
     return stepper

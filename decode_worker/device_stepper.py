@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.decode_worker.device_buckets import Forecast, Integers, Need, bucket, context_class
+from effuse.decode_worker.device_buckets import (
+    Forecast,
+    Integers,
+    Need,
+    bucket,
+    context_class,
+    context_classes,
+)
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.kernels.slots import Column, SlotLayout, Status
 
@@ -108,7 +115,7 @@ class DeviceStepper:
         return records
 
     @torch.inference_mode()
-    def prepare(self, rows: range, candidates: range, context: int) -> None:
+    def prepare(self, rows: range, candidates: range, contexts: range) -> None:
         """Captures the graphs of all buckets of these counts, as launches would need them.
 
         A graph that was not prepared is captured by the first launch that needs it.
@@ -116,7 +123,8 @@ class DeviceStepper:
         if not self._uses_graphs:
             return
         for count in sorted({self._row_bucket(count) for count in rows}, reverse=True):
-            self._row_graph(count, self._context_class(count, context))
+            for bound in {self._context_class(count, each) for each in context_classes(contexts)}:
+                self._row_graph(count, bound)
         for count in sorted({bucket(count) for count in candidates}, reverse=True):
             self._candidate_graph(count)
 
