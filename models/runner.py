@@ -18,6 +18,7 @@ from effuse.kernels.batch import make_attention_batch
 from effuse.kernels.confidence import RowSampling, sample_confidence
 from effuse.models.packing import PackedParts, pack_parts
 from effuse.models.part import Part, PartResult, PartSampling
+from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
 
 __all__ = ["ModelRunner", "Part", "PartResult", "PartSampling"]
@@ -33,10 +34,19 @@ class _Drawn:
 
 
 class ModelRunner:
-    """Runs a transformer over the paged memory `kv`, one pair of views per layer."""
+    """Runs a transformer over the paged memory `kv`, one pair of views per layer.
+
+    With `graphs`, which are over the same memory, short prompts are theirs to run.
+    """
 
     def __init__(
-        self, model: Transformer, kv: Sequence[LayerKV], *, page_size: int, block_size: int
+        self,
+        model: Transformer,
+        kv: Sequence[LayerKV],
+        *,
+        page_size: int,
+        block_size: int,
+        graphs: PromptGraphs | None = None,
     ) -> None:
         if len(kv) != model.config.num_layers:
             raise ValueError(
@@ -46,6 +56,7 @@ class ModelRunner:
         self._kv = kv
         self._page_size = page_size
         self._block_size = block_size
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
@@ -63,6 +74,8 @@ class ModelRunner:
 
     def _forward(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
         """Hidden rows [candidates + kept boundaries, H]."""
+        if self._graphs is not None and self._graphs.takes(parts):
+            return self._graphs.run(parts, packed)
         attention = make_attention_batch(
             [len(part.token_ids) for part in parts],
             [part.start for part in parts],

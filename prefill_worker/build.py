@@ -8,6 +8,7 @@ import time
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.engine import PrefillEngine
+from effuse.prefill_worker.flight import mark_of
 from effuse.prefill_worker.scheduler import Limits
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
@@ -29,6 +30,7 @@ def build(config: PrefillConfig, incarnation: str) -> Engine:
         now=time.monotonic,
         max_request_s=config.max_request_s,
         close=parts.connector.close,
+        mark=mark_of(parts.model.device),
     )
     return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
 

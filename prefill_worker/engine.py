@@ -1,18 +1,16 @@
 """The prefill engine: prompt in, KV pages out. One `step` is one forward over chunks of prompts.
 
 Owns the loop and the messages; what takes part is scheduler.py, how pages leave is kvtransfer's
-sender, and the forward is the model runner's. Never computes logits. Single-threaded.
+sender, and the forward is the model runner's. On a device one forward is always launched before
+the last one is waited for. Never computes logits. Single-threaded.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from effuse.kvtransfer.layout import Fingerprint, mismatch
 from effuse.kvtransfer.memory import PageMemory
@@ -24,6 +22,7 @@ from effuse.models.config import ModelConfig
 from effuse.models.part import Part, PartResult
 from effuse.placement.records import Load
 from effuse.prefill_worker import scheduler
+from effuse.prefill_worker.flight import Chunk, Flight, Mark, launched
 from effuse.prefill_worker.outbox import Outbox
 from effuse.prefill_worker.prompt import Prompt
 from effuse.prefill_worker.scheduler import Limits, PromptRefused
@@ -44,14 +43,6 @@ class Forward(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One prompt's share of a forward."""
-
-    prompt: Prompt
-    part: Part
-
-
 class PrefillEngine:
     """An EngineCore. Emits `PrefillDone`, then `Pushed` once the receiver has everything."""
 
@@ -68,7 +59,9 @@ class PrefillEngine:
         now: Callable[[], float],
         max_request_s: float,
         close: Callable[[], None],
+        mark: Mark | None = None,
     ) -> None:
+        """`mark` says when queued forwards have ended; None where they have when they return."""
         self._forward = forward
         self._model = model
         self._pool = pool
@@ -79,6 +72,8 @@ class PrefillEngine:
         self._now = now
         self._max_request_s = max_request_s
         self._close = close
+        self._mark = mark
+        self._flights: deque[Flight] = deque()
         self._outbox = Outbox()
         self._tombstones = Tombstones(KEEP_ABORTED_S)
         self._prompts: dict[str, Prompt] = {}  # everything not ended, draining ones included
@@ -91,17 +86,17 @@ class PrefillEngine:
         self._kv_bytes = 0
 
     def step(self) -> bool:
-        """Hears of pushes, admits, runs one forward, and hands on what became final."""
+        """Hears of pushes, admits, launches a forward, and hands on what the last one made final.
+
+        A forward is waited for once the next one is launched, or there is nothing to launch.
+        """
         has_moved = self._hear() | self._admit()
         chunks = self._take_chunks()
-        if not chunks:
-            return has_moved
-        results = self._run(chunks)
-        if results:
-            self._memory.synchronize()
-        for chunk, result in zip(chunks, results, strict=False):
-            self._apply(chunk, result)
-        return True
+        if chunks:
+            self._launch(chunks)
+        is_ahead = bool(chunks) and self._mark is not None
+        has_landed = self._land(leave=1 if is_ahead else 0)
+        return has_moved or bool(chunks) or has_landed
 
     def handle(self, message: ToEngine) -> None:
         """Takes one message of the front."""
@@ -275,7 +270,7 @@ class PrefillEngine:
         ]
 
     def _part(self, prompt: Prompt, size: int) -> Part:
-        start = prompt.num_computed
+        start = prompt.num_launched
         return Part(
             token_ids=prompt.token_ids[start : start + size],
             start=start,
@@ -284,6 +279,18 @@ class PrefillEngine:
             block_origin=prompt.block_origin,
             keep_boundary=self._model.shift_logits and size == prompt.num_left,
         )
+
+    def _launch(self, chunks: Sequence[Chunk]) -> None:
+        """Queues a forward and what determines the bytes of last pages."""
+        results = self._run(chunks)
+        if not results:
+            return
+        for chunk in chunks:
+            chunk.prompt.num_launched += chunk.part.num_stored
+            if not chunk.prompt.num_left:
+                self._zero_tail(chunk.prompt)
+        boundaries = [result.boundary for result in results]
+        self._flights.append(launched(chunks, boundaries, self._mark))
 
     def _run(self, chunks: Sequence[Chunk]) -> list[PartResult]:
         """One forward; where it fails, only what was in it fails, and the engine goes on."""
@@ -303,15 +310,31 @@ class PrefillEngine:
         self._failed_forwards = 0
         return results
 
-    def _apply(self, chunk: Chunk, result: PartResult) -> None:
+    def _zero_tail(self, prompt: Prompt) -> None:
+        used = prompt.num_paged % self._limits.page_size
+        if used:
+            self._memory.zero_tail(prompt.pages[-1].page_id, used)
+
+    def _land(self, *, leave: int) -> bool:
+        """Waits for all launched forwards but the last `leave`; True if there were any."""
+        has_landed = False
+        while len(self._flights) > leave:
+            has_landed = True
+            for chunk, boundary in self._flights.popleft().land():
+                self._apply(chunk, boundary)
+        return has_landed
+
+    def _apply(self, chunk: Chunk, boundary: bytes | None) -> None:
         prompt = chunk.prompt
         prompt.num_computed += chunk.part.num_stored
-        if result.boundary is not None:
-            prompt.hidden = _bytes_of(result.boundary)
-        if prompt.num_left:
-            self._hand_on(prompt)
-        else:
+        if prompt not in self._computing:
+            return  # given up meanwhile
+        if boundary is not None:
+            prompt.hidden = boundary
+        if prompt.is_computed:
             self._conclude(prompt)
+        else:
+            self._hand_on(prompt)
 
     def _hand_on(self, prompt: Prompt) -> None:
         """Gives the sender the pages that have become final."""
@@ -322,11 +345,7 @@ class PrefillEngine:
             self._sender.pages_ready(prompt.attempt.transfer_id, [page.page_id for page in ready])
 
     def _conclude(self, prompt: Prompt) -> None:
-        """The prompt is computed: determines the last page's bytes and hands everything on."""
-        used = prompt.num_paged % self._limits.page_size
-        if used:
-            self._memory.zero_tail(prompt.pages[-1].page_id, used)
-            self._memory.synchronize()
+        """The prompt is computed: hands everything on."""
         self._computing.remove(prompt)
         self._outbox.computed(prompt, self._now())
         self._hand_on(prompt)
@@ -350,15 +369,12 @@ class PrefillEngine:
             self._computing.remove(prompt)
 
     def _end(self, attempt: AttemptId) -> None:
-        """Nothing reads the prompt's pages any more."""
+        """Nothing reads the prompt's pages any more; what writes them lands first."""
         transfer_id = attempt.transfer_id
+        if self._prompts[transfer_id].is_in_flight:
+            self._land(leave=0)
         self._leave(transfer_id)
         self._pool.release(self._prompts.pop(transfer_id).pages)
         if transfer_id in self._aborting:
             was_running = self._aborting.pop(transfer_id)
             self._outbox.abort_done(attempt, was_running=was_running)
-
-
-def _bytes_of(hidden: Tensor) -> bytes:
-    """Raw bytes of a vector [hidden_size]."""
-    return hidden.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()

@@ -21,15 +21,26 @@ class Prompt:
     can_split: bool  # into chunks that end with a block; a bidirectional prompt cannot
     arrived_s: float
     started_s: float = 0.0
-    num_computed: int = 0
+    num_launched: int = 0  # tokens in forwards that were launched, the present one included
+    num_computed: int = 0  # tokens whose KV is there
     num_ready: int = 0  # pages that are final
     hidden: bytes | None = None  # boundary row, for models that need it
     pages: tuple[PageRef, ...] = ()
 
     @property
     def num_left(self) -> int:
-        """Tokens that are still to be computed."""
-        return self.num_paged - self.num_computed
+        """Tokens that no forward has taken yet."""
+        return self.num_paged - self.num_launched
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all KV is there."""
+        return self.num_computed == self.num_paged
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a forward that has not landed writes its pages."""
+        return self.num_launched > self.num_computed
 
     @property
     def page_ids(self) -> list[int]:
@@ -38,7 +49,7 @@ class Prompt:
 
     def final_pages(self, page_size: int) -> int:
         """Pages that no forward will touch again."""
-        return len(self.pages) if not self.num_left else self.num_computed // page_size
+        return len(self.pages) if self.is_computed else self.num_computed // page_size
 
     def boundary(self) -> BoundaryState:
         """What goes with the pages."""

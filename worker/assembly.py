@@ -17,6 +17,7 @@ from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.models.part import Part, PartSampling
+from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
@@ -54,7 +55,7 @@ def assemble(
     max_model_len = _max_model_len(config, model)
     layout = _layout(config, model)
     memory = PageMemory(layout, _num_pages(config, model, layout, max_model_len), device)
-    runner = _runner(model, memory)
+    runner = _runner(model, memory, _prompt_graphs(config, model, memory))
     warm_up(runner, model.config.block_size)
     agreed = fingerprint(layout, _facts(config, directory, model))
     return Assembly(
@@ -164,12 +165,32 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
     return room // layout.page_bytes
 
 
-def _runner(model: Transformer, memory: PageMemory) -> ModelRunner:
+def _prompt_graphs(
+    config: WorkerConfig, model: Transformer, memory: PageMemory
+) -> PromptGraphs | None:
+    """Captured before anything is served; none where there is no use for them."""
+    if model.device.type != "cuda" or config.enforce_eager:
+        return None
+    graphs = PromptGraphs(
+        model,
+        memory.layer_views(),
+        page_size=memory.layout.page_size,
+        block_size=model.config.block_size,
+        uses_graphs=True,
+    )
+    graphs.prepare()
+    return graphs
+
+
+def _runner(
+    model: Transformer, memory: PageMemory, graphs: PromptGraphs | None = None
+) -> ModelRunner:
     return ModelRunner(
         model,
         memory.layer_views(),
         page_size=memory.layout.page_size,
         block_size=model.config.block_size,
+        graphs=graphs,
     )
 
 

@@ -20,6 +20,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.prefill_worker.engine import PrefillEngine
+from effuse.prefill_worker.flight import Mark
 from effuse.prefill_worker.scheduler import Limits
 from effuse.worker.messages import Abort, CoreEvent, PushTo, StartPrefill
 
@@ -56,6 +57,7 @@ class Rig:
         budget: int = 64,
         num_pages: int = 32,
         max_num_seqs: int = 8,
+        mark: Mark | None = None,
     ) -> None:
         self.time = 1000.0
         self.model: Transformer = load_model(path)
@@ -115,6 +117,7 @@ class Rig:
             now=self.now,
             max_request_s=MOST_S,
             close=self.source.close,
+            mark=mark,
         )
         self.said: list[CoreEvent] = []
 

@@ -1,0 +1,114 @@
+"""Short prompts on padded rows: K, V and boundary are those of the usual way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
+
+from effuse.models.prompt_graphs import MOST_ROWS, MOST_SEQUENCES, PromptGraphs
+from effuse.models.runner import ModelRunner, Part, PartResult
+from effuse.models.transformer import Transformer
+from effuse.models.weights import load_model
+
+PAGE, BLOCK, NUM_PAGES = 8, 4, 48
+SIZES = TinySizes(hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=192)
+LENGTHS = ((1,), (22,), (64,), (20, 3, 41), (5,) * MOST_SEQUENCES)
+
+
+def make(
+    model: Transformer, *, padded: bool, uses_graphs: bool = False
+) -> tuple[ModelRunner, torch.Tensor]:
+    config = model.config
+    shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE, config.head_dim)
+    memory = torch.full(shape, -7.0, device=model.device, dtype=model.dtype)
+    kv = [(layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2)) for layer in memory.unbind(1)]
+    graphs = None
+    if padded:
+        graphs = PromptGraphs(model, kv, page_size=PAGE, block_size=BLOCK, uses_graphs=uses_graphs)
+    return ModelRunner(model, kv, page_size=PAGE, block_size=BLOCK, graphs=graphs), memory
+
+
+def prompts(model: Transformer, lengths: Sequence[int]) -> list[Part]:
+    free = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(1)).tolist()
+    return [
+        Part(
+            token_ids=[3 + (7 * index + 5 * i) % 200 for i in range(length)],
+            start=0,
+            pages=[free.pop() for _ in range(-(-length // PAGE))],
+            num_stored=length,
+            block_origin=model.config.block_origin(length),
+            keep_boundary=index != 1,
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def boundaries(results: Sequence[PartResult]) -> list[torch.Tensor]:
+    return [result.boundary for result in results if result.boundary is not None]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_padded_rows_give_the_same_bits_on_the_cpu(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    torch.set_num_threads(1)
+    model = load_model(write_tiny_checkpoint(tmp_path, architecture, seed=3), block_size=BLOCK)
+    (usual, expected), (runner, memory) = make(model, padded=False), make(model, padded=True)
+    for lengths in LENGTHS:
+        parts = prompts(model, lengths)
+        one, other = usual.run(parts), runner.run(parts)
+        assert torch.equal(memory, expected)
+        kept = len(lengths) - (len(lengths) > 1) if architecture == "dream" else 0
+        assert len(boundaries(other)) == kept
+        for mine, theirs in zip(boundaries(other), boundaries(one), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_what_does_not_fit_goes_the_usual_way(tmp_path: Path) -> None:
+    model = load_model(write_tiny_checkpoint(tmp_path, "dream", seed=3), block_size=BLOCK)
+    graphs = PromptGraphs(model, [], page_size=PAGE, block_size=BLOCK, uses_graphs=False)
+
+    def part(length: int, start: int = 0, candidates: Sequence[int] = ()) -> Part:
+        return Part(
+            token_ids=[1] * length,
+            start=start,
+            pages=[],
+            num_stored=0,
+            block_origin=0,
+            candidates=candidates,
+        )
+
+    assert graphs.takes([part(MOST_ROWS)])
+    assert graphs.takes([part(1)] * MOST_SEQUENCES)
+    assert not graphs.takes([part(1)] * (MOST_SEQUENCES + 1))
+    assert not graphs.takes([part(MOST_ROWS), part(1)])
+    assert not graphs.takes([part(8), part(8, start=4)])
+    assert not graphs.takes([part(8, candidates=[3])])
+    assert not graphs.takes([])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_graphs_give_what_launches_give(
+    tmp_path: Path, architecture: Architecture, dtype: torch.dtype
+) -> None:
+    """Bitwise where the bucket is full, as near as another product's order of sums elsewhere."""
+    path = write_tiny_checkpoint(tmp_path, architecture, gain=0.5, sizes=SIZES)
+    model = load_model(path, device="cuda", dtype=dtype, block_size=BLOCK)
+    usual, expected = make(model, padded=False)
+    runner, memory = make(model, padded=True, uses_graphs=True)
+    bound = 1e-4 if dtype == torch.float32 else 0.05
+    for lengths in (*LENGTHS, *LENGTHS):
+        parts = prompts(model, lengths)
+        memory.fill_(-7), expected.fill_(-7)
+        one, other = usual.run(parts), runner.run(parts)
+        bound_here = 0 if sum(lengths) % 64 == 0 else bound
+        torch.testing.assert_close(memory, expected, rtol=0, atol=bound_here)
+        for mine, theirs in zip(boundaries(other), boundaries(one), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=20 * bound_here)
