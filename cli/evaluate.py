@@ -20,7 +20,7 @@ from effuse.cli.scores import Outcome, judge, table
 from effuse.models.config_keys import CheckpointError
 from effuse.models.problems import Problem, problem
 from effuse.models.transformer import Transformer
-from effuse.models.weights import load_model
+from effuse.models.weights import DTYPES, load_model
 from effuse.placement.records import Algorithm
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.worker.messages import Settings
@@ -55,14 +55,15 @@ class Job:
     seed: int
     count: int
     batch: int
+    dtype: str
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     job = parse(argv)
-    device, dtype = pick_device()
+    device, _ = pick_device()
     try:
-        model = load_model(job.model, device=device, dtype=dtype)
+        model = load_model(job.model, device=device, dtype=DTYPES[job.dtype])
         tokenizer = Tokenizer.load(job.model)
     except (CheckpointError, TokenizerError) as error:
         print(f"effuse eval: {error}", file=sys.stderr)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
             answers = answer_all(model, prompts, way, job.batch, partial(progress.advance, task))
             rows.append((way.name, _judge_all(problems, answers, tokenizer)))
     tokenizer.close()
-    print(f"{job.count} held-out problems, seed {job.seed}, {device.type}, {dtype}")
+    print(f"{job.count} held-out problems, seed {job.seed}, {device.type}, {job.dtype}")
     print(table(rows))
     return 0
 
@@ -90,8 +91,15 @@ def parse(argv: Sequence[str]) -> Job:
     add("--seed", type=whole(0), default=1, metavar="N", help="which problems (default: 1)")
     add("--count", type=whole(2), default=2000, metavar="N", help="how many (default: 2000)")
     add("--batch", type=whole(1), default=64, metavar="N", help="problems at a time (default: 64)")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights and KV (default: float32)")
     found = parser.parse_args(argv)
-    return Job(model=found.model, seed=found.seed, count=found.count, batch=found.batch)
+    return Job(
+        model=found.model,
+        seed=found.seed,
+        count=found.count,
+        batch=found.batch,
+        dtype=found.dtype,
+    )
 
 
 async def _encode(tokenizer: Tokenizer, problems: Sequence[Problem]) -> list[tuple[int, ...]]:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from effuse.decode_worker.boundary import Boundary
-from effuse.decode_worker.engine import DecodeEngine, Forward
+from effuse.decode_worker.device_build import make_engine
+from effuse.decode_worker.engine import Forward
 from effuse.decode_worker.handoffs import Handoffs, Identity
-from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import Limits
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -80,13 +79,14 @@ class LocalEngine:
         runner = ModelRunner(
             model, memory.layer_views(), page_size=PAGE_SIZE, block_size=config.block_size
         )
-        hidden_size = config.hidden_size if config.shift_logits else None
-        self._engine = DecodeEngine(
+        self._engine = make_engine(
+            model,
+            memory.layer_views(),
             observe(runner),
             pool,
-            Intake(config, limits),
+            limits,
             Handoffs(pool, _IDENTITY, None),
-            Boundary(hidden_size, model.dtype, model.device),
+            on_device=model.device.type == "cuda",
             now=time.monotonic,
             max_request_s=_MAX_REQUEST_S,
         )

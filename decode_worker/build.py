@@ -5,13 +5,10 @@ Only wires parts to each other.
 
 import time
 
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.config import DecodeConfig
-from effuse.decode_worker.device_build import make_stepper
-from effuse.decode_worker.device_engine import DeviceDecodeEngine, DeviceIntake
+from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.handoffs import Handoffs, Identity
-from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import Limits
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
@@ -35,31 +32,14 @@ def _core(config: DecodeConfig, incarnation: str, parts: Assembly, limits: Limit
         lease_s=config.handoff_lease_s,
     )
     handoffs = Handoffs(parts.pool, identity, parts.connector)
-    boundary = Boundary(
-        hidden_size=model.config.hidden_size if model.config.shift_logits else None,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    if config.device_steps:
-        stepper = make_stepper(
-            model, parts.memory.layer_views(), limits, uses_graphs=not config.enforce_eager
-        )
-        return DeviceDecodeEngine(
-            parts.runner,
-            parts.pool,
-            DeviceIntake(model.config, limits, stepper.layout),
-            handoffs,
-            boundary,
-            stepper,
-            now=time.monotonic,
-            max_request_s=config.max_request_s,
-        )
-    return DecodeEngine(
+    return make_engine(
+        model,
+        parts.memory.layer_views(),
         parts.runner,
         parts.pool,
-        Intake(model.config, limits),
+        limits,
         handoffs,
-        boundary,
+        on_device=model.device.type == "cuda" and not config.enforce_eager,
         now=time.monotonic,
         max_request_s=config.max_request_s,
     )

@@ -12,7 +12,6 @@ class DecodeConfig(WorkerConfig):
     """Settings of a decode worker. Raises ValueError naming the accepted form."""
 
     default_algorithm: Annotated[Algorithm, "used where a request names none"] = "d2f"
-    device_steps: Annotated[bool, "denoise in device slots, a step ahead of the host"] = False
     handoff_lease_s: Annotated[float, "longest that a prefill worker may take to push"] = 60.0
 
     def __post_init__(self) -> None:

@@ -1,16 +1,58 @@
-"""Sizes of the device's slots and buffers, from an engine's limits. Only wires parts together."""
+"""An engine that denoises on the device or from the host, and the sizes of the device's slots.
 
-from collections.abc import Sequence
+Only wires parts together.
+"""
 
+from collections.abc import Callable, Sequence
+
+from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_buckets import bucket
+from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.engine import DecodeEngine, Forward
+from effuse.decode_worker.handoffs import Handoffs
+from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import Limits
 from effuse.kernels.slots import SlotLayout
+from effuse.kvtransfer.pool import PagePool
 from effuse.models.transformer import LayerKV, Transformer
 
-_MAX_WINDOW = 8  # blocks of a request in flight
-_MAX_STOPS = 16  # stop ids of a request
+# What a slot has room for; requests beyond it are denoised from the host.
+_MAX_WINDOW = 8  # blocks in flight
+_MAX_STOPS = 16  # stop ids
+
+
+def make_engine(
+    model: Transformer,
+    kv: Sequence[LayerKV],
+    forward: Forward,
+    pool: PagePool,
+    limits: Limits,
+    handoffs: Handoffs,
+    *,
+    on_device: bool,
+    now: Callable[[], float],
+    max_request_s: float,
+) -> DecodeEngine:
+    """A decode engine over the pages `kv`, its graphs captured where it denoises `on_device`."""
+    config, intake = model.config, Intake(model.config, limits)
+    hidden_size = config.hidden_size if config.shift_logits else None
+    boundary = Boundary(hidden_size=hidden_size, dtype=model.dtype, device=model.device)
+    if not on_device:
+        return DecodeEngine(
+            forward, pool, intake, handoffs, boundary, now=now, max_request_s=max_request_s
+        )
+    return DeviceDecodeEngine(
+        forward,
+        pool,
+        intake,
+        handoffs,
+        boundary,
+        make_stepper(model, kv, limits),
+        now=now,
+        max_request_s=max_request_s,
+    )
 
 
 def make_stepper(

@@ -1,7 +1,8 @@
 """The decode engine whose denoising lives on the device: it launches a step, then reads the last.
 
 Admission, prefill, handoffs and messages are `engine.py`'s. Here requests move into device slots,
-get pages before the device needs them, and are followed through records, one step behind.
+get pages before the device needs them, and are followed through records, one step behind. What no
+slot has room for (a very wide window, many stop ids) is denoised as `engine.py` does it.
 """
 
 import logging
@@ -13,35 +14,20 @@ import numpy as np
 from effuse.decode_worker import scheduler
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_mirror import apply_record
-from effuse.decode_worker.device_slots import Record, check_row_fits, slot_row
+from effuse.decode_worker.device_slots import Record, row_fits, slot_row
 from effuse.decode_worker.device_stepper import DeviceStepper
-from effuse.decode_worker.engine import DecodeEngine, Forward, Work
+from effuse.decode_worker.engine import DecodeEngine, Forward, Work, work_of
 from effuse.decode_worker.handoffs import Handoffs
 from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.parts import prefill_part
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.scheduler import Demand
-from effuse.kernels.slots import RecordColumn, SlotLayout, Status
+from effuse.kernels.slots import RecordColumn, Status
 from effuse.kvtransfer.pool import PagePool
-from effuse.worker.messages import StartDecode
 
 LOG = logging.getLogger(__name__)
 
 _MOST_GENERATIONS = 2**31 - 1
 _MOST_FAILED_STEPS = 8  # in a row; then the device is taken for lost and the process ends
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceIntake(Intake):
-    """Refuses also what a row of the slot table has no room for."""
-
-    layout: SlotLayout
-
-    def make_request(self, message: StartDecode, *, arrival: int, now: float) -> Request:
-        """A request that can finish here. Raises RequestError with what is wrong."""
-        request = Intake.make_request(self, message, arrival=arrival, now=now)
-        check_row_fits(self.layout, request.sequence, request.settings)
-        return request
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +47,7 @@ class DeviceDecodeEngine(DecodeEngine):
         self,
         forward: Forward,
         pool: PagePool,
-        intake: DeviceIntake,
+        intake: Intake,
         handoffs: Handoffs,
         boundary: Boundary,
         stepper: DeviceStepper,
@@ -94,7 +80,10 @@ class DeviceDecodeEngine(DecodeEngine):
     # Before a step.
 
     def _give_rows(self) -> bool:
-        """Preempts, prefills chunks, moves requests in, and hands pages on. True for prefill."""
+        """Preempts, runs what the host feeds, moves requests in, hands pages on.
+
+        True if there was a forward.
+        """
         running = list(self._seats.running)
         demands = [self._demand(request) for request in running]
         schedule = scheduler.schedule(demands, num_free=self._pool.num_free, limits=self._limits)
@@ -109,8 +98,8 @@ class DeviceDecodeEngine(DecodeEngine):
             if not rows:
                 continue
             self._take_pages(request, max(0, demand.pages_wanted - demand.pages_held))
-            if request.num_to_prefill:
-                work.append(Work(request, prefill_part(request, rows), None))
+            if request.num_to_prefill or not self._fits_slot(request):
+                work.append(work_of(request, rows))
             else:
                 self._bring_up(request)
         for item, result in zip(work, self._run(work) if work else [], strict=False):
@@ -121,11 +110,14 @@ class DeviceDecodeEngine(DecodeEngine):
     def _demand(self, request: Request) -> Demand:
         """Of pages, all that two steps can store: the device is one step ahead of its records."""
         demand = request.demand(self._limits)
-        if request.num_to_prefill:
+        if request.num_to_prefill or not self._fits_slot(request):
             return demand
         sequence = request.sequence
         end = min(sequence.in_flight_end, sequence.last_block_start)
         return replace(demand, pages_wanted=max(demand.pages_wanted, self._limits.pages_for(end)))
+
+    def _fits_slot(self, request: Request) -> bool:
+        return row_fits(self._stepper.layout, request.sequence, request.settings)
 
     def _bring_up(self, request: Request) -> None:
         """Sees to it that the request is on the device with all of its pages."""

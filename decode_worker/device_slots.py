@@ -15,7 +15,6 @@ from effuse.decode_worker.settings import (
     Algorithm,
     DecodeSettings,
     Remasking,
-    RequestError,
     Sampling,
     Score,
 )
@@ -105,12 +104,9 @@ def slot_row(
     pages: Ids[int],
     page_size: int,
 ) -> Row:
-    """The row [width] of a sequence whose step is open and whose cache is complete.
-
-    Raises RequestError where the request needs more than a row holds.
-    """
+    """The row [width] of a sequence whose step is open and whose cache is complete."""
     assert sequence.step_open, "a sequence joins with its step opened"
-    check_row_fits(layout, sequence, settings)
+    assert row_fits(layout, sequence, settings), "others are denoised from the host"
     row = np.zeros(layout.width, dtype=np.int32)
     _put_settings(row, sequence, settings, sampling)
     row[Column.STATUS] = Status.RUNNING
@@ -129,14 +125,11 @@ def slot_row(
     return row
 
 
-def check_row_fits(layout: SlotLayout, sequence: Sequence, settings: DecodeSettings) -> None:
-    """Raises RequestError where a request needs more than a row of the slot table holds."""
+def row_fits(layout: SlotLayout, sequence: Sequence, settings: DecodeSettings) -> bool:
+    """False where a request needs more than a row of the slot table holds."""
     window = settings.window if settings.algorithm is Algorithm.D2F else 1
-    if window > layout.max_window:
-        raise RequestError(f"window must be at most {layout.max_window} here, got {window}")
     num_stops = len(sequence.stopping.stop_token_ids)
-    if num_stops > layout.max_stops:
-        raise RequestError(f"at most {layout.max_stops} stop ids are served, got {num_stops}")
+    return window <= layout.max_window and num_stops <= layout.max_stops
 
 
 def _put_settings(

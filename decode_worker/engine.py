@@ -258,7 +258,7 @@ class DecodeEngine:
         for request, demand, rows in zip(running, demands, schedule.rows, strict=True):
             if rows:
                 self._take_pages(request, max(0, demand.pages_wanted - demand.pages_held))
-                work.append(_work(request, rows))
+                work.append(work_of(request, rows))
         self._is_stalled = not work
         return work
 
@@ -336,7 +336,8 @@ class DecodeEngine:
         self._seats.leave(request)
 
 
-def _work(request: Request, rows: int) -> Work:
+def work_of(request: Request, rows: int) -> Work:
+    """A chunk of `rows` of what precedes its blocks, or else its denoise step."""
     if request.num_to_prefill:
         return Work(request, prefill_part(request, rows), None)
     plan = request.open_step()

@@ -13,10 +13,11 @@ from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, load_tiny, make_request, random_requests
 
-from effuse.decode_worker.build import build
-from effuse.decode_worker.config import DecodeConfig
+from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.device_engine import DeviceDecodeEngine
+from effuse.decode_worker.handoffs import Handoffs, Identity
 from effuse.kernels.confidence import Candidates, RowSampling
+from effuse.kvtransfer.messages import AttemptId
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import StartDecode
@@ -129,24 +130,63 @@ def test_a_failing_step_fails_its_requests_and_the_engine_lives_on(model: Transf
     assert rig.pool.num_free == rig.pool.num_pages
 
 
-def test_what_a_slot_cannot_hold_is_refused(model: Transformer) -> None:
-    rig = DeviceRig(model)
-    wide = rig.start(make_request("a", PROMPT, window=9))
-    assert (wide.failed.code, "at most 8" in wide.failed.message) == ("INVALID_ARGUMENT", True)
-    many = rig.start(make_request("b", PROMPT, stop_token_ids=range(17)))
-    assert "at most 16 stop ids" in many.failed.message
+def test_what_no_slot_holds_is_denoised_from_the_host(model: Transformer) -> None:
+    """Beside others that are on the device, and preempted like them."""
+    stops = tuple(range(200, 217))
+    requests = [
+        make_request("wide", PROMPT, max_tokens=60, stop_token_ids=(), window=9),
+        make_request("device", PROMPT[:7], max_tokens=40, stop_token_ids=()),
+        make_request("stops", PROMPT[:9], max_tokens=40, stop_token_ids=stops),
+    ]
+    host, device = Rig(model), DeviceRig(model)
+    small = DeviceRig(model, num_pages=20, page_size=4)
+    for rig in (host, device, small):
+        run(rig, requests)
+    for name, answer in host.answers.items():
+        assert device.answers[name].token_ids == answer.token_ids
+        assert small.answers[name].token_ids == answer.token_ids
+    assert small.engine.counters.preemptions > 0
 
 
-def test_the_flag_builds_it(tmp_path: Path) -> None:
-    directory = write_tiny_checkpoint(tmp_path / "model", "sdar", seed=3)
-    config = DecodeConfig(model=directory, connector="loopback", device_steps=True, device="cpu")
-    engine = build(config, "life-1")
-    assert isinstance(engine.core, DeviceDecodeEngine)
-    engine.core.handle(make_request("a", PROMPT, max_tokens=9))
-    while engine.core.step():
-        pass
-    assert isinstance(engine.core.outbox()[-1], messages.Finished)
-    engine.core.close()
+def test_a_resumed_answer_goes_on_with_the_same_tokens(model: Transformer) -> None:
+    """From every commit of every request: its frontier is all that another device needs."""
+    rig, resumed = DeviceRig(model), 0
+    requests = asked("d2f", max_tokens=24, stop_token_ids=())
+    run(rig, requests)
+    for request in requests:
+        answer = rig.answers[request.attempt.transfer_id]
+        for number, commit in enumerate(answer.commits[:-1]):
+            given = answer.token_ids[: commit.token_offset + len(commit.token_ids)]
+            name = f"{request.attempt.transfer_id}-{number}"
+            again = rig.start(
+                msgspec.structs.replace(
+                    request,
+                    attempt=AttemptId(name, 2, name),
+                    resume=messages.Resume(committed_token_ids=given, frontier=commit.frontier),
+                )
+            )
+            rig.run()
+            rest = [token for commit in again.commits for token in commit.token_ids]
+            assert (*given, *rest) == answer.token_ids
+            resumed += 1
+    assert resumed > 20
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_either_engine_is_made_from_the_same_parts(model: Transformer, on_device: bool) -> None:
+    rig = Rig(model)
+    engine = make_engine(
+        model,
+        rig.memory.layer_views(),
+        rig.forward,
+        rig.pool,
+        rig.limits,
+        Handoffs(rig.pool, Identity("life-1", (), 0, 1.0), None),
+        on_device=on_device,
+        now=rig.clock,
+        max_request_s=1.0,
+    )
+    assert isinstance(engine, DeviceDecodeEngine) == on_device
 
 
 def _is_reserved(event: messages.CoreEvent) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from checkpoints import ARCHITECTURES, write_tiny_checkpoint
+from decoding.device_rig import DeviceRig
 from decoding.engines import (
     INCARNATION,
     Answer,
@@ -34,8 +35,8 @@ PROMPT = tuple(range(20, 33))
 class Pair:
     """A decode engine and a source in one hub."""
 
-    def __init__(self, model: Transformer, **limits: int) -> None:
-        self.rig = Rig(model, **limits)  # type: ignore[arg-type]
+    def __init__(self, model: Transformer, kind: type[Rig] = Rig, **limits: int) -> None:
+        self.rig = kind(model, **limits)  # type: ignore[arg-type]
         self.hub = Hub()
         self.target = LoopbackConnector(
             self.hub, self.rig.memory, INCARNATION, self.rig.fingerprint, self.rig.clock
@@ -73,9 +74,9 @@ def sdar(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("sdar") / "model", "sdar", seed=3)
 
 
-@pytest.fixture
-def pair(sdar: Path) -> Iterator[Pair]:
-    made = Pair(load_tiny(sdar))
+@pytest.fixture(params=[Rig, DeviceRig], ids=["host", "device"])
+def pair(sdar: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(load_tiny(sdar), request.param)
     yield made
     made.rig.engine.audit()
     made.close()
@@ -85,13 +86,14 @@ def remote(name: str = "a", **changes: object) -> StartDecode:
     return make_request(name, PROMPT, writer=SOURCE, **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", [Rig, DeviceRig], ids=["host", "device"])
 @pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_handed_over_prompts_give_the_oracles_answers_preempted_or_not(
-    architecture: str, algorithm: str, tmp_path: Path
+    architecture: str, algorithm: str, kind: type[Rig], tmp_path: Path
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=5)  # type: ignore[arg-type]
-    pair = Pair(load_tiny(directory), num_pages=20, page_size=3, budget=64)
+    pair = Pair(load_tiny(directory), kind, num_pages=20, page_size=3, budget=64)
     requests = [
         msgspec.structs.replace(request, writer=SOURCE, max_tokens=24, stop_token_ids=())
         for request in random_requests(8, algorithm, block_size=4, sampled=True, seed=9)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from decoding.engines import INCARNATION, Rig
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_build import make_stepper
-from effuse.decode_worker.device_engine import DeviceDecodeEngine, DeviceIntake
+from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import Adjust
 from effuse.decode_worker.handoffs import Handoffs, Identity
+from effuse.decode_worker.intake import Intake
 from effuse.kvtransfer.connector import Connector
 
 
@@ -29,7 +30,7 @@ class DeviceRig(Rig):
         self.engine = DeviceDecodeEngine(
             self.forward,
             self.pool,
-            DeviceIntake(config, limits, stepper.layout),
+            Intake(config, limits),
             Handoffs(self.pool, identity, connector),
             Boundary(
                 config.hidden_size if config.shift_logits else None, model.dtype, model.device
