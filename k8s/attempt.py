@@ -61,7 +61,7 @@ def main() -> int:
     try:
         if found.build:
             build_images(shlex.split(found.build), found.base)
-        attempt(cluster, found.kustomize, found.overlay, found.connector)
+        attempt(cluster, found.overlay, found.connector)
     except AttemptError as error:
         print(f"make k8s-try: {error}", file=sys.stderr)
         return 1
@@ -73,7 +73,6 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make k8s-try", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--kubectl", default="kubectl", help="the kubectl to use")
-    add("--kustomize", required=True, help="the kustomize to use")
     add("--overlay", type=Path, default=ROOT / "k8s/overlays/1p1d", help="what to bring up")
     add("--connector", default="nixl", help="what must have moved the KV (default: nixl)")
     add("--build", help="command that builds an image, as in 'docker build -t'")
@@ -93,11 +92,9 @@ def build_images(build: Sequence[str], base: str | None) -> None:
         print(f"built {tag} in {time.monotonic() - began:.0f} s", flush=True)
 
 
-def attempt(cluster: Cluster, kustomize: str, overlay: Path, connector: str) -> None:
+def attempt(cluster: Cluster, overlay: Path, connector: str) -> None:
     """Everything from the namespace's creation to its end. Raises AttemptError."""
-    manifests = subprocess.run(
-        [kustomize, "build", str(overlay)], capture_output=True, text=True, check=True
-    ).stdout
+    manifests = cluster.run("kustomize", str(overlay))
     with namespace(cluster):
         cluster.run("apply", "-f", "-", stdin=manifests)
         wait_until_available(cluster)
