@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from effuse.kernels.batch import AttentionBatch, GatherPlan
+from effuse.kernels.distinct_pages import is_distinct
 
 
 def block_attention(
@@ -26,12 +27,17 @@ def block_attention(
     """Attention output [T, Hq, D] of all packed rows, in the dtype of ``q``.
 
     q is [T, Hq, D], k and v are [T, Hkv, D] with Hq a multiple of Hkv; k_cache and v_cache are one
-    layer's logical views [pages, page_size, Hkv, D] of any strides. Cached slots that no page table
-    reaches are never read. ``lse`` [T, Hq] fp32, if given, receives each row's log-sum-exp of the
-    scaled scores (natural log). On the CPU the rows of one diffusion block are computed alone
-    over the keys they see, so a row's result is bitwise the same whatever other sequences, and
-    whatever later blocks of its own sequence, share the forward.
+    layer's logical views [pages, page_size, Hkv, D] of any strides, or views of the distinct layout
+    (`distinct_pages`). Cached slots that no page table reaches are never read. ``lse`` [T, Hq]
+    fp32, if given, receives each row's log-sum-exp of the scaled scores (natural log). On the CPU
+    the rows of one diffusion block are computed alone over the keys they see, so a row's result is
+    bitwise the same whatever other sequences, and whatever later blocks of its own sequence, share
+    the forward.
     """
+    if is_distinct(k_cache):
+        from effuse.kernels.distinct_attention import distinct_attention
+
+        return distinct_attention(q, k, v, k_cache, v_cache, batch, scale=scale, out=out, lse=lse)
     _check(q, k, v, k_cache, v_cache, batch)
     if out is None:
         out = torch.empty_like(q)

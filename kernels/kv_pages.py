@@ -6,13 +6,19 @@ A page is addressed by its id in the pool's memory; who may use a page is not de
 import torch
 from torch import Tensor
 
+from effuse.kernels import distinct_pages
+
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write rows of k and v [T, Hkv, D] into one layer's views [pages, page_size, Hkv, D].
+    """Write rows of k and v [T, Hkv, D] into one layer's views [pages, page_size, Hkv, D], or
+    into views of the distinct layout (`distinct_pages`).
 
     ``slot_mapping`` [T] int64 holds ``page * page_size + offset``; -1 stores nothing. A slot must
     not occur twice.
     """
+    if distinct_pages.is_distinct(k_cache):
+        distinct_pages.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        return
     if k.is_cuda:
         from effuse.kernels import kv_pages_triton
 
@@ -41,6 +47,8 @@ def store_kv_ref(
 
 def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """K and V [N, Hkv, D] of ``slots`` [N] int64, all of them >= 0."""
+    if distinct_pages.is_distinct(k_cache):
+        return distinct_pages.load_kv(k_cache, v_cache, slots)
     if k_cache.is_cuda:
         from effuse.kernels import kv_pages_triton
 

@@ -7,6 +7,8 @@ the like) would be other tables, not other operators.
 import torch
 from torch import Tensor
 
+from effuse.kernels.ahead import Ahead
+from effuse.kernels.distinct_pages import is_distinct
 from effuse.kernels.kv_pages import store_kv
 
 
@@ -20,12 +22,17 @@ def make_cos_sin_cache(
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
 
 
-def rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, Hq, D] and k [T, Hkv, D] by ``positions`` [T] int64; new tensors, same dtype."""
+def rotary(
+    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, ahead: Ahead | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, Hq, D] and k [T, Hkv, D] by ``positions`` [T] int64; new tensors, same dtype.
+
+    On CUDA ``ahead`` is fetched into the L2 cache meanwhile.
+    """
     if q.is_cuda:
         from effuse.kernels import rotary_triton
 
-        return rotary_triton.launch(q, k, cos_sin_cache, positions)
+        return rotary_triton.launch(q, k, cos_sin_cache, positions, ahead=ahead)
     cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -40,14 +47,19 @@ def rotary_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    ahead: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rotary`, then `kv_pages.store_kv` of the rotated k and of v; one kernel on CUDA."""
-    if q.is_cuda:
+    """`rotary`, then `kv_pages.store_kv` of the rotated k and of v.
+
+    One kernel on CUDA for the unified layout. For the distinct one two: a program for each token,
+    which is what rotation wants, would write its V in pieces of two bytes.
+    """
+    if q.is_cuda and not is_distinct(k_cache):
         from effuse.kernels import rotary_triton
 
         stored = (v, k_cache, v_cache, slot_mapping)
-        return rotary_triton.launch(q, k, cos_sin_cache, positions, stored)
-    q, k = rotary(q, k, cos_sin_cache, positions)
+        return rotary_triton.launch(q, k, cos_sin_cache, positions, stored, ahead)
+    q, k = rotary(q, k, cos_sin_cache, positions, ahead)
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q, k
 

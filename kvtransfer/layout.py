@@ -13,6 +13,8 @@ from effuse.kvtransfer.messages import Field
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DIGEST = "xxh3_128"
+LAYOUT_KINDS = ("unified", "distinct")
+PIECE_BYTES = 16  # of K in the distinct layout
 FIELD_NAMES = (
     "weights",
     "architecture",
@@ -35,9 +37,11 @@ Fingerprint = tuple[Field, ...]
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Order and sizes of the K and V in a page.
+    """Order and sizes of the K and V in a page, which is contiguous: layer by layer, K before V.
 
-    "unified": one page is [layers, 2, kv_heads, page_size, head_dim], contiguous, K before V.
+    "unified": K and V of a layer are [kv_heads, page_size, head_dim].
+    "distinct": K of a layer is [kv_heads, head_dim / x, page_size, x] with x elements of 16 bytes,
+    its V [kv_heads, head_dim, page_size].
     """
 
     kind: str
@@ -48,18 +52,25 @@ class KVLayout:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.kind != "unified":
-            raise ValueError(f"layout kind: expected 'unified', got {self.kind!r}")
+        if self.kind not in LAYOUT_KINDS:
+            raise ValueError(f"layout kind: expected one of {LAYOUT_KINDS}, got {self.kind!r}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(
                 f"layout dtype: expected one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}"
             )
         if min(self.page_shape) < 1:
             raise ValueError(f"layout sizes must be positive, got {self.page_shape}")
+        piece = PIECE_BYTES // DTYPE_BYTES[self.dtype]
+        if self.kind == "distinct" and self.head_dim % piece:
+            raise ValueError(
+                f"layout distinct: expected a head_dim that is a multiple of {piece} for "
+                f"{self.dtype}, got {self.head_dim}"
+            )
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one page: [layers, 2, kv_heads, page_size, head_dim]."""
+        """Shape of one page: [layers, 2, kv_heads, page_size, head_dim], in either order of what
+        is inside a head."""
         return (self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
 
     @property

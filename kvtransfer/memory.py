@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from effuse.kernels.distinct_pages import distinct_views, zero_distinct_tail
 from effuse.kvtransfer.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +46,10 @@ class PageMemory:
         return self.num_pages * self.page_bytes
 
     def layer_views(self) -> list[tuple[Tensor, Tensor]]:
-        """K and V of each layer, as strided views [pages, page_size, kv_heads, head_dim]."""
+        """K and V of each layer, as strided views of [pages, page_size, kv_heads, head_dim] or as
+        `kernels.distinct_pages` describes them."""
+        if self.layout.kind == "distinct":
+            return [distinct_views(layer[:, 0], layer[:, 1]) for layer in self.tensor.unbind(1)]
         return [
             (layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2))
             for layer in self.tensor.unbind(1)
@@ -81,7 +85,11 @@ class PageMemory:
         """Zeroes the slots of a page from `num_used` on, so that its bytes are determined."""
         if not 0 <= num_used <= self.layout.page_size:
             raise ValueError(f"{num_used} used slots in a page of {self.layout.page_size}")
-        self.tensor[page_id, :, :, :, num_used:].zero_()
+        page = self.tensor[page_id]
+        if self.layout.kind == "distinct":
+            zero_distinct_tail(*distinct_views(page[:, 0], page[:, 1]), num_used)
+        else:
+            page[:, :, :, num_used:].zero_()
 
     def synchronize(self) -> None:
         """Returns once everything queued on the device has written its KV."""

@@ -16,6 +16,7 @@ from effuse.placement.keys import check_name
 Connector = Literal["nixl", "zmq", "loopback"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVLayoutKind = Literal["unified", "distinct"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -37,7 +38,7 @@ class WorkerConfig:
         None
     )
     gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
-    kv_layout: Annotated[Literal["unified"], "order of KV memory in a page"] = "unified"
+    kv_layout: Annotated[KVLayoutKind, "order of KV memory in a page"] = "unified"
 
     # Batching.
     block_size: Annotated[int | None, "tokens in a diffusion block; the model's where absent"] = (

@@ -53,7 +53,7 @@ def test_a_roles_flags_go_to_that_role_alone() -> None:
         (["--handoff-lease-s", "0"], "--handoff-lease-s: expected seconds above 0, got 0"),
         (["--page-sise", "8"], "unrecognized arguments: --page-sise 8"),
         (["--prefil", "2"], "[--prefill X]"),
-        (["--kv-layout", "distinct"], "argument --kv-layout: invalid choice: 'distinct'"),
+        (["--kv-layout", "paged"], "argument --kv-layout: invalid choice: 'paged'"),
         (["--redis-url", "http://x"], "expected redis://HOST:PORT/DB, got 'http://x'"),
         (["--worker-id=mine"], "--worker-id=mine: the fleet gives each worker its own"),
     ],

@@ -46,6 +46,18 @@ def test_tokens_equal_the_oracles(connector: str, architecture: Architecture) ->
         _counted_the_same_bytes(fleet)
 
 
+@pytest.mark.parametrize(("architecture", "connector"), [("sdar", "nixl"), ("dream", "zmq")])
+def test_tokens_equal_the_oracles_with_the_distinct_layout(
+    architecture: Architecture, connector: str
+) -> None:
+    flags = ("--kv-layout", "distinct")
+    with tiny_fleet(architecture, connector=connector, worker_flags=flags) as fleet:
+        pairs = solid_jobs(load_raw(_model(fleet)), "d2f", seed=4)
+        answers = _ask(fleet, [job for job, _ in pairs])
+        compare(pairs, answers)
+        _all_handed_over(answers, connector)
+
+
 @pytest.mark.parametrize("architecture", ["sdar", "dream"])
 @pytest.mark.parametrize("connector", ["zmq", "nixl"])
 def test_tokens_equal_the_oracles_while_requests_are_preempted(

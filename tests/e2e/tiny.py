@@ -48,6 +48,7 @@ def tiny_fleet(
     prefill: int = 1,
     decode: int = 1,
     num_pages: int = 512,
+    worker_flags: tuple[str, ...] = (),
     decode_flags: tuple[str, ...] = (),
 ) -> Iterator[Fleet]:
     """A running fleet; its checkpoint is at `fleet.config.model`."""
@@ -60,6 +61,7 @@ def tiny_fleet(
             worker_flags=(
                 *("--dtype", "float32", "--page-size", str(TINY.page_size)),
                 *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
+                *worker_flags,
             ),
             decode_flags=decode_flags,
             router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill

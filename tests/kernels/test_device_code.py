@@ -25,11 +25,22 @@ def attention() -> Codes:
     return [pair for pair in compiled("attention") if pair[1].kernel == "_attention_kernel"]
 
 
-@pytest.mark.parametrize(("group", "kernels"), [("rows", 8), ("sampling", 8)])
+@pytest.mark.parametrize(("group", "kernels"), [("distinct", 11), ("rows", 8), ("sampling", 8)])
 def test_no_spills(group: str, kernels: int) -> None:
     codes = compiled(group)
     assert len(codes) == kernels
     assert_no_spills(codes)
+
+
+def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma() -> None:
+    """V lies by dimension there: a mask in the wrong place makes it loads of two bytes."""
+    codes = [pair for pair in compiled("distinct") if "attention" in pair[1].kernel]
+    assert len(codes) == 7
+    for variant, code in codes:
+        assert code.count("LDG.E.U16") == 0, (variant, str(code))
+        assert code.count("LDGSTS.E.BYPASS.128") > 0, (variant, str(code))
+        assert (code.count("HGMMA") > 0) == ("fp32" not in variant), (variant, str(code))
+        assert code.programs_per_processor() >= 2, (variant, str(code))
 
 
 def test_attention_does_not_spill(attention: Codes) -> None:

@@ -72,10 +72,20 @@ def test_a_surplus_or_repeated_field_is_a_mismatch() -> None:
     assert mismatch(ours, (*ours, ours[0])) is not None
 
 
+def test_workers_of_other_layouts_differ_in_the_field_layout_alone() -> None:
+    ours = fingerprint(LAYOUT, FACTS)
+    theirs = fingerprint(dataclasses.replace(LAYOUT, kind="distinct"), FACTS)
+    found = mismatch(ours, theirs)
+    assert found is not None
+    assert (found.name, found.ours, found.theirs) == ("layout", "unified", "distinct")
+    assert [a.name for a, b in zip(ours, theirs, strict=True) if a != b] == ["layout"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "diagonal"}, "diagonal"),
+        ({"kind": "diagonal"}, r"one of \('unified', 'distinct'\), got 'diagonal'"),
+        ({"kind": "distinct", "head_dim": 6}, "multiple of 4 for float32, got 6"),
         ({"dtype": "float8"}, "float8"),
         ({"page_size": 0}, "positive"),
     ],

@@ -9,6 +9,7 @@ from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory, consecutive_runs
 
 LAYOUT = KVLayout("unified", 3, 2, 4, 8, "float32")
+DISTINCT = KVLayout("distinct", 3, 2, 4, 8, "float32")
 
 
 def filled(dtype: str = "float32") -> PageMemory:
@@ -72,6 +73,29 @@ def test_zero_tail_clears_exactly_the_unused_slots(used: int) -> None:
     assert not memory.tensor[1, :, :, :, used:].any()
     assert torch.equal(memory.tensor[1, :, :, :, :used], before[1, :, :, :, :used])
     assert torch.equal(memory.tensor[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("used", [0, 3, 8])
+def test_a_distinct_page_is_the_same_bytes_in_another_order(used: int) -> None:
+    """Storing token by token and zeroing the tail touch nothing but the page and the layer."""
+    memory = PageMemory(DISTINCT, 5)
+    for keys, values in memory.layer_views():
+        assert (keys.shape, values.shape) == ((5, 2, 1, 8, 4), (5, 2, 4, 8))
+    keys, values = memory.layer_views()[1]
+    keys[2, :, :, :used] = 1.5
+    values[2, :, :, :used] = 2.5
+    assert int((memory.tensor[2, 1, 0] == 1.5).sum()) == used * 2 * 4
+    assert int((memory.tensor[2, 1, 1] == 2.5).sum()) == used * 2 * 4
+    before = memory.tensor.clone()
+    assert int(before.count_nonzero()) == 2 * used * 2 * 4
+    memory.zero_tail(2, used)
+    assert torch.equal(memory.tensor, before)
+    memory.tensor.fill_(1.0)
+    memory.zero_tail(2, used)
+    for keys, values in memory.layer_views():
+        assert keys[2, :, :, :used].all() and not keys[2, :, :, used:].any()
+        assert values[2, ..., :used].all() and not values[2, ..., used:].any()
+    assert memory.tensor[[0, 1, 3, 4]].all()
 
 
 def test_zero_tail_refuses_a_count_beyond_the_page() -> None:

@@ -62,6 +62,7 @@ CASES = {
     "page_32": Case(LONG, page_size=32, block_size=32),
     "page_64": Case(LONG, page_size=64, block_size=8),
     "page_128": Case(LONG, page_size=128),
+    "page_24": Case(RAGGED, page_size=24),
     "token_major_pool": Case(RAGGED, keys_token_major=True, values_token_major=True),
     "keys_and_values_of_other_strides": Case(RAGGED, keys_token_major=True),
     "huge_scores": Case(LONG, magnitude=300.0),

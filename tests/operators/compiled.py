@@ -18,6 +18,8 @@ from torch import Tensor
 from effuse.kernels import (
     attention_triton,
     confidence_triton,
+    distinct_attention_triton,
+    distinct_pages_triton,
     filters_triton,
     kv_pages_triton,
     merge_triton,
@@ -26,6 +28,7 @@ from effuse.kernels import (
     swiglu_triton,
 )
 from effuse.kernels.batch import make_attention_batch
+from effuse.kernels.distinct_pages import distinct_views
 from operators.device_code import DeviceCode, device_code
 
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -64,7 +67,12 @@ def cache(shape: Shape) -> tuple[Tensor, Tensor]:
     return memory[:, 3, 0].transpose(1, 2), memory[:, 3, 1].transpose(1, 2)
 
 
-def launch_attention(shape: Shape) -> None:
+def distinct_cache(shape: Shape) -> tuple[Tensor, Tensor]:
+    memory = meta(64, 28, 2, shape.kv_heads, shape.page_size, shape.head_dim, dtype=shape.dtype)
+    return distinct_views(memory[:, 3, 0], memory[:, 3, 1])
+
+
+def launch_attention(shape: Shape, *, distinct: bool = False) -> None:
     rows, context = 64, 2048
     heads = shape.q_heads + 2 * shape.kv_heads
     fused = meta(shape.sequences * rows, heads, shape.head_dim, dtype=shape.dtype)
@@ -78,7 +86,9 @@ def launch_attention(shape: Shape) -> None:
         page_size=shape.page_size,
         device=torch.device("cpu"),
     )
-    attention_triton.launch(q, k, v, *cache(shape), batch, scale=0.1, out=torch.empty_like(q))
+    module = distinct_attention_triton if distinct else attention_triton
+    pages = distinct_cache(shape) if distinct else cache(shape)
+    module.launch(q, k, v, *pages, batch, scale=0.1, out=torch.empty_like(q))
 
 
 def launch_sampling(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -96,18 +106,27 @@ def launch_rotary(*, stores: bool) -> None:
     rotary_triton.launch(q, k, meta(4096, 128, dtype=FP32), slots, stored)
 
 
-def launch_pages() -> None:
-    k_cache, v_cache = cache(SHAPES["dream_page_64"])
+def launch_pages(*, distinct: bool = False) -> None:
+    shape = SHAPES["dream_page_64"]
+    module = distinct_pages_triton if distinct else kv_pages_triton
+    k_cache, v_cache = distinct_cache(shape) if distinct else cache(shape)
     _, k, v = torch.split(meta(64, 36, 128), [28, 4, 4], dim=1)
     slots = meta(64, dtype=INT64)
-    kv_pages_triton.launch_store(k, v, k_cache, v_cache, slots)
-    kv_pages_triton.launch_load(k_cache, v_cache, slots)
+    module.launch_store(k, v, k_cache, v_cache, slots)
+    module.launch_load(k_cache, v_cache, slots)
 
 
 def attention_variants() -> Variants:
     for name, shape in SHAPES.items():
         modules = [attention_triton, merge_triton]
         yield name, device_code(modules, partial(launch_attention, shape))
+
+
+def distinct_variants() -> Variants:
+    for name, shape in SHAPES.items():
+        modules = [distinct_attention_triton, merge_triton]
+        yield name, device_code(modules, partial(launch_attention, shape, distinct=True))
+    yield "pages", device_code([distinct_pages_triton], partial(launch_pages, distinct=True))
 
 
 def row_variants() -> Variants:
@@ -132,7 +151,12 @@ def sampling_variants() -> Variants:
     yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
 
 
-GROUPS = {"attention": attention_variants, "rows": row_variants, "sampling": sampling_variants}
+GROUPS = {
+    "attention": attention_variants,
+    "distinct": distinct_variants,
+    "rows": row_variants,
+    "sampling": sampling_variants,
+}
 
 
 def main() -> None:

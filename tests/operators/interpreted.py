@@ -22,7 +22,7 @@ import triton.language as tl
 
 from effuse.kernels.philox import gumbel_of_words
 from effuse.kernels.philox_triton import gumbel_of_high_bits
-from operators import attention, rows, sampling
+from operators import attention, distinct, rows, sampling
 from operators.paths import Operators, triton_kernels
 
 OPS = triton_kernels(torch.device("cpu"), max_chunk=32)
@@ -31,6 +31,12 @@ FILTER_OPS = triton_kernels(torch.device("cpu"), max_chunk=64)
 Check = Callable[[], None]
 
 HALF_TOO = ("ragged", "heads_7_to_1", "head_dim_128", "huge_scores", "split_context")
+# How cached tokens are read is all that differs; stage 2 is that of the unified layout.
+DISTINCT = (
+    *("ragged", "only_empty_sequences", "context_page_minus_one", "context_page_plus_one"),
+    *("long_context", "split_context", "heads_7_to_1", "head_dim_128", "huge_scores"),
+    *("page_24", "page_32", "page_64", "page_128", "origin_inside_rows_with_context"),
+)
 FILTERED = [name for name in sampling.CASES if name.startswith(("top_", "filters_"))]
 PLAIN = [name for name in sampling.CASES if name not in FILTERED]
 
@@ -43,6 +49,17 @@ def attention_checks() -> Iterator[tuple[str, Check]]:
     ragged = attention.CASES["ragged"]
     alone = partial(attention.check_alone_and_shuffled, ragged, OPS, torch.float32)
     yield "alone_and_shuffled", alone
+
+
+def distinct_checks() -> Iterator[tuple[str, Check]]:
+    for name in DISTINCT:
+        yield f"{name}-fp32", partial(distinct.check, attention.CASES[name], OPS, torch.float32)
+    for name in ("ragged", "page_64", "split_context"):
+        yield f"{name}-fp16", partial(distinct.check, attention.CASES[name], OPS, torch.float16)
+    for dtype in (torch.float32, torch.float16):
+        suffix = str(dtype).removeprefix("torch.")
+        yield f"store-{suffix}", partial(distinct.check_store, OPS, dtype)
+    yield "store-nothing", partial(distinct.check_store_of_nothing, OPS, torch.float32)
 
 
 def row_checks() -> Iterator[tuple[str, Check]]:
@@ -71,7 +88,12 @@ def sampling_checks() -> Iterator[tuple[str, Check]]:
 
 
 # Each group runs in a process of its own.
-GROUPS = {"attention": attention_checks, "rows": row_checks, "sampling": sampling_checks}
+GROUPS = {
+    "attention": attention_checks,
+    "distinct": distinct_checks,
+    "rows": row_checks,
+    "sampling": sampling_checks,
+}
 
 
 def check_sampling(name: str, ops: Operators, vocab_size: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.confidence import Candidates, RowSampling
+from effuse.kernels.distinct_pages import is_distinct
 
 Pair = tuple[Tensor, Tensor]
 
@@ -84,6 +85,8 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     from effuse.kernels import (
         attention_triton,
         confidence_triton,
+        distinct_attention_triton,
+        distinct_pages_triton,
         kv_pages_triton,
         norm_triton,
         rotary_triton,
@@ -91,7 +94,8 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     )
 
     def attention(a: Attention) -> None:
-        attention_triton.launch(
+        module = distinct_attention_triton if is_distinct(a.k_cache) else attention_triton
+        module.launch(
             a.q,
             a.k,
             a.v,
@@ -103,6 +107,14 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
             lse=a.lse,
             tokens_per_split=a.tokens_per_split,
         )
+
+    def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        module = distinct_pages_triton if is_distinct(k_cache) else kv_pages_triton
+        module.launch_store(k, v, k_cache, v_cache, slots)
+
+    def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Pair:
+        module = distinct_pages_triton if is_distinct(k_cache) else kv_pages_triton
+        return module.launch_load(k_cache, v_cache, slots)
 
     def rotary_store_kv(
         q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, *cache: Tensor
@@ -124,7 +136,7 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
         rotary=rotary_triton.launch,
         rotary_store_kv=rotary_store_kv,
         swiglu=swiglu_triton.launch,
-        store_kv=kv_pages_triton.launch_store,
-        load_kv=kv_pages_triton.launch_load,
+        store_kv=store_kv,
+        load_kv=load_kv,
         sample_confidence=sample_confidence,
     )

@@ -1,0 +1,93 @@
+"""The distinct KV layout of D2F-vLLM: its views, and moving K and V between rows and its pages.
+
+K lies in pieces of 16 bytes, [pages, Hkv, D / x, page_size, x] with x elements a piece; V lies
+dimension by dimension, [pages, Hkv, D, page_size]. Five dimensions of K tell it from the unified
+layout. Attention over it is `distinct_attention`.
+"""
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 16
+
+
+def is_distinct(k_cache: Tensor) -> bool:
+    """Whether one layer's K is a view of the distinct layout."""
+    return k_cache.dim() == 5
+
+
+def piece_elements(dtype: torch.dtype) -> int:
+    """Elements in a piece of K: the x of the layout."""
+    return PIECE_BYTES // dtype.itemsize
+
+
+def distinct_views(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of one layer over the memory of ``keys`` and ``values`` [pages, Hkv, page_size, D].
+
+    Both may be of any page and head stride, but a head's part of a page must be contiguous. Raises
+    ValueError where pieces do not divide D.
+    """
+    pages, heads, page_size, dim = keys.shape
+    x = piece_elements(keys.dtype)
+    if dim % x:
+        raise ValueError(
+            f"the distinct layout needs a head_dim that is a multiple of {x} for {keys.dtype}, "
+            f"got {dim}"
+        )
+    k_cache = keys.flatten(2).view(pages, heads, dim // x, page_size, x)
+    return k_cache, values.flatten(2).view(pages, heads, dim, page_size)
+
+
+def zero_distinct_tail(keys: Tensor, values: Tensor, num_tokens: int) -> None:
+    """Zero what lies behind the first ``num_tokens`` tokens of one or more pages' views."""
+    keys[..., num_tokens:, :].zero_()
+    values[..., num_tokens:].zero_()
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """`kv_pages.store_kv` into views of the distinct layout."""
+    if k.is_cuda:
+        from effuse.kernels import distinct_pages_triton
+
+        distinct_pages_triton.launch_store(k, v, k_cache, v_cache, slot_mapping)
+        return
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored]
+    if slots.numel() == 0:
+        return
+    page_size = v_cache.shape[3]
+    page, offset = slots // page_size, slots % page_size
+    _, heads, pieces, _, x = k_cache.shape
+    k_cache[page, :, :, offset] = k[stored].view(-1, heads, pieces, x)
+    v_cache[page, :, :, offset] = v[stored]
+
+
+def store_kv_ref(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """`store_kv` element by element, from the layout's definition."""
+    x, page_size = k_cache.shape[4], v_cache.shape[3]
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        page, offset = divmod(slot, page_size)
+        for d in range(k.shape[2]):
+            k_cache[page, :, d // x, offset, d % x] = k[row, :, d]
+            v_cache[page, :, d, offset] = v[row, :, d]
+
+
+def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V [N, Hkv, D] of ``slots`` [N] int64, all of them >= 0."""
+    if k_cache.is_cuda:
+        from effuse.kernels import distinct_pages_triton
+
+        return distinct_pages_triton.launch_load(k_cache, v_cache, slots)
+    page_size = v_cache.shape[3]
+    return load_tokens(k_cache, v_cache, slots // page_size, slots % page_size)
+
+
+def load_tokens(
+    k_cache: Tensor, v_cache: Tensor, page: Tensor, offset: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K and V [N, Hkv, D] of the tokens at ``offset`` [N] of ``page`` [N], by torch operators."""
+    return k_cache[page, :, :, offset].flatten(2), v_cache[page, :, :, offset]

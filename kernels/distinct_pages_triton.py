@@ -1,0 +1,153 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The Triton kernels that move K and V between rows and distinct pages; `distinct_pages` is the way
+in.
+
+Bytes: each stored or loaded row of K and V is read once and written once. One program takes 32
+rows of a head, so that the tokens of a block lie side by side where V is written: by the row alone
+each element of V would cost a sector of 32 bytes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_TOKENS = 32
+
+
+def launch_store(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write rows to their slots; -1 stores nothing."""
+    tokens, heads, dim = k.shape
+    if tokens:
+        _store_distinct_kernel[(triton.cdiv(tokens, TILE_TOKENS), heads)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            tokens,
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            PAGE_SIZE=v_cache.shape[3],
+            PIECE=k_cache.shape[4],
+            HEAD_DIM=dim,
+            TILE_DIM=triton.next_power_of_2(dim),
+            TILE_TOKENS=TILE_TOKENS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+
+
+def launch_load(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Contiguous K and V [N, Hkv, D] of the slots."""
+    _, heads, dim, page_size = v_cache.shape
+    k = torch.empty((len(slots), heads, dim), dtype=k_cache.dtype, device=k_cache.device)
+    v = torch.empty_like(k)
+    if len(slots):
+        _load_distinct_kernel[(triton.cdiv(len(slots), TILE_TOKENS), heads)](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slots,
+            len(slots),
+            *k.stride()[:2],
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            PAGE_SIZE=page_size,
+            PIECE=k_cache.shape[4],
+            HEAD_DIM=dim,
+            TILE_DIM=triton.next_power_of_2(dim),
+            TILE_TOKENS=TILE_TOKENS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return k, v
+
+
+@triton.jit
+def _places(slots, dim, kc_page, vc_page, PAGE_SIZE: tl.constexpr, PIECE: tl.constexpr):
+    """Element offsets of tokens' K [tokens, dims] and V [dims, tokens] within a head."""
+    page = slots // PAGE_SIZE
+    offset = slots % PAGE_SIZE
+    k_tokens = page * kc_page + offset * PIECE
+    k_dims = (dim // PIECE) * (PAGE_SIZE * PIECE) + dim % PIECE
+    v_tokens = page * vc_page + offset
+    return k_tokens[:, None] + k_dims[None, :], (dim * PAGE_SIZE)[:, None] + v_tokens[None, :]
+
+
+@triton.jit
+def _store_distinct_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    num_tokens,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    kc_page,
+    kc_head,
+    vc_page,
+    vc_head,
+    PAGE_SIZE: tl.constexpr,
+    PIECE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    head = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    slots = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    stored = slots >= 0
+    if tl.max(stored.to(tl.int32), 0) == 0:
+        return
+    dim = tl.arange(0, TILE_DIM)
+    mask = stored[:, None] & (dim < HEAD_DIM)[None, :]
+    k_rows = (token * k_token + head * k_head)[:, None] + dim[None, :]
+    v_rows = (token * v_token + head * v_head)[:, None] + dim[None, :]
+    keys = tl.load(k + k_rows, mask=mask, other=0.0)
+    values = tl.load(v + v_rows, mask=mask, other=0.0)
+    k_places, v_places = _places(slots, dim, kc_page, vc_page, PAGE_SIZE, PIECE)
+    tl.store(k_cache + head * kc_head + k_places, keys, mask=mask)
+    tl.store(v_cache + head * vc_head + v_places, tl.trans(values), mask=tl.trans(mask))
+
+
+@triton.jit
+def _load_distinct_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    num_tokens,
+    row_token,
+    row_head,
+    kc_page,
+    kc_head,
+    vc_page,
+    vc_head,
+    PAGE_SIZE: tl.constexpr,
+    PIECE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    head = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    present = token < num_tokens
+    slots = tl.load(slot_mapping + token, mask=present, other=0).to(tl.int64)
+    dim = tl.arange(0, TILE_DIM)
+    mask = present[:, None] & (dim < HEAD_DIM)[None, :]
+    k_places, v_places = _places(slots, dim, kc_page, vc_page, PAGE_SIZE, PIECE)
+    keys = tl.load(k_cache + head * kc_head + k_places, mask=mask, other=0.0)
+    values = tl.load(v_cache + head * vc_head + v_places, mask=tl.trans(mask), other=0.0)
+    rows = (token * row_token + head * row_head)[:, None] + dim[None, :]
+    tl.store(k + rows, keys, mask=mask)
+    tl.store(v + rows, tl.trans(values), mask=mask)

@@ -1,0 +1,77 @@
+"""The attention and page checks again, with the cache in the distinct layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.distinct_pages import distinct_views, store_kv_ref
+from operators.attention import Case, build, reference
+from operators.paths import Attention, Operators
+from operators.rows import assert_same, random
+from operators.tolerance import assert_close
+
+
+def check(case: Case, ops: Operators, dtype: torch.dtype) -> None:
+    """Output and log-sum-exp of a case; NaN lies in every slot that is not cached."""
+    call = build(case, ops.device, dtype)
+    ops.attention(as_distinct(call))
+    assert call.lse is not None
+    exact, plain = reference(case, call, torch.float64), reference(case, call, dtype)
+    assert_close(call.out, exact[0], plain[0])
+    assert_close(call.lse, exact[1], plain[1].float())
+
+
+def check_equals_unified(case: Case, ops: Operators, dtype: torch.dtype) -> None:
+    """Both layouts give the same bits."""
+    call = build(case, ops.device, dtype)
+    ops.attention(call)
+    other = replace(as_distinct(call), out=torch.full_like(call.out, float("nan")))
+    ops.attention(other)
+    assert torch.equal(other.out, call.out)
+
+
+def as_distinct(call: Attention) -> Attention:
+    """The call with its cache moved to distinct pages of a pool of three layers."""
+    pages, page_size, heads, dim = call.k_cache.shape
+    memory = call.k_cache.new_full((pages, 3, 2, heads, page_size, dim), float("nan"))
+    k_cache, v_cache = distinct_views(memory[:, 1, 0], memory[:, 1, 1])
+    by_dim = call.k_cache.permute(0, 2, 3, 1)
+    k_cache.copy_(by_dim.unflatten(2, (k_cache.shape[2], k_cache.shape[4])).movedim(3, 4))
+    v_cache.copy_(call.v_cache.permute(0, 2, 3, 1))
+    return replace(call, k_cache=k_cache, v_cache=v_cache)
+
+
+def check_store(ops: Operators, dtype: torch.dtype, tokens: int = 40) -> None:
+    """Rows stored at scattered and at consecutive slots, and loaded again."""
+    k, v = random(tokens, 2, 32).to(dtype), random(tokens, 2, 32).flip(0).to(dtype)
+    scattered = torch.randperm(9 * 8, generator=torch.Generator().manual_seed(5))[:tokens]
+    scattered[1::3] = -1
+    for slots in (scattered, torch.arange(tokens) + 13):
+        k_cache, v_cache = empty_pages(dtype, torch.device("cpu"))
+        store_kv_ref(k, v, k_cache, v_cache, slots)
+        found = empty_pages(dtype, ops.device)
+        ops.store_kv(k.to(ops.device), v.to(ops.device), *found, slots.to(ops.device))
+        assert_same(found[0], k_cache)
+        assert_same(found[1], v_cache)
+        kept = slots >= 0
+        loaded = ops.load_kv(*found, slots[kept].to(ops.device))
+        assert torch.equal(loaded[0].cpu(), k[kept])
+        assert torch.equal(loaded[1].cpu(), v[kept])
+
+
+def check_store_of_nothing(ops: Operators, dtype: torch.dtype) -> None:
+    k = random(4, 2, 32).to(ops.device, dtype)
+    k_cache, v_cache = empty_pages(dtype, ops.device)
+    nothing = torch.full((4,), -1, device=ops.device)
+    ops.store_kv(k, k, k_cache, v_cache, nothing)
+    ops.store_kv(k[:0], k[:0], k_cache, v_cache, nothing[:0])
+    assert k_cache.isnan().all() and v_cache.isnan().all()
+
+
+def empty_pages(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Views of nine pages of eight tokens, two heads of 32, full of NaN."""
+    memory = torch.full((9, 2, 2, 2, 8, 32), float("nan"), dtype=dtype, device=device)
+    return distinct_views(memory[:, 1, 0], memory[:, 1, 1])
