@@ -1,0 +1,143 @@
+"""Engines of both kinds on a model in this process, as the workers build them, for benchmarks.
+
+No checkpoint, no front and no connector but the loopback one; every prompt is prefilled where it
+is decoded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from effuse.decode_worker import scheduler as decode_scheduler
+from effuse.decode_worker.boundary import Boundary
+from effuse.decode_worker.device_engine import DeviceDecodeEngine
+from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.engine import Forward
+from effuse.decode_worker.handoffs import Handoffs, Identity
+from effuse.decode_worker.intake import Intake
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.loopback import Hub, LoopbackConnector
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.sender import HandoffSender
+from effuse.models.prompt_graphs import PromptGraphs
+from effuse.models.runner import ModelRunner
+from effuse.models.transformer import Transformer
+from effuse.prefill_worker.engine import PrefillEngine
+from effuse.prefill_worker.flight import mark_of
+from effuse.prefill_worker.scheduler import Limits
+
+_MOST_S = 3600.0
+_NAME = "benchmark"
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """A model with pages, and the runner over both."""
+
+    model: Transformer
+    memory: PageMemory
+    runner: ModelRunner
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.memory.layout
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        config = self.model.config
+        facts = ModelFacts(
+            weights=_NAME,
+            architecture=config.architecture,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+            prompt_attention=config.prompt_attention,
+            commit_rule=_NAME,
+        )
+        return fingerprint(self.layout, facts)
+
+
+def paged(model: Transformer, num_tokens: int, *, page_size: int) -> Paged:
+    """Pages for `num_tokens` tokens; short prompts run as graphs where there is a GPU."""
+    config = model.config
+    dtype = str(model.dtype).removeprefix("torch.")
+    layout = KVLayout(
+        "unified", config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype
+    )
+    memory = PageMemory(layout, -(-num_tokens // page_size), model.device)
+    kv = memory.layer_views()
+    graphs = PromptGraphs(
+        model,
+        kv,
+        page_size=page_size,
+        block_size=config.block_size,
+        uses_graphs=model.device.type == "cuda",
+    )
+    graphs.prepare()
+    runner = ModelRunner(
+        model, kv, page_size=page_size, block_size=config.block_size, graphs=graphs
+    )
+    return Paged(model, memory, runner)
+
+
+def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngine:
+    """A prefill worker's engine; nobody asks for what it computes."""
+    config, memory, agreed = parts.model.config, parts.memory, parts.fingerprint
+    connector = LoopbackConnector(Hub(), memory, _NAME, agreed, time.monotonic)
+    connector.start()
+    return PrefillEngine(
+        parts.runner,
+        config,
+        PagePool(memory.num_pages),
+        memory,
+        HandoffSender(connector, reservation_s=_MOST_S, now=time.monotonic),
+        Limits(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=64,
+            max_model_len=config.max_position_embeddings,
+            num_pages=memory.num_pages,
+            page_size=parts.layout.page_size,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+            mask_token_id=config.mask_token_id,
+        ),
+        agreed,
+        now=time.monotonic,
+        max_request_s=_MOST_S,
+        close=connector.close,
+        mark=mark_of(parts.model.device),
+    )
+
+
+def decode_engine(
+    parts: Paged, limits: decode_scheduler.Limits, stepper: DeviceStepper, forward: Forward
+) -> DeviceDecodeEngine:
+    """A decode worker's engine with device steps; prompts are prefilled in it, by `forward`."""
+    config, model = parts.model.config, parts.model
+    pool = PagePool(parts.memory.num_pages)
+    identity = Identity(
+        incarnation=_NAME,
+        fingerprint=parts.fingerprint,
+        page_bytes=parts.memory.page_bytes,
+        lease_s=_MOST_S,
+    )
+    hidden_size = config.hidden_size if config.shift_logits else None
+    return DeviceDecodeEngine(
+        forward,
+        pool,
+        Intake(config, limits),
+        Handoffs(pool, identity, None),
+        Boundary(hidden_size=hidden_size, dtype=model.dtype, device=model.device),
+        stepper,
+        now=time.monotonic,
+        max_request_s=_MOST_S,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns once everything queued has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,128 @@
+"""A closed load on a decode engine in this process: so many requests at once until all are served.
+
+Only messages go in and events come out, as between a worker's front and its engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.kvtransfer.messages import AttemptId
+from effuse.models.config import ModelConfig
+from effuse.models.part import Part, PartResult
+from effuse.models.runner import ModelRunner
+from effuse.worker.messages import (
+    Committed,
+    Finished,
+    Reserved,
+    Sampling,
+    Settings,
+    StartDecode,
+    Verified,
+)
+
+
+@dataclass(slots=True)
+class Served:
+    """One request; seconds from its submission."""
+
+    submitted_s: float
+    first_block_s: float = 0.0
+    total_s: float = 0.0
+    tokens: int = 0
+    forwards: int = 0
+
+
+@dataclass(slots=True)
+class CountingRunner:
+    """A model runner that notes how many rows each forward of prompts had."""
+
+    runner: ModelRunner
+    rows: list[int]
+
+    def run(self, parts: Sequence[Part]) -> list[PartResult]:
+        self.rows.append(sum(len(part.token_ids) for part in parts))
+        return self.runner.run(parts)
+
+
+def requests(
+    config: ModelConfig, lengths: Sequence[int], window: int, max_tokens: int
+) -> list[StartDecode]:
+    """Random prompts of these lengths; nothing ends an answer but its length."""
+    draw = np.random.default_rng(len(lengths))
+    # At 1 no block is forced to advance beside the acceptance script.
+    settings = Settings(
+        algorithm="d2f",
+        window=window,
+        confidence_threshold=0.9,
+        block_add_threshold=0.1,
+        full_activation_threshold=1.0,
+        score="confidence",
+        remasking="low_confidence_dynamic",
+        denoising_steps=config.block_size,
+    )
+    return [
+        StartDecode(
+            attempt=AttemptId(name, 1, name),
+            prompt_token_ids=tuple(draw.integers(0, config.mask_token_id, length).tolist()),
+            max_tokens=max_tokens,
+            stop_token_ids=(),
+            sampling=Sampling(seed=int(draw.integers(2**63))),
+            settings=settings,
+            writer=None,
+        )
+        for name, length in ((f"{window}-{index}", n) for index, n in enumerate(lengths))
+    ]
+
+
+class ClosedLoad:
+    """Keeps up to `most` requests in the engine."""
+
+    def __init__(self, engine: DecodeEngine, messages: Sequence[StartDecode], most: int) -> None:
+        self._engine = engine
+        self._waiting = deque(messages)
+        self._most = most
+        self._running: dict[str, Served] = {}
+        self.served: list[Served] = []
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting and not self._running
+
+    def step(self) -> None:
+        """Submits what there is room for, steps the engine and takes in what it says."""
+        while self._waiting and len(self._running) < self._most:
+            message = self._waiting.popleft()
+            self._running[message.attempt.transfer_id] = Served(time.perf_counter())
+            self._engine.handle(message)
+        self._engine.step()
+        now = time.perf_counter()
+        for event in self._engine.outbox():
+            match event:
+                case Committed(attempt=attempt):
+                    served = self._running[attempt.transfer_id]
+                    served.first_block_s = served.first_block_s or now - served.submitted_s
+                case Finished(attempt=attempt):
+                    self._finish(self._running.pop(attempt.transfer_id), event, now)
+                case Reserved() | Verified():
+                    pass
+                case _:
+                    raise RuntimeError(f"a request went wrong: {event}")
+
+    def _finish(self, served: Served, event: Finished, now: float) -> None:
+        served.total_s = now - served.submitted_s
+        served.tokens, served.forwards = event.num_tokens, event.forward_passes
+        self.served.append(served)
+
+    def run(self) -> float:
+        """Serves everything; seconds from the first submission to the last end."""
+        begin = time.perf_counter()
+        while not self.is_done:
+            self.step()
+        return time.perf_counter() - begin

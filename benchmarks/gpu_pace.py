@@ -1,0 +1,72 @@
+"""An acceptance script for whole requests: 2, 3 or 4 tokens a step, 3 on average.
+
+Random weights never pass a threshold, so this says who does. How many a request gets in a step is
+drawn from its seed and its progress, so that requests drift apart as real ones do; they are dealt
+one by one to its blocks with masks in order, always the first masks of a block. The model's own
+candidates are computed in full; only their confidences are overwritten, with 1 and 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.confidence import Candidates, RowSampling
+from effuse.kernels.slots import BlockColumn, Column, SlotTable
+
+LEAST, MOST = 2, 4
+MEAN = (LEAST + MOST) / 2
+
+
+class Pacer:
+    """The script in torch operators, for the CPU and for a captured graph alike."""
+
+    def __init__(self, table: SlotTable, first_candidate: Tensor) -> None:
+        """first_candidate: [S] int32, each slot's first entry in the candidates, -1 for none."""
+        self._table = table
+        self._first = first_candidate
+        device = table.rows.device
+        self._block = torch.arange(table.layout.ring, device=device)
+        self._turn = torch.arange(MOST, device=device)[None, :, None]
+        self._end = torch.zeros(1, device=device)
+
+    def __call__(self, candidates: Candidates, sampling: RowSampling) -> Candidates:
+        """The same candidates with scripted confidences."""
+        place, masked = self._in_flight()
+        left = masked.sum(2)
+        share = self._shares(left, self._pace(place))
+        rank = masked.cumsum(2) - masked
+        before = left.cumsum(1) - left
+        entry = (self._first[:, None] + before)[:, :, None] + rank
+        is_asked = (masked == 1) & (self._first >= 0)[:, None, None]
+        # What is not asked for goes to an entry behind the last.
+        entry = entry.where(is_asked, len(candidates.confidence))
+        passes = (rank < share[:, :, None]).float()
+        longer = torch.cat([candidates.confidence, self._end])
+        longer.scatter_(0, entry.flatten().long(), passes.flatten())
+        candidates.confidence.copy_(longer[:-1])
+        return candidates
+
+    def _in_flight(self) -> tuple[Tensor, Tensor]:
+        """Where in the ring the blocks in flight are [S, ring], and their masks [S, ring, B]."""
+        table, size = self._table, self._table.layout.block_size
+        first = (table.column(Column.START) - table.column(Column.ORIGIN)) // size
+        place = ((first[:, None] + self._block) % table.layout.ring).long()
+        exists = self._block < table.column(Column.NUM_BLOCKS)[:, None]
+        masked = table.masked.gather(1, place[:, :, None].expand(-1, -1, size))
+        return place, masked * exists[:, :, None]
+
+    def _pace(self, place: Tensor) -> Tensor:
+        """Tokens that each slot gets in this step [S]."""
+        table = self._table
+        counts = table.blocks(BlockColumn.COUNT).gather(1, place)
+        exists = self._block < table.column(Column.NUM_BLOCKS)[:, None]
+        progress = (counts * exists).sum(1) + 131 * table.column(Column.START).long()
+        drawn = (progress * 7919 + table.column(Column.SEED_LOW).long() * 104729) * 2654435761
+        return LEAST + ((drawn & 0xFFFFFFFF) >> 12) % (MOST - LEAST + 1)
+
+    def _shares(self, left: Tensor, pace: Tensor) -> Tensor:
+        """Tokens that each block gets [S, ring]: in rounds over the blocks that have masks."""
+        takes = left[:, None, :] > self._turn
+        dealt = takes.flatten(1).cumsum(1).view(takes.shape)
+        return (takes & (dealt <= pace[:, None, None])).sum(1)

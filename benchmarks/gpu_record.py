@@ -1,0 +1,87 @@
+"""What benchmarks on a GPU write down: results with date and machine, and device time by kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+# By what the names of kernels contain, first match first.
+_CLASSES = (
+    ("attention", ("_attention", "merge", "sdpa", "flash", "cudnn")),
+    ("SwiGLU", ("_swiglu",)),
+    ("norms", ("_rms_norm",)),
+    ("rotary and store", ("_rotary",)),
+    ("sampling", ("confidence", "_sample", "_partial")),
+    ("plan and advance", ("_plan", "_advance", "_fill", "_deal")),
+    ("products", ("nvjet", "gemm", "cutlass", "splitk", "cublas")),
+)
+
+
+def kernel_classes(run: Callable[[], object], repeats: int) -> list[str]:
+    """Device ms and launches of one `run` by kind of kernel; others by their names."""
+    if not torch.cuda.is_available():
+        return ["no device"]
+    run()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    rows = [row for row in profile.key_averages() if row.self_device_time_total > 0]
+    sums: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        name = _class_of(row.key)
+        spent, count = sums.get(name, (0.0, 0.0))
+        sums[name] = (spent + row.self_device_time_total / 1e3, count + row.count)
+    return [
+        f"{name:24} {spent / repeats:8.3f} x{count / repeats:6.1f}"
+        for name, (spent, count) in sorted(sums.items(), key=lambda item: -item[1][0])
+    ]
+
+
+def busy_share(run: Callable[[], object], repeats: int) -> float:
+    """Time of the device's kernels and copies over the time from the first to the last of them."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type.name == "CUDA"
+    )
+    busy, last = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return float(busy / (last - spans[0][0]))
+
+
+def _class_of(kernel: str) -> str:
+    lowered = kernel.lower()
+    for name, marks in _CLASSES:
+        if any(mark in lowered for mark in marks):
+            return name
+    return kernel[:40]
+
+
+def write_record(path: Path, results: Sequence[dict[str, object]], notes: Sequence[str]) -> None:
+    """Writes results as JSON, the date and the machine with them."""
+    on_cuda = torch.cuda.is_available()
+    content = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "torch": torch.__version__,
+        "results": list(results),
+        "notes": list(notes),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")

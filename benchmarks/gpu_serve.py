@@ -1,0 +1,289 @@
+"""`python -m effuse.benchmarks.gpu_serve`: whole requests on one GPU, prefill included.
+
+One decode engine with device steps and local prefill serves prompts of a data set's lengths, up to
+64 at once, in answers of 255 tokens; acceptance is scripted (`gpu_pace`), weights are random. The
+rate counts tokens of answers from the first submission to the last end. Beside it: the products
+that this takes at the measured peak of a product, and those products alone in graphs. Prints a
+table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from effuse.benchmarks.gpu_engines import Paged, decode_engine, paged, synchronize
+from effuse.benchmarks.gpu_floor import bare_products, graph_of, mean_ms
+from effuse.benchmarks.gpu_lengths import RULE, read_lengths
+from effuse.benchmarks.gpu_load import ClosedLoad, CountingRunner, requests
+from effuse.benchmarks.gpu_models import MODELS, random_model
+from effuse.benchmarks.gpu_pace import MEAN, Pacer
+from effuse.benchmarks.gpu_record import busy_share, kernel_classes, write_record
+from effuse.benchmarks.prefill_rivals import bare_prefill
+from effuse.decode_worker.device_buckets import Integers, bucket
+from effuse.decode_worker.device_engine import DeviceDecodeEngine
+from effuse.decode_worker.device_step import DeviceStep, StepBuffers
+from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.scheduler import Limits
+from effuse.kernels.slots import RecordColumn, SlotLayout, Status
+from effuse.models.transformer import Transformer
+
+PAGE_SIZE = 32
+MAX_TOKENS = 255
+MOST_AT_ONCE = 64
+PROMPT_ROWS = 2048  # of one step beside the blocks in flight
+# (block size, window) that are tried
+SHAPES = ((32, 4), (32, 2), (32, 1), (16, 4), (16, 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One data set in one shape of window."""
+
+    dataset: str
+    block_size: int
+    window: int
+    requests: int
+    prompt_len: float  # mean
+    tokens_per_s: float
+    tokens_per_forward: float  # of a request
+    rows: float  # of a step, mean
+    latency_s: tuple[float, float]  # of a request, median and 95th percentile
+    first_block_s: tuple[float, float]
+    prefill_forwards: int
+    roofline_share: float  # products needed at the peak rate, over the time taken
+    floor_share: float  # the same products in graphs, over the time taken
+
+
+class CountingStepper(DeviceStepper):
+    """Counts steps, and the masks that are left to the next one."""
+
+    num_steps = 0
+    num_masks = 0
+
+    def read(self) -> Integers:
+        records = super().read()
+        self.num_steps += 1
+        runs = records[:, RecordColumn.STATUS] == Status.RUNNING
+        stepped = runs & (records[:, RecordColumn.STEPPED] == 1)
+        self.num_masks += int(records[stepped, RecordColumn.NUM_MASKS].sum())
+        return records
+
+
+class Bench:
+    """One block size: an engine whose slots have room for every window that is tried."""
+
+    def __init__(
+        self, model: Transformer, max_window: int, longest_prompt: int, peak_flops: float
+    ) -> None:
+        self.model = model
+        self._peak = peak_flops
+        size = model.config.block_size
+        length = -(-(longest_prompt + MAX_TOKENS) // PAGE_SIZE) * PAGE_SIZE
+        most_rows = MOST_AT_ONCE * (max_window + 1) * size
+        self.paged: Paged = paged(model, 2 * MOST_AT_ONCE * length, page_size=PAGE_SIZE)
+        self._limits = Limits(
+            max_num_batched_tokens=most_rows + PROMPT_ROWS,
+            max_num_seqs=MOST_AT_ONCE,
+            max_model_len=length,
+            num_pages=self.paged.memory.num_pages,
+            page_size=PAGE_SIZE,
+            block_size=size,
+        )
+        self.stepper = self._stepper(max_window)
+        counts = range(1, most_rows + 1)
+        self.stepper.prepare(counts, counts, range(length + 1))
+
+    def measure(self, dataset: str, lengths: Sequence[int], window: int) -> Result:
+        """Serves prompts of these lengths, one after the other."""
+        engine, prompts = self._engine()
+        stepper = self.stepper
+        messages = requests(self.model.config, lengths, window, MAX_TOKENS)
+        stepper.num_steps = stepper.num_masks = 0
+        load = ClosedLoad(engine, messages, MOST_AT_ONCE)
+        seconds = load.run()
+        tokens = sum(served.tokens for served in load.served)
+        rows = engine.counters.rows - sum(prompts.rows)
+        # Each request's first step is its first block, which no record told of.
+        masks = stepper.num_masks + len(lengths) * self.model.config.block_size
+        needed = _needed_flops(self.model, rows, masks, sum(lengths))
+        steps = stepper.num_steps
+        floor = steps * self._bare_ms(rows / steps, masks / steps)
+        floor += len(prompts.rows) * self._bare_prefill_ms(float(np.mean(prompts.rows)))
+        return Result(
+            dataset=dataset,
+            block_size=self.model.config.block_size,
+            window=window,
+            requests=len(lengths),
+            prompt_len=float(np.mean(lengths)),
+            tokens_per_s=tokens / seconds,
+            tokens_per_forward=tokens / sum(served.forwards for served in load.served),
+            rows=rows / steps,
+            latency_s=_percentiles([served.total_s for served in load.served]),
+            first_block_s=_percentiles([served.first_block_s for served in load.served]),
+            prefill_forwards=len(prompts.rows),
+            roofline_share=needed / self._peak / seconds,
+            floor_share=floor / 1e3 / seconds,
+        )
+
+    def profile(self, lengths: Sequence[int], window: int) -> list[str]:
+        """Device time by kind of kernel in the middle of such a load, and how busy it is."""
+        engine, _ = self._engine()
+        messages = requests(self.model.config, lengths, window, MAX_TOKENS)
+        load = ClosedLoad(engine, messages, MOST_AT_ONCE)
+        for _ in range(100):  # the first requests have ended, and newcomers join at any step
+            load.step()
+        share = busy_share(load.step, repeats=24)
+        classes = kernel_classes(load.step, repeats=24)
+        synchronize(self.model.device)
+        return [
+            f"block {self.model.config.block_size}, window {window}: the device is busy "
+            f"{100 * share:.1f} % of the time; ms of kernels and launches a step",
+            *(f"  {line}" for line in classes),
+        ]
+
+    def _engine(self) -> tuple[DeviceDecodeEngine, CountingRunner]:
+        prompts = CountingRunner(self.paged.runner, [])
+        return decode_engine(self.paged, self._limits, self.stepper, prompts), prompts
+
+    def _stepper(self, max_window: int) -> CountingStepper:
+        limits = self._limits
+        layout = SlotLayout(
+            limits.max_num_seqs,
+            limits.block_size,
+            max_window=max_window,
+            max_stops=4,
+            max_pages=limits.pages_for(limits.max_model_len),
+        )
+        buffers = StepBuffers.empty(self.model, layout, bucket(limits.max_num_batched_tokens))
+        step = DeviceStep(
+            self.model,
+            self.paged.memory.layer_views(),
+            buffers,
+            page_size=PAGE_SIZE,
+            adjust=Pacer(buffers.table, buffers.rows.first_candidate),
+        )
+        return CountingStepper(step, uses_graphs=True)
+
+    def _bare_ms(self, rows: float, candidates: float) -> float:
+        if self.model.device.type != "cuda":
+            return 0.0
+        run = graph_of(bare_products(self.model, round(rows), round(candidates)))
+        return mean_ms(run, repeats=12, warm_s=1.0)
+
+    def _bare_prefill_ms(self, rows: float) -> float:
+        if self.model.device.type != "cuda":
+            return 0.0
+        return mean_ms(graph_of(bare_prefill(self.model, 1, round(rows))), repeats=8, warm_s=0.2)
+
+
+def _needed_flops(model: Transformer, rows: int, candidates: int, prompt_rows: int) -> float:
+    """Of products: all layers for rows of steps, the head for candidates, prompts without the
+    last layer's rest."""
+    config, layers = model.config, model.weights.layers
+    sizes = [layer.qkv.numel() + layer.attn_out.numel() for layer in layers]
+    sizes = [
+        n + layer.gate_up.numel() + layer.down.numel()
+        for n, layer in zip(sizes, layers, strict=True)
+    ]
+    last_kv = 2 * config.num_kv_heads * config.head_dim * config.hidden_size
+    total = rows * sum(sizes) + candidates * model.weights.head.numel()
+    return 2.0 * (total + prompt_rows * (sum(sizes[:-1]) + last_kv))
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    return float(np.percentile(values, 50)), float(np.percentile(values, 95))
+
+
+def peak_flops(device: torch.device) -> float:
+    """Rate of a bf16 product of 8192 x 8192 x 8192 on random data."""
+    if device.type != "cuda":
+        return 1e12
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def product() -> None:
+        torch.mm(a, b, out=out)
+
+    return 2 * 8192**3 / (mean_ms(product, repeats=24, warm_s=0.5) * 1e-3)
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line a run."""
+    lines = [
+        "data set   block window  requests prompt  tok/s  tok/fwd   rows  latency p50  p95 s  "
+        "first block p50  p95 s  roofline  floor"
+    ]
+    for r in results:
+        lines.append(
+            f"{r.dataset:10} {r.block_size:5} {r.window:6} {r.requests:9} {r.prompt_len:6.0f} "
+            f"{r.tokens_per_s:6.0f} {r.tokens_per_forward:8.2f} {r.rows:6.0f} "
+            f"{r.latency_s[0]:12.2f} {r.latency_s[1]:6.2f} {r.first_block_s[0]:16.2f} "
+            f"{r.first_block_s[1]:6.2f} {100 * r.roofline_share:8.1f}% {100 * r.floor_share:5.1f}%"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_serve")
+    parser.add_argument("--model", choices=sorted(MODELS), default="dream-7b")
+    parser.add_argument(
+        "--dataset", type=Path, action="append", required=True, help=f".jsonl ({RULE}) or .json"
+    )
+    parser.add_argument("--shape", action="append", help="BLOCKxWINDOW, such as 32x2")
+    parser.add_argument("--requests", type=int, default=192, help="of each run")
+    parser.add_argument("--profile", action="store_true", help="also device time by kernel")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after that")
+    parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_serve.json"))
+    asked = parser.parse_args(argv)
+    deadline = time.monotonic() + asked.seconds
+    datasets = {path.stem: read_lengths(path) for path in asked.dataset}
+    shapes = [row for row in SHAPES if not asked.shape or f"{row[0]}x{row[1]}" in asked.shape]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = peak_flops(device)
+    notes = [
+        f"product of 8192^3: {peak / 1e12:.0f} TFLOP/s; prompt lengths: {RULE}; script: 2, 3 or 4 "
+        f"tokens a request and step, {MEAN:g} on average"
+    ]
+    print(notes[0], flush=True)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    made = random_model(MODELS[asked.model], device, dtype)
+    results: list[Result] = []
+    for size in dict.fromkeys(size for size, _ in shapes):
+        model = Transformer(replace(made.config, block_size=size), made.weights)
+        windows = [window for each, window in shapes if each == size]
+        longest = max(max(lengths) for lengths in datasets.values())
+        begin = time.monotonic()
+        bench = Bench(model, max(windows), longest, peak)
+        print(f"block {size}: ready in {time.monotonic() - begin:.0f} s", flush=True)
+        for window in windows:
+            for name, all_lengths in datasets.items():
+                if time.monotonic() > deadline:
+                    continue
+                lengths = list(islice(cycle(all_lengths), asked.requests))
+                results.append(bench.measure(name, lengths, window))
+                print(table(results[-1:]).splitlines()[1], flush=True)
+            if asked.profile and device.type == "cuda" and time.monotonic() < deadline:
+                notes += bench.profile(
+                    list(islice(cycle(next(iter(datasets.values()))), 160)), window
+                )
+        del bench
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print("\n".join(notes))
+    print(table(results))
+    write_record(asked.json, [asdict(result) for result in results], notes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
