@@ -1,4 +1,4 @@
-"""The kernels of the distinct layout on a GPU, in every dtype, and beside those of the unified one."""
+"""The kernels of the distinct layout on a GPU, in every dtype."""
 
 from __future__ import annotations
 
