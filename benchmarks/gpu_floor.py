@@ -16,7 +16,7 @@ from effuse.models.transformer import Transformer
 
 
 def bare_products(model: Transformer, num_rows: int, num_head_rows: int) -> Callable[[], None]:
-    """All linears over `num_rows` rows and the head over `num_head_rows`; call to run once."""
+    """A step's linears: `num_rows` rows, and `num_head_rows` of them after the last attention."""
     config = model.config
 
     def rows(count: int, width: int) -> Tensor:
@@ -25,16 +25,16 @@ def bare_products(model: Transformer, num_rows: int, num_head_rows: int) -> Call
     x = rows(num_rows, config.hidden_size)
     mixed = rows(num_rows, config.num_heads * config.head_dim)
     activated = rows(num_rows, config.intermediate_size)
-    wanted = rows(num_head_rows, config.hidden_size)
 
     @torch.inference_mode()
     def run() -> None:
         for layer in model.weights.layers:
             functional.linear(x, layer.qkv, layer.qkv_bias)
-            functional.linear(mixed, layer.attn_out)
-            functional.linear(x, layer.gate_up)
-            functional.linear(activated, layer.down)
-        functional.linear(wanted, model.weights.head)
+            count = num_head_rows if layer is model.weights.layers[-1] else num_rows
+            functional.linear(mixed[:count], layer.attn_out)
+            functional.linear(x[:count], layer.gate_up)
+            functional.linear(activated[:count], layer.down)
+        functional.linear(x[:num_head_rows], model.weights.head)
 
     return run
 

@@ -137,16 +137,17 @@ class Bench:
         total_s = time.perf_counter() - begin
         stepper.marks = None
         seen = np.stack(kept)
-        rows, candidates = _used(seen, step.buffers.table.layout)
+        used = _used(seen, step.buffers.table.layout)
+        rows, candidates = used.mean(0)
         # A step's marks are those of the launch AHEAD - 1 turns before it was read.
         buckets = np.mean(marks.buckets if marks else [(rows, candidates)], axis=0)
-        bare = self._bare_ms(round(rows), round(candidates), repeats)
+        bare = self._bare_ms(used, repeats)
         return Result(
             model=self.name,
             batch=batch,
             context=context,
-            rows=rows,
-            candidates=candidates,
+            rows=float(rows),
+            candidates=float(candidates),
             padded_rows=float(buckets[0]),
             padded_candidates=float(buckets[1]),
             step_ms=1e3 * total_s / steps,
@@ -209,11 +210,17 @@ class Bench:
             stepper.launch()
         return stepper, step
 
-    def _bare_ms(self, rows: int, candidates: int, repeats: int) -> float:
+    def _bare_ms(self, used: Integers, repeats: int) -> float:
+        """Mean over the steps of the bare products of each step's own rows."""
         if self.model.device.type != "cuda":
             return 1.0
-        run = graph_of(bare_products(self.model, rows, candidates))
-        return mean_ms(run, repeats, warm_s=WARM_S if rows > 256 else 0.1)
+        total, warm_s = 0.0, WARM_S if used[:, 0].min() > 256 else 0.1
+        for rows in np.unique(used[:, 0]):
+            steps = used[used[:, 0] == rows]
+            run = graph_of(bare_products(self.model, int(rows), round(steps[:, 1].mean())))
+            total += len(steps) * mean_ms(run, max(3, repeats * len(steps) // len(used)), warm_s)
+            warm_s = 0.1
+        return total / len(used)
 
 
 def _kernel_line(row: torch.autograd.profiler_util.FunctionEventAvg) -> str:
@@ -233,7 +240,7 @@ def _turn(stepper: DeviceStepper) -> tuple[Integers, float]:
 def _row(
     model: Transformer, layout: SlotLayout, slot: int, context: int, pace: int, pages: Integers
 ) -> Integers:
-    """A request in mid-answer, its blocks at all stages; slots are up to 7 steps apart."""
+    """A request in mid-answer, its blocks at all stages; slots are 0 to 7 steps apart, drawn."""
     config = model.config
     settings = DecodeSettings(
         algorithm=Algorithm.D2F,
@@ -255,7 +262,7 @@ def _row(
         stopping=Stopping.of(ANSWER, []),
     )
     sequence.store(context)
-    for _ in range(RAMP_STEPS + slot % 8):
+    for _ in range(RAMP_STEPS + int(np.random.default_rng([7, slot]).integers(8))):
         plan = denoise.open_step(sequence, settings)
         _scripted(sequence, settings, plan, pace)
     denoise.open_step(sequence, settings)
@@ -275,10 +282,10 @@ def _scripted(sequence: Tokens, settings: DecodeSettings, plan: StepPlan, pace: 
     denoise.apply_step(sequence, settings, plan, deal(plan, left, pace))
 
 
-def _used(records: Integers, layout: SlotLayout) -> tuple[float, float]:
-    """Mean rows and candidates a step, from the states that the records left."""
+def _used(records: Integers, layout: SlotLayout) -> Integers:
+    """Rows and candidates of each step [steps, 2], from the states that the records left."""
     rows = records[:, :, RecordColumn.NUM_BLOCKS].sum(1) * layout.block_size
-    return float(rows.mean()), float(records[:, :, RecordColumn.NUM_MASKS].sum(1).mean())
+    return np.stack([rows, records[:, :, RecordColumn.NUM_MASKS].sum(1)], axis=1)
 
 
 def _idle_share(marks: Marks) -> float:

@@ -28,20 +28,23 @@ class StepBuffers:
     table: SlotTable
     control: Tensor  # [4] int32
     rows: StepRows
-    hidden: Tensor  # [T, H] after the final norm
+    mixed: Tensor  # [T, Q] the last attention's output
+    residual: Tensor  # [T, H] beside it
     boundary: Tensor  # [S, H] hidden row of each slot's last stored position (shifting models)
     records: Tensor  # [S, record_width] int32
 
     @classmethod
     def empty(cls, model: Transformer, layout: SlotLayout, num_rows: int) -> "StepBuffers":
         """Buffers for up to `num_rows` rows."""
-        device, width = model.device, model.config.hidden_size
+        device, config = model.device, model.config
+        width, q_dim = config.hidden_size, config.num_heads * config.head_dim
         shape = (layout.num_slots, layout.record_width)
         return cls(
             table=SlotTable.empty(layout, device),
             control=torch.zeros(4, dtype=torch.int32, device=device),
             rows=StepRows.empty(layout, num_rows, device),
-            hidden=torch.zeros(num_rows, width, dtype=model.dtype, device=device),
+            mixed=torch.zeros(num_rows, q_dim, dtype=model.dtype, device=device),
+            residual=torch.zeros(num_rows, width, dtype=model.dtype, device=device),
             boundary=torch.zeros(layout.num_slots, width, dtype=model.dtype, device=device),
             records=torch.zeros(shape, dtype=torch.int32, device=device),
         )
@@ -67,7 +70,7 @@ class DeviceStep:
 
     @torch.inference_mode()
     def run_rows(self, num_rows: int, max_context: int) -> None:
-        """Plan and forward for a bucket of rows: fills `hidden`."""
+        """Plan, and the forward up to its last attention, for a bucket of rows."""
         buffers, config = self.buffers, self.model.config
         plan_step(
             buffers.table,
@@ -83,29 +86,25 @@ class DeviceStep:
         if not used:
             return
         rows = buffers.rows
-        buffers.hidden[:used] = self.model.forward(
+        self.model.forward_unfinished(
             rows.token_ids[:used],
             rows.positions[:used],
             attention,
             self._kv,
             rows.slot_mapping[:used],
-            last_rows=None,
+            buffers.mixed[:used],
+            buffers.residual[:used],
         )
 
     @torch.inference_mode()
     def run_candidates(self, num_candidates: int) -> None:
-        """Head, sampling and advance for a bucket of candidates: fills `records`."""
+        """Rest of the forward, sampling and advance for a bucket of candidates: fills `records`."""
         buffers, rows = self.buffers, self.buffers.rows
         sampling = _first(rows.sampling, num_candidates)
-        wanted = buffers.hidden.index_select(0, rows.hidden_rows[:num_candidates])
-        if self.model.config.shift_logits:
-            wanted = self._with_boundaries(wanted, rows.boundary_slots[:num_candidates])
-        logits = self.model.logits(wanted)
+        logits = self.model.logits(self._hidden(num_candidates))
         candidates = sample_confidence(logits, sampling, self.model.config.mask_token_id)
         if self._adjust is not None:
             candidates = self._adjust(candidates, sampling)
-        if self.model.config.shift_logits:
-            self._keep_boundaries()
         advance(buffers.table, buffers.control, rows.first_candidate, candidates, buffers.records)
 
     def limit_candidates(self, limit: int) -> None:
@@ -130,14 +129,25 @@ class DeviceStep:
             device=self.model.device,
         )
 
-    def _with_boundaries(self, wanted: Tensor, slots: Tensor) -> Tensor:
-        vectors = self.buffers.boundary.index_select(0, slots.clamp(min=0))
-        return torch.where((slots >= 0)[:, None], vectors, wanted)
+    def _hidden(self, num_candidates: int) -> Tensor:
+        """Hidden rows [R, H] that the candidates are drawn from; for shifting models the boundary
+        vectors take part, and those of slots that store are replaced."""
+        buffers, rows = self.buffers, self.buffers.rows
+        wanted = rows.hidden_rows[:num_candidates]
+        if not self.model.config.shift_logits:
+            return self._finish(wanted)
+        kept = rows.kept_rows
+        hidden = self._finish(torch.cat([wanted, kept.clamp(min=0)]))
+        slots = rows.boundary_slots[:num_candidates]
+        vectors = buffers.boundary.index_select(0, slots.clamp(min=0))
+        drawn_from = torch.where((slots >= 0)[:, None], vectors, hidden[:num_candidates])
+        is_kept = (kept >= 0)[:, None]
+        buffers.boundary.copy_(torch.where(is_kept, hidden[num_candidates:], buffers.boundary))
+        return drawn_from
 
-    def _keep_boundaries(self) -> None:
-        boundary, kept = self.buffers.boundary, self.buffers.rows.kept_rows
-        vectors = self.buffers.hidden.index_select(0, kept.clamp(min=0))
-        boundary.copy_(torch.where((kept >= 0)[:, None], vectors, boundary))
+    def _finish(self, rows: Tensor) -> Tensor:
+        mixed, residual = self.buffers.mixed, self.buffers.residual
+        return self.model.finish(mixed.index_select(0, rows), residual.index_select(0, rows))
 
 
 def _first(sampling: RowSampling, count: int) -> RowSampling:
