@@ -6,10 +6,8 @@ either is as good as lost. Not here: opening and ending calls (`attempt.py`).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import grpc.aio
 
@@ -19,18 +17,16 @@ from effuse.router.detokenizer import Decoder, draft_text
 from effuse.router.job import Job, Sink
 from effuse.router.legs import LegFailed, read
 from effuse.router.policy import Placement
+from effuse.router.prefill_leg import PrefillLeg
 from effuse.router.request import Event, IllegalTransition, State
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FinishReason
-
-SETTLE_S: Final = 0.25
-"""What an attempt that is done waits for its calls to end by themselves before it cancels them."""
 
 DecodeCall = grpc.aio.UnaryStreamCall[worker_pb2.DecodeRequest, worker_pb2.DecodeResponse]
 
 
 class DecodeLeg:
-    """Follows one Decode call. `reserved` is resolved with the worker's reservation."""
+    """Follows one Decode call."""
 
     def __init__(
         self,
@@ -49,12 +45,10 @@ class DecodeLeg:
         self._sink = sink
         self._now = now
         self._peer = f"decode worker {placement.decode.worker_id}"
-        self.reserved: asyncio.Future[worker_pb2.Reservation] = (
-            asyncio.get_running_loop().create_future()
-        )
 
-    async def run(self, call: DecodeCall) -> FinishReason:
-        """Relays to the end and says why it ended; raises `LegFailed` or `ClientGone`."""
+    async def run(self, call: DecodeCall, prefill: PrefillLeg | None) -> FinishReason:
+        """Relays to the last event that counts and says why it ended; raises `LegFailed` or
+        `ClientGone`. `prefill` is told of the reservation."""
         peer = self._peer
         try:
             while True:
@@ -63,7 +57,9 @@ class DecodeLeg:
                     raise PeerLost(f"{peer} ended its call before the answer ended")
                 reason = await self._take(response)
                 if reason is not None:
-                    return await self._settle(call, reason)
+                    return reason
+                if prefill is not None and response.HasField("reservation"):
+                    await prefill.push_to(response.reservation)
         except (BrokenStream, IllegalTransition) as error:
             broken = PeerLost(f"{peer} broke the protocol: {error}")
             raise LegFailed(broken, on_prefill=False) from error
@@ -93,7 +89,6 @@ class DecodeLeg:
             raise Refused(f"{decode.worker_id} answered for another life or attempt")
         if self._placement.prefill is not None:
             self._job.costs.connector = reservation.connector
-        self.reserved.set_result(reservation)
 
     def _take_verified(self, verified: worker_pb2.PrefillVerified) -> None:
         self._job.life.handle(Event.VERIFIED, self._now())
@@ -154,14 +149,6 @@ class DecodeLeg:
         if finished.stopped or job.answer.is_stopped:
             return generation_pb2.FINISH_REASON_STOP
         return generation_pb2.FINISH_REASON_LENGTH
-
-    async def _settle(self, call: DecodeCall, reason: FinishReason) -> FinishReason:
-        """The answer stands; the call's own end is awaited for a moment unless we end it."""
-        if not self._job.answer.is_stopped:
-            with suppress(TimeoutError, EffuseError):
-                async with asyncio.timeout(SETTLE_S):
-                    await read(call, self._peer)
-        return reason
 
     def _blame(self, error: EffuseError) -> NoReturn:
         """Decode tells of a handoff that failed: it is the writer that may be replaced."""

@@ -27,6 +27,7 @@ from effuse.protos.errors import (
 from effuse.router.aborts import Aborts
 from effuse.router.attempt import Attempt
 from effuse.router.detokenizer import Decoder
+from effuse.router.endings import Endings
 from effuse.router.fleet import Fleet
 from effuse.router.job import ClientGone, Job, Sink
 from effuse.router.legs import LegFailed
@@ -63,6 +64,7 @@ class Relay:
         self,
         fleet: Fleet,
         aborts: Aborts,
+        endings: Endings,
         placements: Placements,
         decoder: Decoder,
         *,
@@ -72,6 +74,7 @@ class Relay:
     ) -> None:
         self._fleet = fleet
         self._aborts = aborts
+        self._endings = endings
         self._placements = placements
         self._decoder = decoder
         self._router_id = router_id
@@ -116,6 +119,7 @@ class Relay:
                 transfer_id,
                 fleet=self._fleet,
                 aborts=self._aborts,
+                endings=self._endings,
                 decoder=self._decoder,
                 sink=sink,
                 now=self._now,

@@ -22,6 +22,7 @@ from effuse.router.aborts import Aborts
 from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue, ModelServicer
 from effuse.router.config import RouterConfig
+from effuse.router.endings import Endings
 from effuse.router.fleet import Fleet
 from effuse.router.ledger import Ledger
 from effuse.router.metrics import Metrics
@@ -57,6 +58,7 @@ class Router:
         self.ledger = Ledger(now)
         self.metrics = Metrics()
         self.aborts = Aborts(self.fleet)
+        self.endings = Endings()
         self.port = 0
         self.metrics_port = 0
         self.ready = asyncio.Event()
@@ -78,7 +80,7 @@ class Router:
             ]
             await self.view.first_poll()
             with self._metrics_served() as self.metrics_port:
-                async with self.aborts:
+                async with self.aborts, self.endings:
                     await self._start(rpc)
                     loops.append(beside.create_task(self.readiness.run()))
                     await serve(rpc, stop, drain_s=config.drain_s, on_drain=self._drain)
@@ -93,6 +95,7 @@ class Router:
         relay = Relay(
             self.fleet,
             self.aborts,
+            self.endings,
             self._writer,
             self._tokenizer,
             router_id=f"router-{secrets.token_hex(6)}",
@@ -124,6 +127,9 @@ class Router:
         gauge("num_requests_waiting", "Requests in the queue", lambda: self.admission.num_waiting)
         gauge("retries", "Attempts after the first, so far", lambda: relay.num_retries)
         gauge("aborts", "Attempts ended on workers, so far", lambda: self.aborts.num_sent)
+        gauge(
+            "calls_ended_late", "Calls cut off at their end, so far", lambda: self.endings.num_late
+        )
         gauge("placements_dropped", "Placements never written", lambda: self._writer.dropped)
 
     async def _start(self, rpc: RpcServer) -> None:
