@@ -77,7 +77,7 @@ train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); g
 	$(BIN)/python -m effuse.models.train --out .train $(if $(wildcard .train/checkpoint),--resume) $(TRAIN_FLAGS)
 
 .PHONY: load
-load: $(VENV)/.dev $(GHZ) ## Send unary and streaming load with ghz to a fleet started for it
+load: $(VENV)/.dev $(GHZ) ## Send unary and streaming load with ghz to a fleet that `effuse up` starts
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz $(GHZ)
 
 .PHONY: k8s-try

@@ -1,4 +1,4 @@
-"""`make load`: a fleet, ghz against it, once unary and once streaming, and a verdict.
+"""`make load`: `effuse up`, ghz against it, once unary and once streaming, and a verdict.
 
 Every call must end well; the fleet must hold no page and no request afterwards.
 """
@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 
 from load import report
-
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from load.up import UpError, running
 
 HERE = Path(__file__).parent
+FLEET = ("--prefill", "1", "--decode", "1")
 
 
 def main() -> int:
@@ -23,23 +23,27 @@ def main() -> int:
     parser.add_argument("--ghz", type=Path, required=True, help="the ghz binary")
     parser.add_argument("--target", help="HOST:PORT of a running fleet; one is started if absent")
     found = parser.parse_args()
-    if found.target is not None:
-        return load(found.ghz, found.target)
     try:
-        with Fleet(FleetConfig(prefill=1, decode=1)) as fleet:
-            print(f"a fleet is ready on {fleet.address} after {fleet.ready_s:.1f} s", flush=True)
-            status = load(found.ghz, fleet.address)
-            ended = fleet.dead()
-    except FleetError as error:
-        print(f"make load: {error}", file=sys.stderr)
-        return 1
-    for process in ended:
-        print(f"make load: {process.ending()}", file=sys.stderr)
-    return status or len(ended)
+        faults = load(found.ghz, found.target) if found.target else load_of_its_own(found.ghz)
+    except UpError as error:
+        faults = [str(error)]
+    for fault in faults:
+        print(f"make load: {fault}", file=sys.stderr)
+    return 1 if faults else 0
 
 
-def load(ghz: Path, target: str) -> int:
-    """Run both configurations; 0 where no call failed."""
+def load_of_its_own(ghz: Path) -> list[str]:
+    """Start a fleet with `effuse up`, load it, end it; what went wrong. Raises UpError."""
+    with running(FLEET) as up:
+        print(up.greeting, flush=True)
+        faults = load(ghz, up.address)
+        held = up.held()
+        print("afterwards no page and no request is held" if not held else "", flush=True)
+    return faults + held
+
+
+def load(ghz: Path, target: str) -> list[str]:
+    """Run both configurations against a router; what went wrong."""
     faults = []
     with tempfile.TemporaryDirectory() as out:
         for name in ("unary", "stream"):
@@ -49,9 +53,7 @@ def load(ghz: Path, target: str) -> int:
             run = report.read(told, config)
             print(run.line(), flush=True)
             faults += run.faults()
-    for fault in faults:
-        print(f"make load: {fault}", file=sys.stderr)
-    return 1 if faults else 0
+    return faults
 
 
 if __name__ == "__main__":

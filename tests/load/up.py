@@ -1,0 +1,108 @@
+"""`effuse up` as a person starts it, for as long as a context lasts, and what it holds meanwhile.
+
+Not here: what is sent to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2e.client import load_of
+
+from effuse.placement.records import decode_worker
+from effuse.placement.store import Store
+
+START_S = 150.0
+END_S = 60.0
+SETTLE_S = 30.0
+GREETING = re.compile(r"effuse is ready on (?P<address>\S+) after .* Redis at (?P<redis>\S+)$")
+
+
+class UpError(Exception):
+    """The command did not start a fleet, or had something to complain of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A running `effuse up`."""
+
+    greeting: str
+    address: str  # host:port of its router
+    redis_url: str
+    fleet: str
+    pid: int
+
+    def held(self) -> list[str]:
+        """What its workers still hold once they have had time to let go; empty as it should be."""
+        addresses = asyncio.run(self._workers())
+        deadline = time.monotonic() + SETTLE_S
+        while (left := _held_by(addresses)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    async def _workers(self) -> dict[str, str]:
+        """Addresses of its workers by their names."""
+        async with Store(self.redis_url, self.fleet) as store:
+            records = [decode_worker(value) for value, _ in await store.workers()]
+        return {record.worker_id: record.address for record in records}
+
+
+@contextmanager
+def running(flags: Sequence[str]) -> Generator[Up, None, None]:
+    """`effuse up` with `flags` on a free port, in a fleet of its own. On leaving it is told to end.
+
+    Raises UpError with what it said where it does not start, complains or ends badly.
+    """
+    fleet = f"load-{secrets.token_hex(4)}"
+    command = [str(Path(sys.executable).with_name("effuse")), "up", "--port", "0", "--quiet"]
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            [*command, "--fleet", fleet, *flags], stdout=subprocess.PIPE, stderr=said, text=True
+        ) as child,
+    ):
+        greeting = _first_line(child)
+        try:
+            if found := GREETING.match(greeting):
+                yield Up(greeting, found["address"], found["redis"], fleet, child.pid)
+        finally:
+            child.send_signal(signal.SIGTERM)
+            status = child.wait(END_S)
+        said.seek(0)
+        complaint = said.read().strip()
+        if found is None or status or complaint:
+            raise UpError(f"effuse up ended with status {status} and said: {complaint or greeting}")
+
+
+def _first_line(child: subprocess.Popen[str]) -> str:
+    """What the command says once its fleet is ready; empty where it ends before."""
+    assert child.stdout is not None
+    alarm = threading.Timer(START_S, child.kill)
+    alarm.start()
+    try:
+        return child.stdout.readline().strip()
+    finally:
+        alarm.cancel()
+        alarm.join()
+
+
+def _held_by(addresses: dict[str, str]) -> list[str]:
+    left = []
+    for name, address in sorted(addresses.items()):
+        load = load_of(address)
+        pages = load.total_pages - load.free_pages
+        if pages or load.running or load.waiting:
+            left.append(f"{name} holds {pages} pages, {load.running + load.waiting} requests")
+    return left
