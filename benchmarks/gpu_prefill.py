@@ -112,6 +112,7 @@ class Bench:
         lines = [f"{self.name}, {prompts} x {length}: ms of kernels in one forward, then the floor"]
         for run in (lambda: self.paged.runner.run(parts), floor):
             lines += [f"  {line}" for line in kernel_classes(run, repeats=4)]
+        print("\n".join(lines), flush=True)
         return lines
 
     def _forward_ms(self, prompts: int, length: int, repeats: int) -> float:
@@ -205,7 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_prefill")
     parser.add_argument("--model", choices=sorted(MODELS), action="append")
     parser.add_argument("--case", action="append", help="PROMPTSxTOKENS, such as 4x512")
-    parser.add_argument("--profile", action="store_true", help="also device time by kernel")
+    parser.add_argument(
+        "--profile", action="store_true", help="also device time by kernel, of one prompt"
+    )
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_prefill.json"))
     asked = parser.parse_args(argv)
     cases = [row for row in CASES if not asked.case or f"{row[0]}x{row[1]}" in asked.case]
@@ -219,12 +222,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(table(results[-1:]).splitlines()[1], flush=True)
         if asked.profile:
             for prompts, length, _ in cases:
-                notes += bench.profile(prompts, length)
+                if prompts == 1:
+                    notes += bench.profile(prompts, length)
         bench.engine.close()
         del bench
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print("\n".join(notes))
     print(table(results))
     write_record(asked.json, [asdict(r) | {"ratio": r.ratio} for r in results], notes)
     return 0

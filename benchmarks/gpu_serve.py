@@ -144,11 +144,13 @@ class Bench:
         share = busy_share(load.step, repeats=24)
         classes = kernel_classes(load.step, repeats=24)
         synchronize(self.model.device)
-        return [
+        lines = [
             f"block {self.model.config.block_size}, window {window}: the device is busy "
             f"{100 * share:.1f} % of the time; ms of kernels and launches a step",
             *(f"  {line}" for line in classes),
         ]
+        print("\n".join(lines), flush=True)
+        return lines
 
     def _engine(self) -> tuple[DeviceDecodeEngine, CountingRunner]:
         prompts = CountingRunner(self.paged.runner, [])
@@ -186,13 +188,12 @@ class Bench:
 
 
 def _needed_flops(model: Transformer, rows: int, candidates: int, prompt_rows: int) -> float:
-    """Of products: all layers for rows of steps, the head for candidates, prompts without the
-    last layer's rest."""
+    """Of products: all layers for rows of steps, the head for candidates, and for prompts all
+    layers but the last, of which they need K and V."""
     config, layers = model.config, model.weights.layers
-    sizes = [layer.qkv.numel() + layer.attn_out.numel() for layer in layers]
     sizes = [
-        n + layer.gate_up.numel() + layer.down.numel()
-        for n, layer in zip(sizes, layers, strict=True)
+        each.qkv.numel() + each.attn_out.numel() + each.gate_up.numel() + each.down.numel()
+        for each in layers
     ]
     last_kv = 2 * config.num_kv_heads * config.head_dim * config.hidden_size
     total = rows * sum(sizes) + candidates * model.weights.head.numel()
@@ -279,7 +280,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         del bench
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print("\n".join(notes))
     print(table(results))
     write_record(asked.json, [asdict(result) for result in results], notes)
     return 0

@@ -1,7 +1,8 @@
 """What a prefill is held against: its products and attention alone, and plain eager PyTorch.
 
 All prompts of a forward are equally long, bidirectional, and begin with nothing cached. K and V
-are contiguous. The last layer computes K and V only, as prefill does.
+are contiguous. Of the last layer the bare products are those that prefill needs: K and V, and for
+models that shift their logits the rest of it over one row a prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def bare_prefill(model: Transformer, num_prompts: int, length: int) -> Callable[
     activated = random(num_rows, config.intermediate_size)
     q = random(num_prompts, config.num_heads, length, dim)
     k, v = (random(num_prompts, kv_heads, length, dim) for _ in range(2))
-    first_kv = config.num_heads * dim
+    num_q = config.num_heads * dim
+    last = model.weights.layers[-1]
+    num_last = num_prompts if config.shift_logits else 0
 
     @torch.inference_mode()
     def run() -> None:
@@ -39,7 +42,12 @@ def bare_prefill(model: Transformer, num_prompts: int, length: int) -> Callable[
             functional.linear(mixed, layer.attn_out)
             functional.linear(x, layer.gate_up)
             functional.linear(activated, layer.down)
-        functional.linear(x, model.weights.layers[-1].qkv[first_kv:])
+        functional.linear(x, last.qkv[num_q:])
+        if num_last:
+            functional.linear(x[:num_last], last.qkv[:num_q])
+            functional.linear(mixed[:num_last], last.attn_out)
+            functional.linear(x[:num_last], last.gate_up)
+            functional.linear(activated[:num_last], last.down)
 
     return run
 

@@ -105,20 +105,9 @@ class PromptGraphs:
         )
 
     def _attention(self, rows: int) -> AttentionBatch:
-        inputs = self._inputs
         if self._model.device.type == "cpu":
             return self._attention_of_cpu(rows)
-        return AttentionBatch(
-            cu_seqlens=inputs.cu_seqlens,
-            context_lens=inputs.context_lens,
-            page_table=inputs.page_table,
-            block_origins=inputs.block_origins,
-            block_size=self._block_size,
-            page_size=self._page_size,
-            max_seqlen=rows,
-            max_context=0,
-            gather=None,
-        )
+        return self._inputs.attention(rows, block_size=self._block_size, page_size=self._page_size)
 
     def _attention_of_cpu(self, rows: int) -> AttentionBatch:
         """The same batch; here the rows of no sequence have to be one of their own."""
@@ -168,6 +157,20 @@ class _Inputs:
             cu_seqlens=narrow[MOST_SEQUENCES : 2 * MOST_SEQUENCES + 1],
             context_lens=nothing[:, 0],
             page_table=nothing,
+        )
+
+    def attention(self, rows: int, *, block_size: int, page_size: int) -> AttentionBatch:
+        """The batch over these inputs; rows behind the last sequence are in none."""
+        return AttentionBatch(
+            cu_seqlens=self.cu_seqlens,
+            context_lens=self.context_lens,
+            page_table=self.page_table,
+            block_origins=self.block_origins,
+            block_size=block_size,
+            page_size=page_size,
+            max_seqlen=rows,
+            max_context=0,
+            gather=None,
         )
 
     def clear(self) -> None:

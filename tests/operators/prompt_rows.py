@@ -1,0 +1,97 @@
+"""Prompts on padded rows as a CUDA graph runs them, in Triton's interpreter, beside the usual way.
+
+A program of its own: `TRITON_INTERPRET=1 python -m operators.prompt_rows ARCHITECTURE`. Prints one
+line for each forward: the largest difference, and whether only the prompts' slots were written.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from checkpoints import TinySizes, write_tiny_checkpoint
+from decoding.engines import load_tiny
+from torch import Tensor
+
+from effuse.kernels import attention_triton
+from effuse.kernels.attention import block_attention
+from effuse.kernels.batch import AttentionBatch
+from effuse.models import prompt_graphs, transformer
+from effuse.models.prompt_graphs import PromptGraphs
+from effuse.models.runner import ModelRunner, Part
+from effuse.models.transformer import Transformer
+
+SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+PAGE, BLOCK, NUM_PAGES, NOTHING = 8, 4, 12, -7.0
+LENGTHS = ((7,), (20, 3, 29), (64,))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch,
+    *, scale: float,
+) -> Tensor:  # fmt: skip
+    if batch.gather is not None:  # the usual way
+        return block_attention(q, k, v, k_cache, v_cache, batch, scale=scale)
+    out = torch.full_like(q, torch.nan)
+    attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
+    return out
+
+
+def batch_of(graphs: PromptGraphs, rows: int) -> AttentionBatch:
+    return graphs._inputs.attention(rows, block_size=BLOCK, page_size=PAGE)
+
+
+def run(
+    model: Transformer, lengths: tuple[int, ...], *, padded: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """All K and V, and the boundaries."""
+    config = model.config
+    shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE, config.head_dim)
+    memory = torch.full(shape, NOTHING)
+    kv = [(layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2)) for layer in memory.unbind(1)]
+    graphs = None
+    if padded:
+        graphs = PromptGraphs(model, kv, page_size=PAGE, block_size=BLOCK, uses_graphs=False)
+    runner = ModelRunner(model, kv, page_size=PAGE, block_size=BLOCK, graphs=graphs)
+    free = [5, 2, 9, 0, 11, 7, 1, 3, 10, 8, 6, 4]
+    parts = [
+        Part(
+            token_ids=[3 + (7 * index + 5 * i) % 200 for i in range(length)],
+            start=0,
+            pages=[free.pop() for _ in range(-(-length // PAGE))],
+            num_stored=length,
+            block_origin=config.block_origin(length),
+            keep_boundary=True,
+        )
+        for index, length in enumerate(lengths)
+    ]
+    results = runner.run(parts)
+    return memory, [result.boundary for result in results if result.boundary is not None]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tiny_checkpoint(
+            Path(folder) / "model", sys.argv[1], seed=3, sizes=SIZES, block_size=BLOCK
+        )
+        model = load_tiny(path)
+    for lengths in LENGTHS:
+        expected, boundaries = run(model, lengths, padded=False)
+        with (
+            patch.object(transformer, "block_attention", attention),
+            patch.object(prompt_graphs.PromptGraphs, "_attention", batch_of),
+        ):
+            memory, kept = run(model, lengths, padded=True)
+        pairs = [(memory, expected), *zip(kept, boundaries, strict=True)]
+        farthest = max(float((one - other).abs().max()) for one, other in pairs)
+        untouched = torch.equal(memory == NOTHING, expected == NOTHING)
+        print(json.dumps({"farthest": farthest, "untouched": untouched}))
+
+
+if __name__ == "__main__":
+    main()
