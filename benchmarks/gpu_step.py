@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,6 +90,11 @@ class MarkedStepper(DeviceStepper):
     """Marks where steps begin and end on the device."""
 
     marks: Marks | None = None
+    captures = 0
+
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        self.captures += 1
+        return super()._capture(run)
 
     def _run(self, rows: int, candidates: int, context: int) -> None:
         if self.marks is None:
@@ -127,7 +132,7 @@ class Bench:
             _turn(stepper)
         _synchronize(self.model)
         stepper.marks = Marks() if self.model.device.type == "cuda" else None
-        marks, kept, host_s = stepper.marks, [], 0.0
+        marks, kept, host_s, captures = stepper.marks, [], 0.0, stepper.captures
         begin = time.perf_counter()
         for _ in range(steps):
             records, busy_s = _turn(stepper)
@@ -136,6 +141,7 @@ class Bench:
         _synchronize(self.model)
         total_s = time.perf_counter() - begin
         stepper.marks = None
+        assert stepper.captures == captures, "no graph is captured in timed steps"
         seen = np.stack(kept)
         used = _used(seen, step.buffers.table.layout)
         rows, candidates = used.mean(0)
@@ -200,10 +206,10 @@ class Bench:
             row = _row(self.model, layout, slot, context, pace, order[slot * pages :][:pages])
             stepper.join(slot, row)
         rows, masks = batch * WINDOW * size, batch * (WINDOW - 2) * size
-        most_rows = rows + -(-batch // 4) * size
+        # Whatever the steps may need: a graph captured in between would be timed with them.
         stepper.prepare(
-            range(rows - size, most_rows + 1),
-            range(masks - size, masks + 2 * size),
+            range(rows - size, rows + max(size, rows // 8) + 1),
+            range(masks * 3 // 4, max(masks * 3 // 2, masks + 2 * size) + 1),
             range(context, context + ANSWER),
         )
         for _ in range(AHEAD - 1):

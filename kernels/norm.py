@@ -7,8 +7,6 @@ Triton is imported where a CUDA tensor is met, here and in the neighbours: a CPU
 import torch
 from torch import Tensor
 
-from effuse.kernels.ahead import Ahead
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of ``x`` [..., H] and scale it by ``weight`` [H]; dtype of x."""
@@ -20,16 +18,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_residual(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, ahead: Ahead | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to their dtype.
-
-    On CUDA ``ahead`` is fetched into the L2 cache meanwhile.
-    """
+    """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to their dtype."""
     if x.is_cuda:
         from effuse.kernels import norm_triton
 
-        return norm_triton.launch_residual(x, residual, weight, eps, ahead)
+        return norm_triton.launch_residual(x, residual, weight, eps)
     total = x + residual
     return _rms_norm_torch(total, weight, eps), total
 

@@ -10,14 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.ahead import Ahead
-from effuse.kernels.ahead_triton import (
-    await_predecessor,
-    fetch_ahead,
-    fetch_arguments,
-    launch_options,
-)
-
 ELEMENTS_PER_PROGRAM = 4096
 
 
@@ -26,17 +18,17 @@ def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dim() > 3 or x.stride(-1) != 1:
         x = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, eps, out, None, None)
+    _launch(x, None, weight, eps, out, None)
     return out
 
 
 def launch_residual(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, ahead: Ahead | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(normalised sum, sum) of x and residual [T, H]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out)
-    _launch(x, residual.contiguous(), weight, eps, out, total, ahead)
+    _launch(x, residual.contiguous(), weight, eps, out, total)
     return out, total
 
 
@@ -47,7 +39,6 @@ def _launch(
     eps: float,
     out: Tensor,
     total: Tensor | None,
-    ahead: Ahead | None,
 ) -> None:
     width = x.shape[-1]
     num_rows = x.numel() // width
@@ -55,7 +46,6 @@ def _launch(
         return
     tile = triton.next_power_of_2(width)
     rows = max(1, min(16, ELEMENTS_PER_PROGRAM // tile))
-    options = launch_options(x.device)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
         residual if residual is not None else x,
@@ -66,17 +56,13 @@ def _launch(
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
         eps,
-        *fetch_arguments(ahead, weight),
         GROUPS=x.shape[1] if x.dim() == 3 else 1,
         WIDTH=width,
         TILE=tile,
         ROWS=rows,
         HAS_RESIDUAL=residual is not None,
-        FETCHES=ahead is not None,
-        OVERLAPS=bool(options),
         num_warps=8 if tile >= 4096 else 4,
         enable_fp_fusion=True,
-        **options,
     )
 
 
@@ -91,20 +77,12 @@ def _rms_norm_kernel(
     row_stride,
     group_stride,
     eps,
-    fetched,
-    fetched_stride,
-    fetched_rows,
-    fetched_bytes,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    FETCHES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    fetch_ahead(fetched, fetched_stride, fetched_rows, fetched_bytes, FETCHES)
-    await_predecessor(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]

@@ -7,7 +7,6 @@ the like) would be other tables, not other operators.
 import torch
 from torch import Tensor
 
-from effuse.kernels.ahead import Ahead
 from effuse.kernels.distinct_pages import is_distinct
 from effuse.kernels.kv_pages import store_kv
 
@@ -22,17 +21,12 @@ def make_cos_sin_cache(
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
 
 
-def rotary(
-    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, ahead: Ahead | None = None
-) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, Hq, D] and k [T, Hkv, D] by ``positions`` [T] int64; new tensors, same dtype.
-
-    On CUDA ``ahead`` is fetched into the L2 cache meanwhile.
-    """
+def rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, Hq, D] and k [T, Hkv, D] by ``positions`` [T] int64; new tensors, same dtype."""
     if q.is_cuda:
         from effuse.kernels import rotary_triton
 
-        return rotary_triton.launch(q, k, cos_sin_cache, positions, ahead=ahead)
+        return rotary_triton.launch(q, k, cos_sin_cache, positions)
     cos, sin = cos_sin_cache[positions].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -47,7 +41,6 @@ def rotary_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    ahead: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rotary`, then `kv_pages.store_kv` of the rotated k and of v.
 
@@ -58,8 +51,8 @@ def rotary_store_kv(
         from effuse.kernels import rotary_triton
 
         stored = (v, k_cache, v_cache, slot_mapping)
-        return rotary_triton.launch(q, k, cos_sin_cache, positions, stored, ahead)
-    q, k = rotary(q, k, cos_sin_cache, positions, ahead)
+        return rotary_triton.launch(q, k, cos_sin_cache, positions, stored)
+    q, k = rotary(q, k, cos_sin_cache, positions)
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q, k
 

@@ -9,13 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.ahead import Ahead
-from effuse.kernels.ahead_triton import (
-    await_predecessor,
-    fetch_ahead,
-    fetch_arguments,
-    launch_options,
-)
 from effuse.kernels.kv_pages_triton import slot_offset
 
 
@@ -64,10 +57,6 @@ def _rotary_kernel(
     vc_token,
     vc_head,
     vc_dim,
-    fetched,
-    fetched_stride,
-    fetched_rows,
-    fetched_bytes,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TILE_Q: tl.constexpr,
@@ -75,11 +64,7 @@ def _rotary_kernel(
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STORES: tl.constexpr,
-    FETCHES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    fetch_ahead(fetched, fetched_stride, fetched_rows, fetched_bytes, FETCHES)
-    await_predecessor(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     dim = tl.arange(0, HALF)[None, :]
@@ -116,7 +101,6 @@ def launch(
     cos_sin_cache: Tensor,
     positions: Tensor,
     stored: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    ahead: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotated q and k; ``stored`` is (v, k_cache, v_cache, slot_mapping) when K and V are kept."""
     tokens, q_heads, dim = q.shape
@@ -128,7 +112,6 @@ def launch(
     if tokens == 0:
         return q_out, k_out
     v, k_cache, v_cache, slots = stored or (k, k_out[None], k_out[None], positions)
-    options = launch_options(q.device)
     _rotary_kernel[(tokens,)](
         q,
         k,
@@ -145,7 +128,6 @@ def launch(
         *v.stride()[:2],
         *k_cache.stride(),
         *v_cache.stride(),
-        *fetch_arguments(ahead, q),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         TILE_Q=triton.next_power_of_2(q_heads),
@@ -153,10 +135,7 @@ def launch(
         HALF=dim // 2,
         PAGE_SIZE=k_cache.shape[1],
         STORES=stored is not None,
-        FETCHES=ahead is not None,
-        OVERLAPS=bool(options),
         num_warps=4,
         enable_fp_fusion=True,
-        **options,
     )
     return q_out, k_out

@@ -3,18 +3,13 @@
 from torch import Tensor
 from torch.nn import functional
 
-from effuse.kernels.ahead import Ahead
 
-
-def swiglu(gate_up: Tensor, ahead: Ahead | None = None) -> Tensor:
-    """``gate_up`` [T, 2I] holds the gate, then the up projection; returns [T, I] in its dtype.
-
-    On CUDA ``ahead`` is fetched into the L2 cache meanwhile.
-    """
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``gate_up`` [T, 2I] holds the gate, then the up projection; returns [T, I] in its dtype."""
     if gate_up.is_cuda:
         from effuse.kernels import swiglu_triton
 
-        return swiglu_triton.launch(gate_up, ahead)
+        return swiglu_triton.launch(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 

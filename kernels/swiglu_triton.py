@@ -9,57 +9,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.ahead import Ahead
-from effuse.kernels.ahead_triton import (
-    await_predecessor,
-    fetch_ahead,
-    fetch_arguments,
-    launch_options,
-)
-
 TILE = 1024
 
 
-def launch(gate_up: Tensor, ahead: Ahead | None = None) -> Tensor:
+def launch(gate_up: Tensor) -> Tensor:
     """[T, I] from [T, 2I] with contiguous rows."""
     tokens, width = gate_up.shape
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
     out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    options = launch_options(gate_up.device)
     if tokens:
         _swiglu_kernel[(tokens, triton.cdiv(width // 2, TILE))](
             gate_up,
             out,
             gate_up.stride(0),
-            *fetch_arguments(ahead, gate_up),
             INTERMEDIATE=width // 2,
             TILE=TILE,
-            FETCHES=ahead is not None,
-            OVERLAPS=bool(options),
             num_warps=4,
             enable_fp_fusion=True,
-            **options,
         )
     return out
 
 
 @triton.jit
-def _swiglu_kernel(
-    gate_up,
-    out,
-    row_stride,
-    fetched,
-    fetched_stride,
-    fetched_rows,
-    fetched_bytes,
-    INTERMEDIATE: tl.constexpr,
-    TILE: tl.constexpr,
-    FETCHES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    fetch_ahead(fetched, fetched_stride, fetched_rows, fetched_bytes, FETCHES)
-    await_predecessor(OVERLAPS)
+def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < INTERMEDIATE

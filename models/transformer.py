@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from effuse.kernels.ahead import Ahead, can_overlap, fetch_of
 from effuse.kernels.attention import block_attention
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.norm import rms_norm, rms_norm_residual
@@ -25,9 +24,6 @@ from effuse.models.config import ModelConfig
 
 # fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.
 MIN_ROWS = 4
-
-# With no more rows than this a product is as fast as its weights arrive on a GPU.
-_FEW_ROWS = 192
 
 LayerKV = tuple[Tensor, Tensor]
 
@@ -91,7 +87,7 @@ class Transformer:
         `last_rows` [R] int64 picks the rows that are wanted: [R, H] is returned, and the last
         layer computes no more than it must (none: only its K and V). None means all: [T, H].
         """
-        rows = self._rows(positions, attention, slot_mapping)
+        rows = _Rows(positions, attention, slot_mapping)
         normed, residual = self._but_last(token_ids, kv, rows)
         layer = self.weights.layers[-1]
         if last_rows is not None and len(last_rows) == 0:
@@ -116,23 +112,19 @@ class Transformer:
 
         Fills `mixed` [T, Q] and `residual` [T, H]; `finish` makes hidden rows of any of them.
         """
-        rows = self._rows(positions, attention, slot_mapping)
+        rows = _Rows(positions, attention, slot_mapping)
         normed, before = self._but_last(token_ids, kv, rows)
         mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
         residual.copy_(before)
 
     def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
         """Hidden rows [R, H] after the final norm, from what `forward_unfinished` left."""
-        update, residual = self._mlp(self.weights.layers[-1], mixed, residual, has_few=False)
-        return self._add_norm(update, residual, self.weights.norm, None)[0]
+        update, residual = self._mlp(self.weights.layers[-1], mixed, residual)
+        return self._add_norm(update, residual, self.weights.norm)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden rows [R, H], both in the model's dtype."""
         return _linear(hidden, self.weights.head)
-
-    def _rows(self, positions: Tensor, attention: AttentionBatch, slot_mapping: Tensor) -> _Rows:
-        has_few = len(positions) <= _FEW_ROWS and can_overlap(self.device)
-        return _Rows(positions, attention, slot_mapping, has_few)
 
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows
@@ -143,9 +135,8 @@ class Transformer:
         normed = rms_norm(residual, layers[0].attn_norm, self.config.rms_norm_eps)
         for layer, layer_kv, following in zip(layers[:-1], kv[:-1], layers[1:], strict=True):
             mixed = self._attend(layer, normed, layer_kv, rows)
-            update, residual = self._mlp(layer, mixed, residual, has_few=rows.has_few)
-            ahead = before_qkv(following) if rows.has_few else None
-            normed, residual = self._add_norm(update, residual, following.attn_norm, ahead)
+            update, residual = self._mlp(layer, mixed, residual)
+            normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
 
     def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
@@ -158,8 +149,7 @@ class Transformer:
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        ahead = before_attn_out(layer) if rows.has_few else None
-        q, k = self._rotate_and_store(q, k, v, layer_kv, rows, ahead)
+        q, k = self._rotate_and_store(q, k, v, layer_kv, rows)
         mixed = block_attention(q, k, v, *layer_kv, rows.attention, scale=self._scale)
         return mixed.view(num_rows, self._q_dim)
 
@@ -168,57 +158,24 @@ class Transformer:
         k, v = map(self._heads, _linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
-        self._rotate_and_store(k, k, v, layer_kv, rows, None)  # there is no q to rotate
+        self._rotate_and_store(k, k, v, layer_kv, rows)  # there is no q to rotate
 
     def _rotate_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer_kv: LayerKV,
-        rows: _Rows,
-        ahead: Ahead | None,
+        self, q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, rows: _Rows
     ) -> tuple[Tensor, Tensor]:
-        places = (self._cos_sin, rows.positions, *layer_kv, rows.slot_mapping)
-        return rotary_store_kv(q, k, v, *places, ahead)
+        return rotary_store_kv(q, k, v, self._cos_sin, rows.positions, *layer_kv, rows.slot_mapping)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), self.config.num_kv_heads, self.config.head_dim)
 
-    def _mlp(
-        self, layer: LayerWeights, mixed: Tensor, residual: Tensor, *, has_few: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _mlp(self, layer: LayerWeights, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(MLP output, residual with the attention's output added), both [rows, H]."""
         projected = _linear(mixed, layer.attn_out)
-        ahead = before_gate_up(layer) if has_few else None
-        normed, residual = self._add_norm(projected, residual, layer.mlp_norm, ahead)
-        activated = swiglu(_linear(normed, layer.gate_up), before_down(layer) if has_few else None)
-        return _linear(activated, layer.down), residual
+        normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
+        return _linear(swiglu(_linear(normed, layer.gate_up)), layer.down), residual
 
-    def _add_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, ahead: Ahead | None
-    ) -> tuple[Tensor, Tensor]:
-        return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps, ahead)
-
-
-# What is fetched ahead of each product of few rows, in bytes: as much as arrives meanwhile.
-
-
-def before_qkv(layer: LayerWeights) -> Ahead:
-    return fetch_of(layer.qkv, 12 << 20)
-
-
-def before_attn_out(layer: LayerWeights) -> Ahead:
-    return fetch_of(layer.attn_out, 32 << 20)
-
-
-def before_gate_up(layer: LayerWeights) -> Ahead:
-    # It goes over its rows in two waves, of which the first half of the rows is the first.
-    return fetch_of(layer.gate_up, 12 << 20, share=0.5)
-
-
-def before_down(layer: LayerWeights) -> Ahead:
-    return fetch_of(layer.down, 12 << 20, parts=4)  # its sum is split four ways
+    def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +185,6 @@ class _Rows:
     positions: Tensor
     attention: AttentionBatch
     slot_mapping: Tensor
-    has_few: bool  # so that weights are worth fetching ahead
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -32,7 +32,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 Argument = torch.Tensor | int | float | bool
 
 
