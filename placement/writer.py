@@ -24,7 +24,7 @@ class WriterTimes:
     renew_s: float = 5.0
     finished_s: float = 300.0  # an ended request can be looked up this long
     retry_s: float = 0.25
-    linger_s: float = 0.02  # a write waits this long: it never competes with its request's start
+    linger_s: float = 0.1  # a write waits this long: a request that is over by then is written once
 
 
 class PlacementWriter:

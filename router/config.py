@@ -5,13 +5,12 @@ Values found at run time (the port taken, the models served) live where they are
 
 from __future__ import annotations
 
-import argparse
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
+from effuse.config import checks, flags
 from effuse.placement.keys import check_name
 from effuse.router.policy import PrefillMode
 
@@ -56,53 +55,24 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("port", 0, 65535),
+            ("metrics_port", 0, 65535),
             ("max_message_bytes", 1024, 1 << 30),
             ("tokenizer_threads", 1, 64),
             ("max_concurrent_requests", 1, 1 << 20),
             ("max_queue", 0, 1 << 20),
             ("max_retries", 0, 10),
         ):
-            value: int = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{_flag(name)}: expected {low} to {high}, got {value}")
+            checks.whole(name, getattr(self, name), low, high)
         for name in ("max_request_s", "drain_s"):
-            seconds: float = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise ValueError(f"{_flag(name)}: expected seconds above 0, got {seconds:g}")
-        if not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError(f"--redis-url: expected redis://host:port/db, got {self.redis_url!r}")
-        if self.model is not None and not self.model.is_dir():
-            raise ValueError(f"--model: expected a directory, got {str(self.model)!r}")
+            checks.seconds(name, getattr(self, name))
+        checks.redis_url("redis_url", self.redis_url)
+        checks.directory("model", self.model)
         check_name("fleet", self.fleet)
 
 
 def parse(argv: Sequence[str]) -> RouterConfig:
     """The config that `argv` asks for; an unknown flag or a bad value ends the process with
     status 2 and a line that names the accepted form."""
-    parser = argparse.ArgumentParser(
-        prog="effuse-router", description="Routes requests to a fleet.", allow_abbrev=False
+    return flags.parse(
+        RouterConfig, argv, prog="effuse-router", about="Routes requests to a fleet."
     )
-    hints = get_type_hints(RouterConfig, include_extras=True)
-    for one in fields(RouterConfig):
-        _add(parser, one.name, hints[one.name], one.default)
-    found = parser.parse_args(argv)
-    try:
-        return RouterConfig(**vars(found))
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def _add(parser: argparse.ArgumentParser, name: str, hint: object, default: object) -> None:
-    kind, text = get_args(hint)
-    if default is not None:
-        text += f" (default: {default})"
-    if get_origin(kind) is Literal:
-        parser.add_argument(_flag(name), choices=get_args(kind), default=default, help=text)
-        return
-    kinds = [k for k in (get_args(kind) or (kind,)) if k is not type(None)]
-    metavar = {int: "N", float: "X", Path: "PATH"}.get(kinds[0], "TEXT")
-    parser.add_argument(_flag(name), type=kinds[0], default=default, metavar=metavar, help=text)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

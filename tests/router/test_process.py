@@ -17,7 +17,7 @@ COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
 FOOTPRINT = """
 import json, sys
 from pathlib import Path
-import effuse.router.__main__
+import effuse.router.process
 from effuse.router.tokenizer import Tokenizer
 heavy = {"torch", "transformers", "numpy", "triton", "nixl", "effuse.models", "effuse.worker"}
 # Not ru_maxrss: that counts what the parent weighed when it forked.
