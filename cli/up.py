@@ -17,10 +17,10 @@ from effuse.cli.arguments import command, directory, redis_url, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.logs import LogFollower
 from effuse.cli.process import Process
+from effuse.config.flags import add_flags
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.worker.config import WorkerConfig
-from effuse.worker.flags import add_flags
 
 _POLL_S = 0.2
 _MOST_ENDS = 5

@@ -2,9 +2,10 @@
 
 import sys
 
+from effuse.config import flags
 from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.server import make_role
-from effuse.worker import flags, front
+from effuse.worker import front
 
 
 def main() -> int:

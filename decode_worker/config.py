@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from effuse.config import checks
 from effuse.placement.records import Algorithm
 from effuse.worker.config import WorkerConfig
 
@@ -16,4 +17,4 @@ class DecodeConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_duration("handoff_lease_s", self.handoff_lease_s)
+        checks.seconds("handoff_lease_s", self.handoff_lease_s)

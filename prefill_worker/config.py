@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from effuse.config import checks
 from effuse.worker.config import WorkerConfig
 
 
@@ -14,4 +15,4 @@ class PrefillConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_duration("reservation_s", self.reservation_s)
+        checks.seconds("reservation_s", self.reservation_s)

@@ -3,7 +3,6 @@
 Values that are found at run time (pages in the pool, the port taken) live where they are found.
 """
 
-import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from effuse.config import checks
 from effuse.placement.keys import check_name
 
 Connector = Literal["nixl", "zmq", "loopback"]
@@ -80,30 +80,24 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
-            _at_least(name, getattr(self, name), 1)
+            checks.whole(name, getattr(self, name), 1)
         for name in ("num_pages", "block_size", "max_model_len"):
-            _at_least(name, getattr(self, name), 1)
+            checks.whole(name, getattr(self, name), 1)
         for name in ("port", "metrics_port"):
-            _at_least(name, getattr(self, name), 0)
+            checks.whole(name, getattr(self, name), 0, 65535)
         for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
-            self.check_duration(name, getattr(self, name))
+            checks.seconds(name, getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"--gpu-memory-utilization: expected a share in (0, 1], "
                 f"got {self.gpu_memory_utilization:g}"
             )
+        checks.redis_url("redis_url", self.redis_url)
         check_name("fleet", self.fleet)
         if self.worker_id is not None:
             check_name("worker id", self.worker_id)
-        for flag, path in (("--model", self.model), ("--adapter", self.adapter)):
-            if path is not None and not path.is_dir():
-                raise ValueError(f"{flag}: expected a directory, got {str(path)!r}")
-
-    @staticmethod
-    def check_duration(name: str, value: float) -> None:
-        """Raises ValueError naming the flag of `name` if `value` is not above 0 seconds."""
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{_flag(name)}: expected seconds above 0, got {value:g}")
+        checks.directory("model", self.model)
+        checks.directory("adapter", self.adapter)
 
     def reachable_host(self) -> str:
         """Returns the host that others are told: never a wildcard address."""
@@ -115,12 +109,3 @@ class WorkerConfig:
 def to_json(config: WorkerConfig) -> bytes:
     """Returns the config in the form in which the engine process gets it."""
     return msgspec.json.encode(config, enc_hook=str)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{_flag(name)}: expected {least} or more, got {value}")

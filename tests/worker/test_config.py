@@ -22,7 +22,8 @@ NAN = float("nan")
         ({"page_size": 0}, "--page-size: expected 1 or more, got 0"),
         ({"num_pages": -1}, "--num-pages: expected 1 or more"),
         ({"max_num_seqs": 0}, "--max-num-seqs"),
-        ({"port": -1}, "--port: expected 0 or more"),
+        ({"port": -1}, "--port: expected 0 to 65535, got -1"),
+        ({"redis_url": "r:6379"}, "--redis-url: expected redis://host:port/db, got 'r:6379'"),
         (
             {"gpu_memory_utilization": 0.0},
             r"--gpu-memory-utilization: expected a share in \(0, 1\]",

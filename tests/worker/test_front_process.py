@@ -19,7 +19,8 @@ import pytest
 LAUNCH = """
 import sys, fronts
 from effuse.decode_worker.server import make_role
-from effuse.worker import flags, front
+from effuse.config import flags
+from effuse.worker import front
 from effuse.worker.config import WorkerConfig
 config = flags.parse(WorkerConfig, sys.argv[1:], prog="test", about="")
 sys.exit(front.run(config, fronts.use_fake_engine(make_role())))

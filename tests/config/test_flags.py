@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from effuse.worker import flags
+from effuse.config import flags
 
 
 @dataclass(frozen=True, kw_only=True)

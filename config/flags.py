@@ -60,10 +60,15 @@ def add_flags(
             _add(parser, one, hints[one.name])
 
 
+def flag_of(name: str) -> str:
+    """Returns the flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
 def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) -> None:
     if get_origin(hint) is not Annotated:
         raise TypeError(f"field {one.name} has no help text")
-    flag = f"--{one.name.replace('_', '-')}"
+    flag = flag_of(one.name)
     kind, text = _without_none(get_args(hint)[0]), str(get_args(hint)[1]).replace("%", "%%")
     default = None if one.default is MISSING else one.default
     if default is not None and default is not False:

@@ -1,0 +1,37 @@
+"""Checks of a config's values, for `__post_init__`: each raises ValueError naming flag and form.
+
+Not here: what needs more than one value to judge, which is its config's own.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from effuse.config.flags import flag_of
+
+
+def whole(name: str, value: int | None, least: int, most: int | None = None) -> None:
+    """Refuses a number outside of `least` to `most`; None, where a field allows it, is good."""
+    if value is None or (least <= value and (most is None or value <= most)):
+        return
+    form = f"{least} or more" if most is None else f"{least} to {most}"
+    raise ValueError(f"{flag_of(name)}: expected {form}, got {value}")
+
+
+def seconds(name: str, value: float) -> None:
+    """Refuses a time that is not finite and above 0."""
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{flag_of(name)}: expected seconds above 0, got {value:g}")
+
+
+def directory(name: str, path: Path | None) -> None:
+    """Refuses a path, where there is one, that is not a directory."""
+    if path is not None and not path.is_dir():
+        raise ValueError(f"{flag_of(name)}: expected a directory, got {str(path)!r}")
+
+
+def redis_url(name: str, url: str | None) -> None:
+    """Refuses an address, where there is one, that is not a Redis's."""
+    if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError(f"{flag_of(name)}: expected redis://host:port/db, got {url!r}")
