@@ -1,14 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The Triton kernels of candidate sampling; `confidence` is the way in.
 
-Logits are read once, in chunks, and no probability is written: each segment of a row leaves its
-peak and where it is, its runner-up chunk, its sum of exponentials and, where asked, an entropy
-term; the last kernel combines a row's segments and looks again only into the chunk that holds the
-peak. Two more kernels return at once for rows that do not need them: the cut-off of top-p and
-top-k (`filters_triton`), and the draw under Gumbel noise.
+Logits are read once and no probability is written. Each thread folds the columns of its tiles into
+a peak, a sum of exponentials and a runner-up of its own, so nothing crosses threads in the loop;
+each segment of a row leaves their combination and the tile of its peak. The last kernel combines a
+row's segments and looks again only into the tile that holds the answer. Rows without temperature,
+filters and entropy have a kernel to themselves; the other one returns at once for them, and draws
+in the same reading: a Gumbel draw is one more maximum. Cut-offs are found by `filters_triton`.
 
-Bytes: R * V logits once, one chunk a row again; drawn rows once more, filtered rows about 35 times.
+Bytes: R * V logits once, one tile a row again; filtered rows about 8 times more (in 16 bits).
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,16 +19,40 @@ import triton.language as tl
 from torch import Tensor
 
 from effuse.kernels import filters_triton
-from effuse.kernels.filters_triton import cut, load_scaled, scaled
-from effuse.kernels.philox_triton import gumbel_tile
+from effuse.kernels.filters_triton import (
+    Tile,
+    by_lane,
+    cut,
+    load_scaled,
+    scaled,
+    sum_of_lanes,
+    tile_offsets,
+    top_of_lanes,
+)
+from effuse.kernels.philox_triton import gumbel_of_quads
 
 MAX_CHUNK = 4096
-SEGMENTS = 8
-# Noise takes more registers for each token.
-DRAW_CHUNK = 2048
 MARGIN = tl.constexpr(1)
 NEG_ENTROPY = tl.constexpr(2)
 FAR = tl.constexpr(2147483647)
+LOWEST = tl.constexpr(-1.0e30)  # finite: a tile may hold nothing but -inf
+MOST_NOISE = tl.constexpr(17.4)  # Gumbel noise is less: -log(-log(1 - 2**-25)) = 17.33
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingShape:
+    """Launch parameters. Segments depend on the vocabulary alone, so a row's sums do not depend
+    on the batch."""
+
+    segments: int
+    chunk: int  # tokens in a tile
+    num_warps: int
+
+
+def sampling_shape(vocab_size: int, most: int = MAX_CHUNK) -> SamplingShape:
+    """The one shape for a vocabulary."""
+    chunk = min(most, max(16, triton.next_power_of_2(vocab_size)))
+    return SamplingShape(segments=8, chunk=chunk, num_warps=4)
 
 
 def launch(
@@ -36,7 +63,7 @@ def launch(
     counters: tuple[Tensor, Tensor, Tensor, Tensor],
     score_kind: Tensor,
     mask_token_id: int,
-    max_chunk: int = MAX_CHUNK,
+    shape: SamplingShape | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(token [R] int64, confidence [R] fp32, score [R] fp32); nothing is read back by the host.
 
@@ -49,63 +76,94 @@ def launch(
     score = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
         return token, confidence, score
-    chunk = min(max_chunk, max(16, triton.next_power_of_2(vocab_size)))
-    # Segments depend on the vocabulary alone, so a row's sums do not depend on the batch.
-    segment = triton.cdiv(triton.cdiv(vocab_size, SEGMENTS), chunk) * chunk
+    shape = shape or sampling_shape(vocab_size)
+    tile = Tile.of(logits.dtype, shape.chunk, shape.num_warps)
+    segment = triton.cdiv(triton.cdiv(vocab_size, shape.segments), shape.chunk) * shape.chunk
     num_segments = triton.cdiv(vocab_size, segment)
-    drawn_token = torch.empty(rows, dtype=torch.int32, device=device)
-    drawn_value = torch.empty(rows, dtype=torch.float32, device=device)
-    partial = torch.empty((4, rows, num_segments), dtype=torch.float32, device=device)
-    peak_chunk = torch.empty((rows, num_segments), dtype=torch.int32, device=device)
-    num_warps = 8 if chunk >= 4096 else 4
-    shape = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)
-    cut_value, cut_token = filters_triton.launch_cutoff(*shape, top_p, top_k, chunk, num_warps)
-    _segment_kernel[(num_segments, rows)](
-        *shape,
-        cut_value,
-        cut_token,
-        score_kind,
-        partial,
-        peak_chunk,
+    parts = torch.empty((5, rows, num_segments), dtype=torch.float32, device=device)
+    places = torch.empty((2, rows, num_segments), dtype=torch.int32, device=device)
+    cut_value, cut_token = filters_triton.launch_cutoff(
+        logits, mask_token_id, temperature, top_p, top_k, tile, shape.num_warps
+    )
+    rows_of = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)
+    limits = (cut_value, cut_token, score_kind)
+    _greedy_kernel[(num_segments, rows)](
+        *rows_of,
+        *limits,
+        parts,
+        places,
         SEGMENT=segment,
-        CHUNK=chunk,
-        num_warps=num_warps,
+        DEPTH=tile.depth,
+        LANES=tile.lanes,
+        ELEMENTS=tile.elements,
+        num_warps=shape.num_warps,
         enable_fp_fusion=True,
     )
-    _draw_kernel[(rows,)](
-        *shape,
-        cut_value,
-        cut_token,
+    _drawn_kernel[(num_segments, rows)](
+        *rows_of,
+        *limits,
         *counters,
-        drawn_token,
-        drawn_value,
-        CHUNK=min(chunk, DRAW_CHUNK),
-        num_warps=num_warps,
+        parts,
+        places,
+        SEGMENT=segment,
+        DEPTH=tile.depth,
+        LANES=tile.lanes,
+        ELEMENTS=tile.elements,
+        num_warps=shape.num_warps,
         enable_fp_fusion=True,
     )
     _finish_kernel[(rows,)](
-        *shape,
-        cut_value,
-        cut_token,
-        score_kind,
-        partial,
-        peak_chunk,
-        drawn_token,
-        drawn_value,
+        *rows_of,
+        *limits,
+        *counters,
+        parts,
+        places,
         num_segments,
         token,
         confidence,
         score,
-        CHUNK=chunk,
+        CHUNK=shape.chunk,
         TILE_SEGMENTS=triton.next_power_of_2(num_segments),
-        num_warps=num_warps,
+        num_warps=shape.num_warps,
         enable_fp_fusion=True,
     )
     return token, confidence, score
 
 
 @triton.jit
-def _segment_kernel(
+def _is_plain(temperature, value_cut, score_kind):
+    """Whether a row needs no more than peak and sum."""
+    return (temperature <= 0) & (value_cut == float("-inf")) & (score_kind != NEG_ENTROPY)
+
+
+@triton.jit
+def _fold(values, start, peaks, sums, tiles, runners_up):
+    """Takes a tile into each lane's peak, sum, tile of the peak and largest value elsewhere."""
+    tops = top_of_lanes(values)
+    tiles = tl.where(tops > peaks, start, tiles)
+    runners_up = tl.maximum(runners_up, tl.minimum(peaks, tops))
+    new_peaks = tl.maximum(peaks, tops)
+    weights = tl.exp(values - new_peaks[None, :, None])
+    sums = sums * tl.exp(peaks - new_peaks) + sum_of_lanes(weights)
+    return new_peaks, sums, tiles, runners_up
+
+
+@triton.jit
+def _leave(parts, places, row, segment, peaks, sums, tiles, runners_up):
+    """Combines the lanes of a segment and stores what the last kernel needs of it."""
+    peak = tl.max(peaks, 0)
+    tile = tl.min(tl.where(peaks == peak, tiles, FAR), 0)
+    runner_up = tl.max(tl.where(tiles == tile, runners_up, peaks), 0)
+    place = row * tl.num_programs(0) + segment
+    step = tl.num_programs(1) * tl.num_programs(0)
+    tl.store(parts + place, peak)
+    tl.store(parts + place + step, tl.sum(sums * tl.exp(peaks - peak), 0))
+    tl.store(parts + place + 2 * step, runner_up)
+    tl.store(places + place, tile)
+
+
+@triton.jit
+def _greedy_kernel(
     logits,
     row_stride,
     vocab_size,
@@ -114,57 +172,45 @@ def _segment_kernel(
     cut_value,
     cut_token,
     score_kinds,
-    partial,
-    peak_chunk,
+    parts,
+    places,
     SEGMENT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):
-    """Peak, sum, entropy term and runner-up of one segment of one row, and the peak's chunk."""
+    """One segment of one row without temperature, filters and entropy."""
+    CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
     segment = tl.program_id(0)
     row = tl.program_id(1)
-    row_logits = logits + row.to(tl.int64) * row_stride
     temperature = tl.load(temperatures + row)
-    value_cut = tl.load(cut_value + row)
-    token_cut = tl.load(cut_token + row)
-    has_entropy = tl.load(score_kinds + row) == NEG_ENTROPY
+    if not _is_plain(temperature, tl.load(cut_value + row), tl.load(score_kinds + row)):
+        return
+    row_logits = logits + row.to(tl.int64) * row_stride
     begin = segment * SEGMENT
     end = tl.minimum(begin + SEGMENT, vocab_size)
-    lane = tl.arange(0, CHUNK)
-    # The peak starts finite: a chunk may hold nothing but -inf.
-    peak = -1.0e30
-    runner_up = -1.0e30
-    where_peak = begin
-    sums = tl.zeros([CHUNK], tl.float32)
-    terms = tl.zeros([CHUNK], tl.float32)
-    for start in tl.range(begin, end, CHUNK, num_stages=3):
-        tokens = start + lane
-        raw = tl.load(row_logits + tokens, mask=tokens < vocab_size, other=float("-inf"))
-        values = scaled(raw, tokens, start, mask_token_id, temperature, CHUNK)
-        if value_cut > float("-inf"):
-            values = cut(values, tokens, value_cut, token_cut)
-        top = tl.max(values, 0)
-        if top > peak:
-            where_peak = start
-        runner_up = tl.maximum(runner_up, tl.minimum(peak, top))
-        new_peak = tl.maximum(peak, top)
-        weights = tl.exp(values - new_peak)
-        shrink = tl.exp(peak - new_peak)
-        if has_entropy:
-            fresh = tl.where(weights > 0, weights * (values - new_peak), 0.0)
-            terms = (terms + (peak - new_peak) * sums) * shrink + fresh
-        sums = sums * shrink + weights
-        peak = new_peak
-    place = row * tl.num_programs(0) + segment
-    step = tl.num_programs(1) * tl.num_programs(0)
-    tl.store(peak_chunk + place, where_peak)
-    tl.store(partial + place, peak)
-    tl.store(partial + place + step, tl.sum(sums, 0))
-    tl.store(partial + place + 2 * step, tl.sum(terms, 0))
-    tl.store(partial + place + 3 * step, runner_up)
+    whole_end = begin + (end - begin) // CHUNK * CHUNK
+    offsets = tile_offsets(DEPTH, LANES * ELEMENTS)
+    peaks = tl.zeros([LANES], tl.float32) + LOWEST
+    sums = tl.zeros([LANES], tl.float32)
+    tiles = tl.zeros([LANES], tl.int32) + begin
+    runners_up = tl.zeros([LANES], tl.float32) + LOWEST
+    for start in tl.range(begin, whole_end, CHUNK):
+        raw = tl.load(row_logits + (start + offsets))
+        values = scaled(raw, start + offsets, start, mask_token_id, 0.0, CHUNK)
+        values = by_lane(values, DEPTH, LANES, ELEMENTS)
+        peaks, sums, tiles, runners_up = _fold(values, start, peaks, sums, tiles, runners_up)
+    if whole_end < end:
+        values = load_scaled(
+            row_logits, whole_end + offsets, whole_end, vocab_size, mask_token_id, 0.0, CHUNK
+        )
+        values = by_lane(values, DEPTH, LANES, ELEMENTS)
+        peaks, sums, tiles, runners_up = _fold(values, whole_end, peaks, sums, tiles, runners_up)
+    _leave(parts, places, row, segment, peaks, sums, tiles, runners_up)
 
 
 @triton.jit
-def _draw_kernel(
+def _drawn_kernel(
     logits,
     row_stride,
     vocab_size,
@@ -172,41 +218,80 @@ def _draw_kernel(
     temperatures,
     cut_value,
     cut_token,
+    score_kinds,
     seeds,
     positions,
     denoise_counts,
     answer_indices,
-    drawn_token,
-    drawn_value,
-    CHUNK: tl.constexpr,
+    parts,
+    places,
+    SEGMENT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):
-    """The token of largest noisy logit of one row with temperature, and its logit."""
-    row = tl.program_id(0)
+    """One segment of one row with temperature, filters or entropy."""
+    CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
+    segment = tl.program_id(0)
+    row = tl.program_id(1)
     temperature = tl.load(temperatures + row)
-    if temperature <= 0:
-        return
-    row_logits = logits + row.to(tl.int64) * row_stride
     value_cut = tl.load(cut_value + row)
+    kind = tl.load(score_kinds + row)
+    if _is_plain(temperature, value_cut, kind):
+        return
     token_cut = tl.load(cut_token + row)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     denoise_count = tl.load(denoise_counts + row)
     answer_index = tl.load(answer_indices + row)
+    row_logits = logits + row.to(tl.int64) * row_stride
+    begin = segment * SEGMENT
+    end = tl.minimum(begin + SEGMENT, vocab_size)
+    offsets = tile_offsets(DEPTH, LANES * ELEMENTS)
+    quads = tile_offsets(DEPTH, LANES * ELEMENTS // 4)
+    peaks = tl.zeros([LANES], tl.float32) + LOWEST
+    sums = tl.zeros([LANES], tl.float32)
+    terms = tl.zeros([LANES], tl.float32)
+    tiles = tl.zeros([LANES], tl.int32) + begin
+    runners_up = tl.zeros([LANES], tl.float32) + LOWEST
+    drawn = tl.zeros([LANES], tl.float32) - float("inf")
+    drawn_tiles = tl.zeros([LANES], tl.int32) + begin
     best = -float("inf")
-    best_token = 0
-    best_value = -float("inf")
-    for start in range(0, vocab_size, CHUNK):
-        tokens = start + tl.arange(0, CHUNK)
-        values = load_scaled(row_logits, start, vocab_size, mask_token_id, temperature, CHUNK)
-        values = cut(values, tokens, value_cut, token_cut)
-        noisy = values + gumbel_tile(seed, start, position, denoise_count, answer_index, CHUNK)
-        top = tl.max(noisy, 0)
-        if top > best:
-            best = top
-            best_token = tl.min(tl.where(noisy == top, tokens, FAR), 0)
-            best_value = tl.max(tl.where(tokens == best_token, values, float("-inf")), 0)
-    tl.store(drawn_token + row, best_token)
-    tl.store(drawn_value + row, best_value)
+    for start in range(begin, end, CHUNK):
+        tokens = start + offsets
+        values = load_scaled(
+            row_logits, tokens, start, vocab_size, mask_token_id, temperature, CHUNK
+        )
+        if value_cut > float("-inf"):
+            values = cut(values, tokens, value_cut, token_cut)
+        # Most tiles of a row that is sure of a few tokens cannot hold the drawn one.
+        if (temperature > 0) & (tl.max(tl.max(values, 1), 0) + MOST_NOISE > best):
+            quad = start // 4 + quads
+            noise = gumbel_of_quads(seed, quad, position, denoise_count, answer_index)
+            tops = top_of_lanes(by_lane(values + noise, DEPTH, LANES, ELEMENTS))
+            drawn_tiles = tl.where(tops > drawn, start, drawn_tiles)
+            drawn = tl.maximum(drawn, tops)
+            best = tl.max(drawn, 0)
+        values = by_lane(values, DEPTH, LANES, ELEMENTS)
+        old_peaks = peaks
+        old_sums = sums
+        peaks, sums, tiles, runners_up = _fold(values, start, peaks, sums, tiles, runners_up)
+        if kind == NEG_ENTROPY:
+            below = values - peaks[None, :, None]
+            weights = tl.exp(below)
+            fresh = sum_of_lanes(tl.where(weights > 0, weights * below, 0.0))
+            fall = old_peaks - peaks
+            terms = (terms + fall * old_sums) * tl.exp(fall) + fresh
+    _leave(parts, places, row, segment, peaks, sums, tiles, runners_up)
+    place = row * tl.num_programs(0) + segment
+    step = tl.num_programs(1) * tl.num_programs(0)
+    peak = tl.max(peaks, 0)
+    fall = peaks - peak
+    moved = tl.exp(fall) * (terms + tl.where(sums > 0, fall * sums, 0.0))
+    tl.store(parts + place + 3 * step, tl.sum(moved, 0))
+    best = tl.max(drawn, 0)
+    tl.store(parts + place + 4 * step, best)
+    tl.store(places + place + step, tl.min(tl.where(drawn == best, drawn_tiles, FAR), 0))
 
 
 @triton.jit
@@ -219,10 +304,12 @@ def _finish_kernel(
     cut_value,
     cut_token,
     score_kinds,
-    partial,
-    peak_chunk,
-    drawn_token,
-    drawn_value,
+    seeds,
+    positions,
+    denoise_counts,
+    answer_indices,
+    parts,
+    places,
     num_segments,
     token_out,
     confidence_out,
@@ -237,8 +324,8 @@ def _finish_kernel(
     present = segment < num_segments
     place = row * num_segments + segment
     step = tl.num_programs(0) * num_segments
-    peaks = tl.load(partial + place, mask=present, other=-1.0e30)
-    sums = tl.load(partial + place + step, mask=present, other=0.0)
+    peaks = tl.load(parts + place, mask=present, other=LOWEST)
+    sums = tl.load(parts + place + step, mask=present, other=0.0)
     peak = tl.max(peaks, 0)
     shrink = tl.exp(peaks - peak)
     total = tl.sum(sums * shrink, 0)
@@ -250,28 +337,50 @@ def _finish_kernel(
         return
 
     temperature = tl.load(temperatures + row)
-    best = tl.min(tl.where(present & (peaks == peak), segment, FAR), 0)
-    start = tl.load(peak_chunk + row * num_segments + best)
-    tokens = start + tl.arange(0, CHUNK)
+    value_cut = tl.load(cut_value + row)
+    token_cut = tl.load(cut_token + row)
     row_logits = logits + row.to(tl.int64) * row_stride
-    values = load_scaled(row_logits, start, vocab_size, mask_token_id, temperature, CHUNK)
-    values = cut(values, tokens, tl.load(cut_value + row), tl.load(cut_token + row))
+    best = tl.min(tl.where(present & (peaks == peak), segment, FAR), 0)
+    start = tl.multiple_of(tl.load(places + row * num_segments + best), CHUNK)
+    tokens = start + tl.arange(0, CHUNK)
+    values = load_scaled(row_logits, tokens, start, vocab_size, mask_token_id, temperature, CHUNK)
+    values = cut(values, tokens, value_cut, token_cut)
     mode = tl.min(tl.where(values == tl.max(values, 0), tokens, FAR), 0)
     token = mode
     confidence = 1.0 / total
-    if temperature > 0:
-        token = tl.load(drawn_token + row)
-        confidence = tl.exp(tl.load(drawn_value + row) - peak) / total
     score = confidence
     if kind == MARGIN:
         second = tl.max(tl.where(tokens == mode, float("-inf"), values), 0)
-        runners_up = tl.load(partial + place + 3 * step, mask=present, other=-1.0e30)
+        runners_up = tl.load(parts + place + 2 * step, mask=present, other=LOWEST)
         elsewhere = tl.max(tl.where(segment == best, runners_up, peaks), 0)
         score = (1.0 - tl.exp(tl.maximum(second, elsewhere) - peak)) / total
     if kind == NEG_ENTROPY:
-        terms = tl.load(partial + place + 2 * step, mask=present, other=0.0)
+        terms = tl.load(parts + place + 3 * step, mask=present, other=0.0)
         moved = tl.sum(shrink * (terms + tl.where(sums > 0, (peaks - peak) * sums, 0.0)), 0)
         score = moved / total - tl.log(total)
+    if temperature > 0:
+        drawn = tl.load(parts + place + 4 * step, mask=present, other=float("-inf"))
+        best = tl.min(tl.where(present & (drawn == tl.max(drawn, 0)), segment, FAR), 0)
+        start = tl.load(places + (tl.num_programs(0) + row) * num_segments + best)
+        start = tl.multiple_of(start, CHUNK)
+        tokens = start + tl.arange(0, CHUNK)
+        values = load_scaled(
+            row_logits, tokens, start, vocab_size, mask_token_id, temperature, CHUNK
+        )
+        values = cut(values, tokens, value_cut, token_cut)
+        quads = start // 4 + tl.arange(0, CHUNK // 4)
+        noisy = values + gumbel_of_quads(
+            tl.load(seeds + row),
+            quads,
+            tl.load(positions + row),
+            tl.load(denoise_counts + row),
+            tl.load(answer_indices + row),
+        )
+        token = tl.min(tl.where(noisy == tl.max(noisy, 0), tokens, FAR), 0)
+        value = tl.max(tl.where(tokens == token, values, float("-inf")), 0)
+        confidence = tl.exp(value - peak) / total
+        if kind == 0:
+            score = confidence
     tl.store(token_out + row, token.to(tl.int64))
     tl.store(confidence_out + row, confidence)
     tl.store(score_out + row, score)

@@ -84,9 +84,10 @@ def test_sampling_equals_reference(name: str, dtype: torch.dtype) -> None:
     sampling.check([sampling.CASES[name]], triton_kernels(CUDA, max_chunk=64), dtype, 303)
 
 
-def test_sampling_of_all_settings_over_a_released_vocabulary() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sampling_of_all_settings_over_a_released_vocabulary(dtype: torch.dtype) -> None:
     one_row_each = [replace(case, rows=1) for case in sampling.CASES.values()]
-    sampling.check(one_row_each, OPS, torch.float32, vocab_size=152_064)
+    sampling.check(one_row_each, OPS, dtype, vocab_size=152_064)
 
 
 def test_pages_past_the_reach_of_32_bits() -> None:

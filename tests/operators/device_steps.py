@@ -52,7 +52,8 @@ def plan(
 def sample(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
     counters = (s.seed, s.position, s.denoise_count, s.answer_index)
     settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
-    return Candidates(*confidence_triton.launch(logits, *settings, mask_token_id, 128))
+    shape = confidence_triton.sampling_shape(logits.shape[1], 128)
+    return Candidates(*confidence_triton.launch(logits, *settings, mask_token_id, shape))
 
 
 def batch_of(step: device_step.DeviceStep, num_rows: int, max_context: int) -> AttentionBatch:

@@ -125,7 +125,8 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     def sample_confidence(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
         counters = (s.seed, s.position, s.denoise_count, s.answer_index)
         settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
-        found = confidence_triton.launch(logits, *settings, mask_token_id, max_chunk)
+        shape = confidence_triton.sampling_shape(logits.shape[1], max_chunk)
+        found = confidence_triton.launch(logits, *settings, mask_token_id, shape)
         return Candidates(*found)
 
     return Operators(
