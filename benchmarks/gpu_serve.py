@@ -51,6 +51,7 @@ class Result:
     dataset: str
     block_size: int
     window: int
+    at_once: int
     requests: int
     prompt_len: float  # mean
     tokens_per_s: float
@@ -102,13 +103,15 @@ class Bench:
         counts = range(1, most_rows + 1)
         self.stepper.prepare(counts, counts, range(length + 1))
 
-    def measure(self, dataset: str, lengths: Sequence[int], window: int) -> Result:
-        """Serves prompts of these lengths, one after the other."""
+    def measure(
+        self, dataset: str, lengths: Sequence[int], window: int, at_once: int = MOST_AT_ONCE
+    ) -> Result:
+        """Serves prompts of these lengths in their order, so many at once."""
         engine, prompts = self._engine()
         stepper = self.stepper
         messages = requests(self.model.config, lengths, window, MAX_TOKENS)
         stepper.num_steps = stepper.num_masks = 0
-        load = ClosedLoad(engine, messages, MOST_AT_ONCE)
+        load = ClosedLoad(engine, messages, at_once)
         seconds = load.run()
         tokens = sum(served.tokens for served in load.served)
         rows = engine.counters.rows - sum(prompts.rows)
@@ -122,6 +125,7 @@ class Bench:
             dataset=dataset,
             block_size=self.model.config.block_size,
             window=window,
+            at_once=at_once,
             requests=len(lengths),
             prompt_len=float(np.mean(lengths)),
             tokens_per_s=tokens / seconds,
@@ -220,17 +224,61 @@ def peak_flops(device: torch.device) -> float:
 def table(results: Sequence[Result]) -> str:
     """One line a run."""
     lines = [
-        "data set   block window  requests prompt  tok/s  tok/fwd   rows  latency p50  p95 s  "
-        "first block p50  p95 s  roofline  floor"
+        "data set   block window at once  requests prompt  tok/s  tok/fwd   rows  "
+        "latency p50  p95 s  first block p50  p95 s  roofline  floor"
     ]
     for r in results:
         lines.append(
-            f"{r.dataset:10} {r.block_size:5} {r.window:6} {r.requests:9} {r.prompt_len:6.0f} "
-            f"{r.tokens_per_s:6.0f} {r.tokens_per_forward:8.2f} {r.rows:6.0f} "
+            f"{r.dataset:10} {r.block_size:5} {r.window:6} {r.at_once:7} {r.requests:9} "
+            f"{r.prompt_len:6.0f} {r.tokens_per_s:6.0f} {r.tokens_per_forward:8.2f} {r.rows:6.0f} "
             f"{r.latency_s[0]:12.2f} {r.latency_s[1]:6.2f} {r.first_block_s[0]:16.2f} "
             f"{r.first_block_s[1]:6.2f} {100 * r.roofline_share:8.1f}% {100 * r.floor_share:5.1f}%"
         )
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one run of the command measures."""
+
+    datasets: dict[str, list[int]]
+    shapes: Sequence[tuple[int, int]]
+    num_requests: int
+    at_once: int
+    profile: bool
+    deadline: float
+
+    def lengths(self, name: str, count: int) -> list[int]:
+        """The first `count` of a data set, over again where it is shorter."""
+        return list(islice(cycle(self.datasets[name]), count))
+
+    @property
+    def longest(self) -> int:
+        return max(max(lengths) for lengths in self.datasets.values())
+
+
+def measure_all(plan: Plan, made: Transformer, peak: float) -> tuple[list[Result], list[str]]:
+    """Every data set in every shape; results and notes."""
+    results: list[Result] = []
+    notes: list[str] = []
+    for size in dict.fromkeys(size for size, _ in plan.shapes):
+        model = Transformer(replace(made.config, block_size=size), made.weights)
+        windows = [window for each, window in plan.shapes if each == size]
+        bench = Bench(model, max(windows), plan.longest, peak)
+        for window in windows:
+            for name in plan.datasets:
+                if time.monotonic() > plan.deadline:
+                    return results, notes
+                lengths = plan.lengths(name, plan.num_requests)
+                results.append(bench.measure(name, lengths, window, plan.at_once))
+                print(table(results[-1:]).splitlines()[1], flush=True)
+            if plan.profile:
+                first = next(iter(plan.datasets))
+                notes += bench.profile(plan.lengths(first, 160), window)
+        del bench
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results, notes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -242,46 +290,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shape", action="append", help="BLOCKxWINDOW, such as 32x2")
     parser.add_argument("--requests", type=int, default=192, help="of each run")
+    parser.add_argument("--at-once", type=int, default=MOST_AT_ONCE, help=f"to {MOST_AT_ONCE}")
     parser.add_argument("--profile", action="store_true", help="also device time by kernel")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after that")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_serve.json"))
     asked = parser.parse_args(argv)
-    deadline = time.monotonic() + asked.seconds
-    datasets = {path.stem: read_lengths(path) for path in asked.dataset}
-    shapes = [row for row in SHAPES if not asked.shape or f"{row[0]}x{row[1]}" in asked.shape]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan = Plan(
+        datasets={path.stem: read_lengths(path) for path in asked.dataset},
+        shapes=[row for row in SHAPES if not asked.shape or f"{row[0]}x{row[1]}" in asked.shape],
+        num_requests=asked.requests,
+        at_once=asked.at_once,
+        profile=asked.profile and device.type == "cuda",
+        deadline=time.monotonic() + asked.seconds,
+    )
     peak = peak_flops(device)
-    notes = [
+    setting = (
         f"product of 8192^3: {peak / 1e12:.0f} TFLOP/s; prompt lengths: {RULE}; script: 2, 3 or 4 "
         f"tokens a request and step, {MEAN:g} on average"
-    ]
-    print(notes[0], flush=True)
+    )
+    print(setting, flush=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    made = random_model(MODELS[asked.model], device, dtype)
-    results: list[Result] = []
-    for size in dict.fromkeys(size for size, _ in shapes):
-        model = Transformer(replace(made.config, block_size=size), made.weights)
-        windows = [window for each, window in shapes if each == size]
-        longest = max(max(lengths) for lengths in datasets.values())
-        begin = time.monotonic()
-        bench = Bench(model, max(windows), longest, peak)
-        print(f"block {size}: ready in {time.monotonic() - begin:.0f} s", flush=True)
-        for window in windows:
-            for name, all_lengths in datasets.items():
-                if time.monotonic() > deadline:
-                    continue
-                lengths = list(islice(cycle(all_lengths), asked.requests))
-                results.append(bench.measure(name, lengths, window))
-                print(table(results[-1:]).splitlines()[1], flush=True)
-            if asked.profile and device.type == "cuda" and time.monotonic() < deadline:
-                notes += bench.profile(
-                    list(islice(cycle(next(iter(datasets.values()))), 160)), window
-                )
-        del bench
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    results, notes = measure_all(plan, random_model(MODELS[asked.model], device, dtype), peak)
     print(table(results))
-    write_record(asked.json, [asdict(result) for result in results], notes)
+    write_record(asked.json, [asdict(result) for result in results], [setting, *notes])
     return 0
 
 
