@@ -1,9 +1,9 @@
 """What the router costs: time on a unary request, memory, and a fleet's time to be ready.
 
 The same short request goes through the router and straight to the workers, in pairs whose order
-alternates; the figure is the median of the pairs' differences. A pair takes 40 ms, so that a machine
-that becomes slower or faster does so for both; and what one request leaves to be done, a
-status to be read or a placement to be written, meets either kind as often.
+alternates; the figure is the median of the pairs' differences. A pair takes 40 ms: a machine that
+becomes slower meanwhile does so for both. What one request leaves to be done, a status to be read
+or a placement to be written, meets either kind as often.
 """
 
 from __future__ import annotations
