@@ -1,6 +1,7 @@
 """`effuse up`: a whole fleet on this machine until Ctrl-C or SIGTERM.
 
-Flags that are not its own are the workers' (their `config.py`), checked here and passed on.
+Flags that are not its own are those of the processes it starts (their `config.py`), checked here
+and passed on to whichever takes them.
 A process that ends by itself is reported and started again, unless it keeps ending.
 """
 
@@ -20,22 +21,42 @@ from effuse.cli.process import Process
 from effuse.config.flags import add_flags
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
+from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 
 _POLL_S = 0.2
 _MOST_ENDS = 5
 _WITHIN_S = 60.0
-# Flags of a worker that the fleet itself gives to each of them.
-_GIVEN = {"worker_id", "ready_file", "advertise_host", "connector_host", "metrics_port"}
+# Flags of a process that the fleet itself gives to each of them.
+_GIVEN = {"worker_id", "ready_file", "advertise_host", "connector_host"}
+# Both have it, but workers on one machine cannot share a port.
+_ROUTERS_ALONE = {"metrics_port"}
+
+Config = WorkerConfig | RouterConfig
 
 
 @dataclass(frozen=True, slots=True)
 class FlagGroup:
-    """Flags that are passed on to the same workers."""
+    """Flags that are passed on to the same processes."""
 
     title: str
-    config: type[WorkerConfig]  # which checks them
+    config: type[Config]  # which checks them
     names: set[str]  # its fields that they set
+
+
+@dataclass(frozen=True, slots=True)
+class FlagGroups:
+    """All flags that are passed on, by the processes that take them."""
+
+    every: FlagGroup
+    router: FlagGroup
+    workers: FlagGroup
+    prefill: FlagGroup
+    decode: FlagGroup
+
+    def all(self) -> tuple[FlagGroup, ...]:
+        """The groups in the order in which help lists them."""
+        return (self.every, self.router, self.workers, self.prefill, self.decode)
 
 
 @dataclass(slots=True)
@@ -69,8 +90,12 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
     parser = command("up", "Start a fleet on this machine.")
     _add_own(parser)
     found, rest = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    shared, prefill, decode = groups = _groups(set(vars(found)))
-    _check_worker_flags(parser, argv, rest, groups)
+    groups = _groups(set(vars(found)))
+    _check_flags(parser, argv, rest, groups.all())
+
+    def words(*wanted: FlagGroup) -> tuple[str, ...]:
+        return _words_of(wanted, rest, groups.all())
+
     config = FleetConfig(
         prefill=found.prefill,
         decode=found.decode,
@@ -81,9 +106,10 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
         port=found.port,
         redis_url=found.redis_url,
         name=found.fleet,
-        worker_flags=_words_of(shared, rest, groups),
-        prefill_flags=_words_of(prefill, rest, groups),
-        decode_flags=_words_of(decode, rest, groups),
+        router_flags=words(groups.every, groups.router),
+        worker_flags=words(groups.every, groups.workers),
+        prefill_flags=words(groups.prefill),
+        decode_flags=words(groups.decode),
         log_dir=found.log_dir,
     )
     return config, found.quiet
@@ -108,30 +134,37 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="do not show the processes' logs")
 
 
-def _groups(own: set[str]) -> tuple[FlagGroup, FlagGroup, FlagGroup]:
-    """Flags of every worker, of prefill workers and of decode workers, less those of `up`."""
-    every = _names(WorkerConfig)
-    return (
-        FlagGroup("flags of every worker", WorkerConfig, every - own - _GIVEN),
-        FlagGroup("flags of prefill workers", PrefillConfig, _names(PrefillConfig) - every),
-        FlagGroup("flags of decode workers", DecodeConfig, _names(DecodeConfig) - every),
+def _groups(own: set[str]) -> FlagGroups:
+    """Flags of the processes by who takes them, less those of `up` itself."""
+    worker, router = _names(WorkerConfig), _names(RouterConfig)
+    both = (worker & router) - own - _GIVEN - _ROUTERS_ALONE
+    return FlagGroups(
+        every=FlagGroup("flags of every process", WorkerConfig, both),
+        router=FlagGroup(
+            "flags of the router", RouterConfig, (router - worker - own) | _ROUTERS_ALONE
+        ),
+        workers=FlagGroup("flags of every worker", WorkerConfig, worker - router - own - _GIVEN),
+        prefill=FlagGroup(
+            "flags of prefill workers", PrefillConfig, _names(PrefillConfig) - worker
+        ),
+        decode=FlagGroup("flags of decode workers", DecodeConfig, _names(DecodeConfig) - worker),
     )
 
 
-def _names(config: type[WorkerConfig]) -> set[str]:
+def _names(config: type[Config]) -> set[str]:
     return {one.name for one in fields(config)}
 
 
-def _check_worker_flags(
+def _check_flags(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
     rest: Sequence[str],
     groups: Sequence[FlagGroup],
 ) -> None:
-    """Let `parser` know the workers' flags too, so that help and errors show all that is taken."""
+    """Let `parser` know these flags too, so that help and errors show all that is taken."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
-            parser.error(f"{flag}: the fleet gives each worker its own")
+            parser.error(f"{flag}: the fleet gives each process its own")
     for group in groups:
         add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
     found = vars(parser.parse_args(argv))
@@ -143,13 +176,13 @@ def _check_worker_flags(
 
 
 def _words_of(
-    group: FlagGroup, rest: Sequence[str], groups: Sequence[FlagGroup]
+    wanted: Sequence[FlagGroup], rest: Sequence[str], groups: Sequence[FlagGroup]
 ) -> tuple[str, ...]:
-    """The words of `rest` that are this group's: what the other groups' flags leave."""
+    """The words of `rest` that are the wanted groups': what the other groups' flags leave."""
     others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for one in groups:
-        if one is not group:
-            add_flags(others, one.config, only=one.names)
+    for group in groups:
+        if group not in wanted:
+            add_flags(others, group.config, only=group.names)
     return tuple(others.parse_known_args(rest)[1])
 
 

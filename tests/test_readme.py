@@ -9,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "DESIGN.md", "k8s/README.md")
-FOLDERS = "benchmarks|cli|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
+FOLDERS = (
+    "benchmarks|cli|config|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
+)
 FILE = re.compile(rf"`((?:{FOLDERS}|protos|router|tests|worker)/[\w./-]*)`")
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from effuse.cli.fleet import FleetConfig
 from effuse.cli.up import Endings, parse
+from effuse.config.flags import flag_of
+from effuse.decode_worker.config import DecodeConfig
+from effuse.prefill_worker.config import PrefillConfig
+from effuse.router.config import RouterConfig
+from effuse.router.config import parse as router_config
 
 
 def test_defaults() -> None:
@@ -43,6 +52,44 @@ def test_a_roles_flags_go_to_that_role_alone() -> None:
     )
 
 
+def test_the_routers_flags_go_to_the_router() -> None:
+    config, _ = parse(
+        [
+            *("--max-concurrent-requests", "4", "--max-queue=0", "--num-pages", "64"),
+            *("--metrics-port", "9090"),
+        ]
+    )
+    assert config.router_flags == (
+        *("--max-concurrent-requests", "4", "--max-queue=0", "--metrics-port", "9090"),
+    )
+    assert config.worker_flags == ("--num-pages", "64")
+    assert router_config(config.router_flags).max_concurrent_requests == 4
+
+
+def test_flags_that_all_have_go_to_all() -> None:
+    config, _ = parse(["--log-level", "debug", "--max-request-s=60", "--max-retries", "1"])
+    assert config.router_flags == (
+        *("--log-level", "debug", "--max-request-s=60", "--max-retries", "1"),
+    )
+    assert config.worker_flags == ("--log-level", "debug", "--max-request-s=60")
+
+
+def test_every_flag_of_a_process_is_taken_or_given() -> None:
+    """No setting of a router or worker is out of reach for who runs a fleet."""
+    shown = set(re.findall(r"--[a-z-]+", _help()))
+    given = {"--worker-id", "--ready-file", "--advertise-host", "--connector-host"}
+    for config in (RouterConfig, DecodeConfig, PrefillConfig):
+        assert {flag_of(one.name) for one in fields(config)} - given <= shown
+    assert not given & shown
+
+
+def _help() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as told, pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    assert ended.value.code == 0
+    return told.getvalue()
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -55,7 +102,12 @@ def test_a_roles_flags_go_to_that_role_alone() -> None:
         (["--prefil", "2"], "[--prefill X]"),
         (["--kv-layout", "paged"], "argument --kv-layout: invalid choice: 'paged'"),
         (["--redis-url", "http://x"], "expected redis://HOST:PORT/DB, got 'http://x'"),
-        (["--worker-id=mine"], "--worker-id=mine: the fleet gives each worker its own"),
+        (["--worker-id=mine"], "--worker-id=mine: the fleet gives each process its own"),
+        (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
+        (["--max-retries", "many"], "argument --max-retries: invalid int value: 'many'"),
+        (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
+        (["--max-ques", "1"], "unrecognized arguments: --max-ques 1"),
+        (["--max-ques", "1"], "[--max-queue N]"),
     ],
 )
 def test_bad_flags(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,15 +115,6 @@ def test_bad_flags(flags: list[str], told: str, capsys: pytest.CaptureFixture[st
         parse(flags)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
-
-
-def test_help_lists_its_own_flags_and_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(["--help"])
-    assert ended.value.code == 0
-    told = capsys.readouterr().out
-    assert all(flag in told for flag in ("--prefill X", "--max-num-batched-tokens N"))
-    assert "--worker-id" not in told
 
 
 def test_it_gives_up_when_processes_keep_ending() -> None:

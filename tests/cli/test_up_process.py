@@ -26,7 +26,7 @@ class Up:
     def __init__(self, model: Path) -> None:
         command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
         self.child = subprocess.Popen(
-            [*command, "--model", str(model), "--num-pages", "64"],
+            [*command, "--model", str(model), "--num-pages", "64", "--max-queue", "7"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -75,7 +75,10 @@ def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
     ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
     assert int(ready[1]) > 0
     processes = up.processes()
+    (router,) = [one for one in processes if "effuse.router" in one.cmdline()]
     (worker,) = [one for one in processes if "effuse.decode_worker" in one.cmdline()]
+    assert "--max-queue 7" in " ".join(router.cmdline())
+    assert "--num-pages 64" in " ".join(worker.cmdline())
     worker.kill()
     up.wait_for(r"effuse up: decode-0 \(pid \d+\) was ended by SIGKILL")
     up.wait_for("effuse up: decode-0 is back")
