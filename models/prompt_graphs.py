@@ -21,7 +21,7 @@ from effuse.models.part import Part
 from effuse.models.transformer import LayerKV, Transformer
 
 MOST_ROWS = 2048
-MOST_SEQUENCES = 32
+MOST_SEQUENCES = 32  # a single one has graphs of its own, as room for more costs attention time
 ROWS_APART = 64  # of one bucket and the next
 
 
@@ -43,7 +43,7 @@ class PromptGraphs:
         self._block_size = block_size
         self._inputs = _Inputs.empty(model.device)
         self._uses_graphs = uses_graphs
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if uses_graphs else None
 
     def takes(self, parts: Sequence[Part]) -> bool:
@@ -60,55 +60,58 @@ class PromptGraphs:
         """Captures all graphs; one that is missing is captured when it is needed first."""
         if self._uses_graphs:
             for rows in range(MOST_ROWS, 0, -ROWS_APART):
-                self._graph(rows)
+                self._graph(rows, MOST_SEQUENCES)
+                self._graph(rows, 1)
 
     def run(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
         """Hidden rows [kept boundaries, H], to be read before the next call; stores K and V."""
-        num_rows = len(packed.token_ids)
-        bucket = -(-num_rows // ROWS_APART) * ROWS_APART
+        bucket = -(-len(packed.token_ids) // ROWS_APART) * ROWS_APART
+        num_seqs = 1 if len(parts) == 1 else MOST_SEQUENCES
         if self._uses_graphs:
-            graph, hidden = self._graph(bucket)
+            graph, hidden = self._graph(bucket, num_seqs)
             self._inputs.fill(parts, packed, bucket)
             graph.replay()
         else:
             self._inputs.fill(parts, packed, bucket)
-            hidden = self._forward(bucket)
+            hidden = self._forward(bucket, num_seqs)
         return hidden[: len(packed.wanted_rows)]
 
-    def _graph(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        found = self._graphs.get(rows)
+    def _graph(self, rows: int, num_seqs: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        found = self._graphs.get((rows, num_seqs))
         if found is None:
-            found = self._capture(rows)
-            self._graphs[rows] = found
+            found = self._capture(rows, num_seqs)
+            self._graphs[rows, num_seqs] = found
         return found
 
-    def _capture(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, rows: int, num_seqs: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Runs once over rows that store nothing, so that all kernels are loaded, then captures."""
         self._inputs.clear()
-        self._forward(rows)
+        self._forward(rows, num_seqs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # The connector's thread may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._forward(rows)
+            hidden = self._forward(rows, num_seqs)
         return graph, hidden
 
-    def _forward(self, rows: int) -> Tensor:
+    def _forward(self, rows: int, num_seqs: int) -> Tensor:
         """Over the first `rows` rows of the inputs; those in no sequence mean nothing."""
         inputs = self._inputs
+        num_wanted = num_seqs if self._model.config.shift_logits else 0
         return self._model.forward(
             inputs.token_ids[:rows],
             inputs.positions[:rows],
-            self._attention(rows),
+            self._attention(rows, num_seqs),
             self._kv,
             inputs.slots[:rows],
-            last_rows=inputs.wanted if self._model.config.shift_logits else inputs.wanted[:0],
+            last_rows=inputs.wanted[:num_wanted],
         )
 
-    def _attention(self, rows: int) -> AttentionBatch:
+    def _attention(self, rows: int, num_seqs: int) -> AttentionBatch:
         if self._model.device.type == "cpu":
             return self._attention_of_cpu(rows)
-        return self._inputs.attention(rows, block_size=self._block_size, page_size=self._page_size)
+        sizes = (self._block_size, self._page_size)
+        return self._inputs.attention(rows, num_seqs, *sizes)
 
     def _attention_of_cpu(self, rows: int) -> AttentionBatch:
         """The same batch; here the rows of no sequence have to be one of their own."""
@@ -160,13 +163,15 @@ class _Inputs:
             page_table=nothing,
         )
 
-    def attention(self, rows: int, *, block_size: int, page_size: int) -> AttentionBatch:
+    def attention(
+        self, rows: int, num_seqs: int, block_size: int, page_size: int
+    ) -> AttentionBatch:
         """The batch over these inputs; rows behind the last sequence are in none."""
         return AttentionBatch(
-            cu_seqlens=self.cu_seqlens,
-            context_lens=self.context_lens,
-            page_table=self.page_table,
-            block_origins=self.block_origins,
+            cu_seqlens=self.cu_seqlens[: num_seqs + 1],
+            context_lens=self.context_lens[:num_seqs],
+            page_table=self.page_table[:num_seqs],
+            block_origins=self.block_origins[:num_seqs],
             block_size=block_size,
             page_size=page_size,
             max_seqlen=rows,

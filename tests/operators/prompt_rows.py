@@ -41,8 +41,8 @@ def attention(
     return out
 
 
-def batch_of(graphs: PromptGraphs, rows: int) -> AttentionBatch:
-    return graphs._inputs.attention(rows, block_size=BLOCK, page_size=PAGE)
+def batch_of(graphs: PromptGraphs, rows: int, num_seqs: int) -> AttentionBatch:
+    return graphs._inputs.attention(rows, num_seqs, BLOCK, PAGE)
 
 
 def run(
