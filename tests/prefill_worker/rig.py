@@ -58,9 +58,10 @@ class Rig:
         num_pages: int = 32,
         max_num_seqs: int = 8,
         mark: Mark | None = None,
+        device: str = "cpu",
     ) -> None:
         self.time = 1000.0
-        self.model: Transformer = load_model(path)
+        self.model: Transformer = load_model(path, device=device)
         config = self.model.config
         self.layout = KVLayout(
             "unified", config.num_layers, config.num_kv_heads, config.head_dim, page_size, "float32"
@@ -77,7 +78,8 @@ class Rig:
             ),
         )
         self.hub = Hub()
-        self.memory, self.pool = PageMemory(self.layout, num_pages), PagePool(num_pages)
+        self.memory = PageMemory(self.layout, num_pages, device)
+        self.pool = PagePool(num_pages)
         self.memory.tensor.fill_(float("nan"))
         self.source = self._connector(self.memory, PREFILL)
         self.target_memory, self.target_pool = PageMemory(self.layout, 64), PagePool(64)

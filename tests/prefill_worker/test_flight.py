@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
+from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
 from effuse.prefill_worker.flight import Wait, mark_of
@@ -120,3 +120,30 @@ def test_no_page_is_free_while_a_forward_may_write_it(rig: Rig, device: Device) 
 
 def test_the_cpu_needs_no_mark() -> None:
     assert mark_of(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_device_ahead_of_its_host_hands_over_what_the_cpu_does(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    sizes = TinySizes(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+    path = write_tiny_checkpoint(tmp_path, architecture, gain=0.5, sizes=sizes, block_size=BLOCK)
+    names, count = "abcdef", 20 if architecture == "sdar" else 22
+    handed: list[list[torch.Tensor]] = []
+    for device in ("cpu", "cuda"):
+        mark = mark_of(torch.device(device))
+        rig = Rig(path, budget=24, page_size=16, mark=mark, device=device)
+        for shift, name in enumerate(names):
+            rig.push_to(rig.start(name, PROMPT[shift:] + PROMPT[:shift]), 2)
+        rig.settle()
+        assert len(rig.take(Pushed)) == len(names)
+        arrived = {report.attempt: report for report in rig.arrived()}
+        reports = [arrived[attempt_of(name)] for name in names]
+        handed.append([rig.kv([page.page_id for page in r.pages], count) for r in reports])
+        rig.take(PrefillDone)
+        rig.check_idle()
+        rig.close()
+    for one, other in zip(*handed, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-4)
