@@ -1,6 +1,6 @@
 """Counters of a worker's front and their Prometheus text, served on a port of their own.
 
-Names follow vLLM's suffixes under our prefix. Not here: what the counters mean to a router, which
+Names are vLLM's with our prefix, written as Prometheus asks. Not here: what the counters mean to a router, which
 reads the worker's load instead.
 """
 
@@ -68,14 +68,14 @@ def render(metrics: Metrics, load: Load, restarts: int, tasks: int) -> str:
     }
     lines: list[str] = []
     for name, gauge in gauges.items():
-        lines += [f"# TYPE effuse:{name} gauge", f"effuse:{name} {gauge:g}"]
+        lines += [f"# TYPE effuse_{name} gauge", f"effuse_{name} {gauge:g}"]
     for name, count in counters.items():
-        lines += [f"# TYPE effuse:{name} counter", f"effuse:{name} {count}"]
-    lines.append("# TYPE effuse:request_success_total counter")
+        lines += [f"# TYPE effuse_{name} counter", f"effuse_{name} {count}"]
+    lines.append("# TYPE effuse_request_success_total counter")
     for reason, count in sorted(metrics.finished.items()):
-        lines.append(f'effuse:request_success_total{{finished_reason="{reason}"}} {count}')
-    lines += metrics.time_to_first_block.lines("effuse:time_to_first_block_seconds")
-    lines += metrics.request_latency.lines("effuse:e2e_request_latency_seconds")
+        lines.append(f'effuse_request_success_total{{finished_reason="{reason}"}} {count}')
+    lines += metrics.time_to_first_block.lines("effuse_time_to_first_block_seconds")
+    lines += metrics.request_latency.lines("effuse_e2e_request_latency_seconds")
     return "\n".join(lines) + "\n"
 
 

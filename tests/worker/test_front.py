@@ -216,10 +216,10 @@ def test_metrics_are_served_on_a_port_of_their_own(tmp_path: Path) -> None:
                 text = (await reader.read()).decode()
             writer.close()
         for line in (
-            "effuse:prompt_tokens_total 3",
-            "effuse:generation_tokens_total 3",
-            'effuse:request_success_total{finished_reason="length"} 1',
-            "effuse:time_to_first_block_seconds_count 1",
+            "effuse_prompt_tokens_total 3",
+            "effuse_generation_tokens_total 3",
+            'effuse_request_success_total{finished_reason="length"} 1',
+            "effuse_time_to_first_block_seconds_count 1",
         ):
             assert line in text.splitlines()
 

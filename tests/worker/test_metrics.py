@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from effuse.placement.records import Load
 from effuse.worker import metrics
 from effuse.worker.metrics import Histogram, Metrics, render
@@ -17,22 +19,31 @@ def test_gauges_and_counters_by_their_names() -> None:
     )
     lines = text.splitlines()
     for line in (
-        "effuse:num_requests_running 1",
-        "effuse:num_requests_waiting 2",
-        "effuse:kv_cache_usage_perc 0.75",
-        "effuse:prompt_tokens_total 12",
-        "effuse:generation_tokens_total 34",
-        "effuse:num_preemptions_total 5",
-        "effuse:engine_restarts_total 3",
-        'effuse:request_success_total{finished_reason="stop"} 2',
+        "effuse_num_requests_running 1",
+        "effuse_num_requests_waiting 2",
+        "effuse_kv_cache_usage_perc 0.75",
+        "effuse_prompt_tokens_total 12",
+        "effuse_generation_tokens_total 34",
+        "effuse_num_preemptions_total 5",
+        "effuse_engine_restarts_total 3",
+        'effuse_request_success_total{finished_reason="stop"} 2',
     ):
         assert line in lines
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
 
 
+def test_a_scraper_reads_every_metric_under_one_prefix() -> None:
+    counted = Metrics()
+    counted.time_to_first_block.observe(0.1)
+    families = list(text_string_to_metric_families(render(counted, Load(), 0, 0)))
+    assert all(family.name.startswith("effuse_") for family in families)
+    counters = {sample.name for one in families if one.type == "counter" for sample in one.samples}
+    assert counters and all(name.endswith("_total") for name in counters)
+
+
 def test_no_pool_is_no_usage() -> None:
-    assert "effuse:kv_cache_usage_perc 0\n" in render(Metrics(), Load(), 0, 0)
+    assert "effuse_kv_cache_usage_perc 0\n" in render(Metrics(), Load(), 0, 0)
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_included() -> None:
