@@ -1,7 +1,7 @@
 """Counters of a worker's front and their Prometheus text, served on a port of their own.
 
-Names are vLLM's with our prefix, written as Prometheus asks. Not here: what the counters mean to a router, which
-reads the worker's load instead.
+Names are vLLM's with our prefix, written as Prometheus asks. Not here: what the counters mean to a
+router, which reads the worker's load instead.
 """
 
 import asyncio
