@@ -61,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     finally:
         fleet.stop()
     console.print(f"\n{right} of {demo.problems} answers are right.", style="bold")
+    if right < demo.problems:
+        console.print(apology(demo.problems - right, demo.seed), markup=False)
     return 0 if right == demo.problems else 1
 
 
@@ -97,6 +99,14 @@ async def solve(console: Console, address: str, demo: Demo) -> int:
                 answer = await ask(stub, request, timeout_s=_TIMEOUT_S, on_event=show)
             right += _judge(console, drawn, answer)
     return right
+
+
+def apology(wrong: int, seed: int) -> str:
+    """What there is to say of a run with wrong answers."""
+    usual = "The bundled model is small: about 1 in 700 problems that it never saw goes wrong."
+    doubt = "More than one at a time is rare enough to suspect a fault in effuse."
+    again = f"`effuse demo --seed {seed}` draws the same problems again; the exit status is 1."
+    return "\n".join([usual, *([doubt] if wrong > 1 else []), again])
 
 
 def _introduce(console: Console, fleet: Fleet) -> None:

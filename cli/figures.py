@@ -57,9 +57,9 @@ COLUMNS = (
     ("tokens_per_s", "tokens/s"),
     ("average_latency_s", "avg. latency s"),
     ("latency_p50_s", "request p50 s"),
-    ("latency_p99_s", "p99 s"),
+    ("latency_p99_s", "request p99 s"),
     ("first_block_p50_s", "1st block p50 s"),
-    ("first_block_p99_s", "p99 s"),
+    ("first_block_p99_s", "1st block p99 s"),
     ("tokens_per_forward", "tokens/fwd"),
     ("failed", "failed"),
 )

@@ -22,7 +22,6 @@ DISTRIBUTIONS = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
-    "grpc_status": "grpcio-status",
     "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
@@ -101,6 +100,15 @@ def test_every_import_is_declared() -> None:
             if Path(name).parent == Path(folder) and name.endswith(".py"):
                 missing = _imports(ROOT / name) - allowed
                 assert not missing, f"{name} imports {missing}"
+
+
+def test_every_requirement_is_imported() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    names = [name for name in _tracked() if name.endswith(".py") and not name.startswith("tests/")]
+    imported = {one for name in names for one in _imports(ROOT / name)}
+    # google.rpc comes from a distribution of its own, though its root is protobuf's.
+    imported.add("googleapis-common-protos")
+    assert not _names(PROJECT["project"]["dependencies"] + extras["worker"]) - imported
 
 
 def test_the_checkout_is_not_on_the_import_path() -> None:

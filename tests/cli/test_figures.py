@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from effuse.cli.figures import Run, Sample, as_json, figures, percentile, table
+from effuse.cli.figures import COLUMNS, Run, Sample, as_json, figures, percentile, table
 
 RUN = Run(
     "fleet",
@@ -47,6 +47,12 @@ def test_the_table_lines_up() -> None:
     lines = table([RUN, Run("a longer name", 1.0, [])]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[1].split()[:4] == ["fleet", "2", "4.000", "40"]
+
+
+def test_every_column_has_a_name_of_its_own() -> None:
+    headings = [heading for _, heading in COLUMNS]
+    assert len(headings) == len(set(headings))
+    assert {key for key, _ in COLUMNS} == set(figures(RUN))
 
 
 def test_json_holds_every_request() -> None:
