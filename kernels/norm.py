@@ -20,12 +20,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to their dtype."""
+    """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to its dtype.
+
+    ``x`` may be parts of a sum, [P, T, H] and of a wider type, as a product split in two leaves.
+    """
     if x.is_cuda:
         from effuse.kernels import norm_triton
 
         return norm_triton.launch_residual(x, residual, weight, eps)
-    total = x + residual
+    total = x + residual if x.dim() == 2 else (x.sum(0) + residual).to(residual.dtype)
     return _rms_norm_torch(total, weight, eps), total
 
 

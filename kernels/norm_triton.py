@@ -25,10 +25,10 @@ def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def launch_residual(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(normalised sum, sum) of x and residual [T, H]."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(out)
-    _launch(x, residual.contiguous(), weight, eps, out, total)
+    """(normalised sum, sum) of x [T, H], or of all parts x [P, T, H], and residual [T, H]."""
+    residual = residual.contiguous()
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(x, residual, weight, eps, out, total)
     return out, total
 
 
@@ -41,7 +41,9 @@ def _launch(
     total: Tensor | None,
 ) -> None:
     width = x.shape[-1]
-    num_rows = x.numel() // width
+    num_rows = out.numel() // width
+    has_parts = residual is not None and x.dim() == 3
+    has_groups = residual is None and x.dim() == 3
     if num_rows == 0:
         return
     tile = triton.next_power_of_2(width)
@@ -53,10 +55,12 @@ def _launch(
         out,
         total if total is not None else out,
         num_rows,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
+        x.stride(1) if has_parts else x.stride(0),
+        x.stride(1) if has_groups else 0,
+        x.stride(0) if has_parts else 0,
         eps,
-        GROUPS=x.shape[1] if x.dim() == 3 else 1,
+        GROUPS=x.shape[1] if has_groups else 1,
+        PARTS=x.shape[0] if has_parts else 1,
         WIDTH=width,
         TILE=tile,
         ROWS=rows,
@@ -76,8 +80,10 @@ def _rms_norm_kernel(
     num_rows,
     row_stride,
     group_stride,
+    part_stride,
     eps,
     GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -89,15 +95,20 @@ def _rms_norm_kernel(
     source = (row // GROUPS) * row_stride + (row % GROUPS) * group_stride
     target = row[:, None] * WIDTH + column[None, :]
     values = tl.load(x + source[:, None] + column[None, :], mask=mask, other=0.0)
+    # Asked for early, so that it arrives while the row is reduced.
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     if HAS_RESIDUAL:
-        added = tl.load(residual + target, mask=mask, other=0.0)
+        added = tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
+        added += values.to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            more = x + part * part_stride + source[:, None] + column[None, :]
+            added += tl.load(more, mask=mask, other=0.0).to(tl.float32)
         # The sum is rounded before it is normalised: it is what the next layer reads.
-        values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
+        values = added.to(out.dtype.element_ty)
         tl.store(total + target, values, mask=mask)
     values = values.to(tl.float32)
     mean = tl.sum(values * values, axis=1) / WIDTH
     scale = tl.rsqrt(mean + eps)
     normed = (values * scale[:, None]).to(out.dtype.element_ty)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     result = normed.to(tl.float32) * factor.to(tl.float32)[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)

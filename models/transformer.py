@@ -25,6 +25,9 @@ from effuse.models.config import ModelConfig
 # fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.
 MIN_ROWS = 4
 
+# Up to so many rows, the MLP's last product is done in two halves of its sum on a GPU.
+_MOST_ROWS_HALVED = 192
+
 LayerKV = tuple[Tensor, Tensor]
 
 
@@ -114,7 +117,7 @@ class Transformer:
         """
         rows = _Rows(positions, attention, slot_mapping)
         normed, before = self._but_last(token_ids, kv, rows)
-        mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
+        self._attend(self.weights.layers[-1], normed, kv[-1], rows, out=mixed)
         residual.copy_(before)
 
     def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
@@ -139,8 +142,15 @@ class Transformer:
             normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
 
-    def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
-        """Attention output before its projection, [T, Q]; stores K and V."""
+    def _attend(
+        self,
+        layer: LayerWeights,
+        x: Tensor,
+        layer_kv: LayerKV,
+        rows: _Rows,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attention output before its projection, [T, Q], in `out` if given; stores K and V."""
         config, num_rows = self.config, len(x)
         qkv = _linear(x, layer.qkv, layer.qkv_bias)
         q, k, v = torch.split(qkv, [self._q_dim, self._kv_dim, self._kv_dim], dim=-1)
@@ -150,7 +160,8 @@ class Transformer:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q, k = self._rotate_and_store(q, k, v, layer_kv, rows)
-        mixed = block_attention(q, k, v, *layer_kv, rows.attention, scale=self._scale)
+        heads = None if out is None else out.view(q.shape)
+        mixed = block_attention(q, k, v, *layer_kv, rows.attention, scale=self._scale, out=heads)
         return mixed.view(num_rows, self._q_dim)
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
@@ -169,10 +180,16 @@ class Transformer:
         return x.view(len(x), self.config.num_kv_heads, self.config.head_dim)
 
     def _mlp(self, layer: LayerWeights, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(MLP output, residual with the attention's output added), both [rows, H]."""
+        """(MLP output, residual with the attention's output added), both [rows, H].
+
+        The output may be in parts [2, rows, H] fp32, for the norm that follows to add up.
+        """
         projected = _linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
-        return _linear(swiglu(_linear(normed, layer.gate_up)), layer.down), residual
+        activated = swiglu(_linear(normed, layer.gate_up))
+        if activated.is_cuda and self.dtype != torch.float32 and len(mixed) <= _MOST_ROWS_HALVED:
+            return _halves(activated, layer.down), residual
+        return _linear(activated, layer.down), residual
 
     def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
@@ -194,3 +211,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, weight, bias)
     padded = torch.cat([x, x.new_zeros(MIN_ROWS - num_rows, x.shape[1])])
     return functional.linear(padded, weight, bias)[:num_rows]
+
+
+def _halves(x: Tensor, weight: Tensor) -> Tensor:
+    """Both halves [2, rows, out] fp32 of the sum that x [rows, in] times weight [out, in] is."""
+    half = x.shape[1] // 2
+    return torch.bmm(
+        x.view(len(x), 2, half).transpose(0, 1),
+        weight.view(len(weight), 2, half).permute(1, 2, 0),
+        out_dtype=torch.float32,
+    )

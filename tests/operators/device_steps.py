@@ -33,11 +33,11 @@ SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch,
-    *, scale: float,
+    *, scale: float, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     if batch.gather is not None:  # a prefill
-        return block_attention(q, k, v, k_cache, v_cache, batch, scale=scale)
-    out = torch.full_like(q, torch.nan)
+        return block_attention(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
+    out = torch.full_like(q, torch.nan) if out is None else out.fill_(torch.nan)
     attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
     return out
 

@@ -59,6 +59,22 @@ def check_norm_residual(ops: Operators, dtype: torch.dtype, shape: tuple[int, in
         rms_norm_ref(added.double(), weight.double(), EPS),
         rms_norm_ref(added, weight, EPS),
     )
+    _check_norm_of_parts(ops, random(2, *shape), residual, weight)
+
+
+def _check_norm_of_parts(ops: Operators, parts: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """Parts of a sum in fp32, as a product that was split leaves them."""
+    normed, total = ops.rms_norm_residual(
+        parts.to(ops.device), residual.to(ops.device), weight.to(ops.device), EPS
+    )
+    exact, plain = parts.sum(0).double() + residual, (parts.sum(0) + residual).to(residual.dtype)
+    assert_close(total, exact, plain)
+    rounded = total.cpu()
+    assert_close(
+        normed,
+        rms_norm_ref(rounded.double(), weight.double(), EPS),
+        rms_norm_ref(rounded, weight, EPS),
+    )
 
 
 def check_swiglu(ops: Operators, dtype: torch.dtype, shape: tuple[int, int]) -> None:
