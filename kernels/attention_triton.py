@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from effuse.kernels import attention_hopper
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.merge_triton import merge_splits
 
@@ -69,7 +70,8 @@ def launch(
 ) -> None:
     """Fill ``out`` [T, Hq, D] and, if given, ``lse`` [T, Hq] fp32 (natural log).
 
-    ``tokens_per_split`` overrides `split_tokens`; a multiple of 64.
+    ``tokens_per_split`` overrides `split_tokens`; a multiple of 64. Raises ValueError for head
+    dims that tensor cores do not take and for rows of D elements that do not lie together.
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -80,6 +82,22 @@ def launch(
     for tensor in (q, k, v, k_cache, v_cache, out):
         if tensor.stride(-1) != 1:
             raise ValueError(f"head_dim must have stride 1, got strides {tensor.stride()}")
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        raise ValueError(f"head_dim must be a power of two of at least 16, got {head_dim}")
+    if attention_hopper.is_supported(q, (k, v, k_cache, v_cache, out), batch.page_size):
+        attention_hopper.launch(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            batch,
+            scale=scale,
+            out=out,
+            lse=lse,
+            tokens_per_split=tokens_per_split,
+        )
+        return
     tile = tile_shape(q.dtype, head_dim)
     # At most one tile of a sequence is ragged, so this bounds the number of tiles.
     num_tiles = tokens * groups // tile.rows + num_seqs

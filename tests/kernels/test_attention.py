@@ -10,6 +10,7 @@ from operators import attention
 from operators.attention import CASES, Case, Row
 from operators.paths import public
 
+from effuse.kernels import attention_triton
 from effuse.kernels.attention import block_attention, visibility_mask
 
 OPS = public(torch.device("cpu"))
@@ -80,3 +81,11 @@ def test_shapes_that_do_not_agree_are_named() -> None:
         block_attention(
             call.q, call.k, call.v, call.k_cache[:, :8], call.v_cache, call.batch, scale=1.0
         )
+
+
+@pytest.mark.parametrize("head_dim", [8, 48])
+def test_head_dims_that_no_kernel_takes_are_refused(head_dim: int) -> None:
+    call = attention.build(Case((Row(3, 0),), head_dim=head_dim), OPS.device, torch.float32)
+    arguments = (call.q, call.k, call.v, call.k_cache, call.v_cache, call.batch)
+    with pytest.raises(ValueError, match=f"power of two of at least 16, got {head_dim}"):
+        attention_triton.launch(*arguments, scale=1.0, out=call.out)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from effuse.kernels import (
+    attention_gluon,
+    attention_hopper,
     attention_triton,
     confidence_triton,
     distinct_attention_triton,
@@ -72,7 +74,7 @@ def distinct_cache(shape: Shape) -> tuple[Tensor, Tensor]:
     return distinct_views(memory[:, 3, 0], memory[:, 3, 1])
 
 
-def launch_attention(shape: Shape, *, distinct: bool = False) -> None:
+def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = False) -> None:
     rows, context = 64, 2048
     heads = shape.q_heads + 2 * shape.kv_heads
     fused = meta(shape.sequences * rows, heads, shape.head_dim, dtype=shape.dtype)
@@ -88,7 +90,8 @@ def launch_attention(shape: Shape, *, distinct: bool = False) -> None:
     )
     module = distinct_attention_triton if distinct else attention_triton
     pages = distinct_cache(shape) if distinct else cache(shape)
-    module.launch(q, k, v, *pages, batch, scale=0.1, out=torch.empty_like(q))
+    launch = attention_hopper.launch if hopper else module.launch
+    launch(q, k, v, *pages, batch, scale=0.1, out=torch.empty_like(q))
 
 
 def launch_sampling(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -122,6 +125,13 @@ def attention_variants() -> Variants:
         yield name, device_code(modules, partial(launch_attention, shape))
 
 
+def hopper_variants() -> Variants:
+    for name, shape in SHAPES.items():
+        if shape.head_dim in (64, 128):
+            launch = partial(launch_attention, shape, hopper=True)
+            yield name, device_code([attention_gluon, merge_triton], launch)
+
+
 def distinct_variants() -> Variants:
     for name, shape in SHAPES.items():
         modules = [distinct_attention_triton, merge_triton]
@@ -153,6 +163,7 @@ def sampling_variants() -> Variants:
 
 GROUPS = {
     "attention": attention_variants,
+    "hopper": hopper_variants,
     "distinct": distinct_variants,
     "rows": row_variants,
     "sampling": sampling_variants,

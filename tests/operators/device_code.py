@@ -21,6 +21,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -32,7 +33,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 Argument = torch.Tensor | int | float | bool
 
 
@@ -111,7 +112,8 @@ def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> 
         signature[parameter.name] = _type_of(value)
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return _read(name, compiled)
 

@@ -1,0 +1,150 @@
+"""Block-parallel attention on Hopper in 16-bit types: when it can be used, and its launch.
+
+`attention_triton` asks here first and covers everything else; the device code is
+`attention_gluon`. Launch parameters depend on shapes alone.
+
+Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence
+once for each tile of 128 packed rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.merge_triton import merge_splits
+
+LOG2_E = 1.4426950408889634
+PROCESSORS = 132
+MIN_SPLIT_TOKENS = 256
+TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Launch parameters of one shape class."""
+
+    consumers: int  # warpgroups of 64 rows each
+    keys: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    registers: int | None  # of a thread at entry; None where one program has a processor to itself
+    programs_per_processor: int
+
+
+# 128 rows halve the traffic from L2 per product; two programs of 64 suit sequences that have
+# no more rows than that.
+TALL = Shape(2, 64, 4, 216, 72, None, 1)
+SHORT = Shape(1, 64, 3, 184, 72, 128, 2)
+
+
+def shape_of(rows: int) -> Shape:
+    """The shape class for at most ``rows`` packed rows (query, head in group) a sequence."""
+    return SHORT if rows <= 64 else TALL
+
+
+def split_tokens(num_programs: int, max_context: int, shape: Shape) -> int:
+    """Cached tokens for each program, a multiple of `MIN_SPLIT_TOKENS`: what fills one wave."""
+    wanted = max(1, PROCESSORS * shape.programs_per_processor // max(1, num_programs))
+    share = -(-max_context // wanted)
+    return max(-(-share // MIN_SPLIT_TOKENS) * MIN_SPLIT_TOKENS, MIN_SPLIT_TOKENS)
+
+
+def is_supported(q: Tensor, others: tuple[Tensor, ...], page_size: int) -> bool:
+    """Whether the kernel covers this device, these types and strides; ``others`` are k, v, caches.
+
+    Rows are copied in pieces of 16 bytes, so that strides must be multiples of 16 elements, and
+    16 keys at a time must lie in one page.
+    """
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[2] in (64, 128)
+        and page_size % 16 == 0
+        and TRITON_VERSION >= (3, 6)
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and all(_is_aligned(tensor) for tensor in (q, *others))
+    )
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+    tokens_per_split: int | None = None,
+) -> None:
+    """`attention_triton.launch` for arguments that `is_supported` accepts."""
+    from effuse.kernels.attention_gluon import hopper_attention_kernel
+
+    tokens, q_heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    groups = q_heads // kv_heads
+    num_seqs = len(batch.context_lens)
+    shape = shape_of(groups * batch.max_seqlen)
+    tile_rows = 64 * shape.consumers
+    # The most tiles that so many rows in so many sequences can make; the rest leaves at once.
+    num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
+    split = tokens_per_split or split_tokens(num_tiles * kv_heads, batch.max_context, shape)
+    num_splits = max(1, -(-batch.max_context // split))
+    is_split = num_splits > 1
+    # Splits leave fp32 results behind, which the second kernel merges in split order.
+    parts = (num_splits, tokens, q_heads) if is_split else (0, 1, 1)
+    partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+    hopper_attention_kernel[(kv_heads, num_tiles, num_splits)](
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        out,
+        lse if lse is not None else out,
+        partial_out,
+        partial_lse,
+        batch.cu_seqlens,
+        batch.context_lens,
+        batch.page_table,
+        batch.block_origins,
+        num_seqs,
+        tokens,
+        batch.page_table.stride(0),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        *out.stride()[:2],
+        scale * LOG2_E,
+        GROUPS=groups,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=batch.page_size,
+        BLOCK_SIZE=batch.block_size,
+        CONSUMERS=shape.consumers,
+        TILE_KEYS=shape.keys,
+        CHUNK=32 if batch.page_size % 32 == 0 else 16,
+        STAGES=shape.stages,
+        MAX_SEQS=max(64, 1 << (num_seqs - 1).bit_length()),
+        SPLIT_TOKENS=split if is_split else 0,
+        HAS_LSE=lse is not None,
+        CONSUMER_REGISTERS=shape.consumer_registers,
+        PRODUCER_REGISTERS=shape.producer_registers,
+        num_warps=4,
+        maxnreg=shape.registers,
+    )
+    if is_split:
+        merge_splits(partial_out, partial_lse, batch, split, out, lse)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    *outer, unit = tensor.stride()
+    return unit == 1 and not any(stride % 16 for stride in outer) and tensor.data_ptr() % 16 == 0

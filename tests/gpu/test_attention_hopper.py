@@ -1,0 +1,52 @@
+"""The attention kernel for Hopper under the checks of the others: every case at its head dims."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from operators import attention
+from operators.paths import triton_kernels
+
+from effuse.kernels import attention_hopper
+
+CUDA = torch.device("cuda")
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
+]
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", attention.CASES)
+def test_equals_explicit_mask(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    case = replace(attention.CASES[name], head_dim=head_dim)
+    call = attention.build(case, CUDA, dtype)
+    tensors = (call.k, call.v, call.k_cache, call.v_cache, call.out)
+    assert attention_hopper.is_supported(call.q, tensors, case.page_size)
+    attention.check(case, triton_kernels(CUDA), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["ragged", "heads_7_to_1", "split_context", "one_head_each"])
+def test_alone_and_from_other_pages_is_bitwise_equal(name: str, dtype: torch.dtype) -> None:
+    case = replace(attention.CASES[name], head_dim=128)
+    attention.check_alone_and_shuffled(case, triton_kernels(CUDA), dtype)
+
+
+def test_many_runs_of_many_tiles_agree() -> None:
+    """A race between the warpgroups would show as results that differ."""
+    rows = tuple(attention.Row(32 + 16 * (i % 5), 640 + 37 * i) for i in range(40))
+    case = attention.Case(rows, q_heads=28, kv_heads=4, head_dim=128, page_size=32, block_size=32)
+    call = attention.build(case, CUDA, torch.bfloat16)
+    ops = triton_kernels(CUDA)
+    ops.attention(call)
+    first = call.out.clone()
+    for _ in range(200):
+        call.out.fill_(float("nan"))
+        ops.attention(call)
+        assert torch.equal(call.out, first)
