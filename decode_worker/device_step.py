@@ -14,6 +14,7 @@ from torch import Tensor
 from effuse.kernels.advance import advance
 from effuse.kernels.batch import AttentionBatch, make_attention_batch
 from effuse.kernels.confidence import Candidates, RowSampling, sample_confidence
+from effuse.kernels.last_rows import exchange_boundaries, gather_rows
 from effuse.kernels.plan_step import StepRows, plan_step
 from effuse.kernels.slots import Control, SlotLayout, SlotTable
 from effuse.models.transformer import LayerKV, Transformer
@@ -134,20 +135,13 @@ class DeviceStep:
         vectors take part, and those of slots that store are replaced."""
         buffers, rows = self.buffers, self.buffers.rows
         wanted = rows.hidden_rows[:num_candidates]
-        if not self.model.config.shift_logits:
-            return self._finish(wanted)
-        kept = rows.kept_rows
-        hidden = self._finish(torch.cat([wanted, kept.clamp(min=0)]))
-        slots = rows.boundary_slots[:num_candidates]
-        vectors = buffers.boundary.index_select(0, slots.clamp(min=0))
-        drawn_from = torch.where((slots >= 0)[:, None], vectors, hidden[:num_candidates])
-        is_kept = (kept >= 0)[:, None]
-        buffers.boundary.copy_(torch.where(is_kept, hidden[num_candidates:], buffers.boundary))
-        return drawn_from
-
-    def _finish(self, rows: Tensor) -> Tensor:
-        mixed, residual = self.buffers.mixed, self.buffers.residual
-        return self.model.finish(mixed.index_select(0, rows), residual.index_select(0, rows))
+        shift = self.model.config.shift_logits
+        kept = rows.kept_rows if shift else rows.kept_rows[:0]
+        hidden = self.model.finish(*gather_rows(buffers.mixed, buffers.residual, wanted, kept))
+        if shift:
+            slots = rows.boundary_slots[:num_candidates]
+            exchange_boundaries(hidden, slots, kept, buffers.boundary)
+        return hidden[:num_candidates]
 
 
 def _first(sampling: RowSampling, count: int) -> RowSampling:

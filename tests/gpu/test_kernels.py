@@ -15,6 +15,7 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.batch import make_attention_batch
 from effuse.kernels.confidence import Candidates
 from effuse.kernels.kv_pages import gather_pages, scatter_pages
+from effuse.kernels.last_rows import exchange_boundaries, gather_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,6 +89,10 @@ def test_sampling_equals_reference(name: str, dtype: torch.dtype) -> None:
 def test_sampling_of_all_settings_over_a_released_vocabulary(dtype: torch.dtype) -> None:
     one_row_each = [replace(case, rows=1) for case in sampling.CASES.values()]
     sampling.check(one_row_each, OPS, dtype, vocab_size=152_064)
+
+
+def test_last_rows_are_gathered_and_boundaries_exchanged() -> None:
+    rows.check_last_rows(gather_rows, exchange_boundaries, CUDA)
 
 
 def test_pages_past_the_reach_of_32_bits() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,10 @@ THETA = 10_000.0
 SHAPES = [(1, 64), (7, 192), (33, 100), (5, 3584), (3, 1), (0, 64)]
 # (tokens, query heads, KV heads, head dim)
 HEADS = [(1, 4, 2, 32), (9, 7, 1, 64), (5, 28, 4, 128), (3, 3, 3, 16), (0, 4, 2, 32)]
+
+
+Gather = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Exchange = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -153,3 +159,20 @@ def rotary_plain(x: Tensor, table: Tensor) -> Tensor:
     cos, sin = (part.to(x.dtype)[:, None] for part in table.chunk(2, dim=-1))
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def check_last_rows(gather: Gather, exchange: Exchange, device: torch.device) -> None:
+    """Against plain loops; slots 1 and 3 keep a row, candidates 0 and 4 are of slots 2 and 0."""
+    mixed, residual, boundary = random(9, 40), random(9, 24), random(4, 24)
+    wanted, kept = torch.tensor([3, 8, 0, 5, 5]), torch.tensor([-1, 2, -1, 7])
+    slots = torch.tensor([2, -1, -1, -1, 0], dtype=torch.int32)
+    found = gather(*(x.to(device) for x in (mixed, residual, wanted, kept)))
+    rows = [*wanted.tolist(), *(max(row, 0) for row in kept.tolist())]
+    for got, matrix in zip(found, (mixed, residual), strict=True):
+        assert torch.equal(got.cpu(), torch.stack([matrix[row] for row in rows]))
+    hidden, kept_on = found[1], boundary.to(device)
+    exchange(hidden, slots.to(device), kept.to(device), kept_on)
+    expected = [boundary[2], residual[8], residual[0], residual[5], boundary[0]]
+    assert torch.equal(hidden[:5].cpu(), torch.stack(expected))
+    expected = [boundary[0], residual[2], boundary[2], residual[7]]
+    assert torch.equal(kept_on.cpu(), torch.stack(expected))
