@@ -20,18 +20,20 @@ from torch import Tensor
 
 from effuse.kernels import filters_triton
 from effuse.kernels.filters_triton import (
+    LOG2_E,
     Tile,
     by_lane,
     cut,
+    exp_from,
     load_scaled,
     scaled,
     sum_of_lanes,
     tile_offsets,
     top_of_lanes,
 )
-from effuse.kernels.philox_triton import gumbel_of_quads
+from effuse.kernels.philox_triton import gumbel_of_high_bits, words_of_quads
 
-MAX_CHUNK = 4096
+MAX_CHUNK = 2048
 MARGIN = tl.constexpr(1)
 NEG_ENTROPY = tl.constexpr(2)
 FAR = tl.constexpr(2147483647)
@@ -52,7 +54,7 @@ class SamplingShape:
 def sampling_shape(vocab_size: int, most: int = MAX_CHUNK) -> SamplingShape:
     """The one shape for a vocabulary."""
     chunk = min(most, max(16, triton.next_power_of_2(vocab_size)))
-    return SamplingShape(segments=8, chunk=chunk, num_warps=4)
+    return SamplingShape(segments=4, chunk=chunk, num_warps=4)
 
 
 def launch(
@@ -143,8 +145,9 @@ def _fold(values, start, peaks, sums, tiles, runners_up):
     tiles = tl.where(tops > peaks, start, tiles)
     runners_up = tl.maximum(runners_up, tl.minimum(peaks, tops))
     new_peaks = tl.maximum(peaks, tops)
-    weights = tl.exp(values - new_peaks[None, :, None])
-    sums = sums * tl.exp(peaks - new_peaks) + sum_of_lanes(weights)
+    bases = new_peaks * LOG2_E
+    weights = exp_from(values, bases[None, :, None])
+    sums = sums * tl.exp2(peaks * LOG2_E - bases) + sum_of_lanes(weights)
     return new_peaks, sums, tiles, runners_up
 
 
@@ -157,7 +160,8 @@ def _leave(parts, places, row, segment, peaks, sums, tiles, runners_up):
     place = row * tl.num_programs(0) + segment
     step = tl.num_programs(1) * tl.num_programs(0)
     tl.store(parts + place, peak)
-    tl.store(parts + place + step, tl.sum(sums * tl.exp(peaks - peak), 0))
+    shrink = tl.exp2(peaks * LOG2_E - peak * LOG2_E)
+    tl.store(parts + place + step, tl.sum(sums * shrink, 0))
     tl.store(parts + place + 2 * step, runner_up)
     tl.store(places + place, tile)
 
@@ -256,7 +260,7 @@ def _drawn_kernel(
     runners_up = tl.zeros([LANES], tl.float32) + LOWEST
     drawn = tl.zeros([LANES], tl.float32) - float("inf")
     drawn_tiles = tl.zeros([LANES], tl.int32) + begin
-    best = -float("inf")
+    best = LOWEST * (denoise_count * 0 + 1)
     for start in range(begin, end, CHUNK):
         tokens = start + offsets
         values = load_scaled(
@@ -266,28 +270,34 @@ def _drawn_kernel(
             values = cut(values, tokens, value_cut, token_cut)
         # Most tiles of a row that is sure of a few tokens cannot hold the drawn one.
         if (temperature > 0) & (tl.max(tl.max(values, 1), 0) + MOST_NOISE > best):
-            quad = start // 4 + quads
-            noise = gumbel_of_quads(seed, quad, position, denoise_count, answer_index)
-            tops = top_of_lanes(by_lane(values + noise, DEPTH, LANES, ELEMENTS))
-            drawn_tiles = tl.where(tops > drawn, start, drawn_tiles)
-            drawn = tl.maximum(drawn, tops)
-            best = tl.max(drawn, 0)
+            words = words_of_quads(seed, start // 4 + quads, position, denoise_count, answer_index)
+            # Nor can most others: noise beats the best only where 1 - u < -log(u) < exp(value -
+            # best), and that needs no logarithm. The slack covers the rounding of both sides.
+            rest = (words ^ 0xFFFFFFFF).to(tl.uint32) >> 8
+            room = exp_from(values, best * LOG2_E) * 1.05 - rest.to(tl.float32) * 0.5**24
+            if tl.max(tl.max(room, 1), 0) > 0:
+                noise = gumbel_of_high_bits((words >> 8).to(tl.int32))
+                tops = top_of_lanes(by_lane(values + noise, DEPTH, LANES, ELEMENTS))
+                drawn_tiles = tl.where(tops > drawn, start, drawn_tiles)
+                drawn = tl.maximum(drawn, tops)
+                best = tl.maximum(best, tl.max(drawn, 0))
         values = by_lane(values, DEPTH, LANES, ELEMENTS)
         old_peaks = peaks
         old_sums = sums
         peaks, sums, tiles, runners_up = _fold(values, start, peaks, sums, tiles, runners_up)
         if kind == NEG_ENTROPY:
-            below = values - peaks[None, :, None]
-            weights = tl.exp(below)
+            bases = peaks * LOG2_E
+            below = tl.fma(values, tl.zeros_like(values) + LOG2_E, -bases[None, :, None])
+            weights = tl.exp2(below)
             fresh = sum_of_lanes(tl.where(weights > 0, weights * below, 0.0))
-            fall = old_peaks - peaks
-            terms = (terms + fall * old_sums) * tl.exp(fall) + fresh
+            fall = old_peaks * LOG2_E - bases
+            terms = (terms + fall * old_sums) * tl.exp2(fall) + fresh
     _leave(parts, places, row, segment, peaks, sums, tiles, runners_up)
     place = row * tl.num_programs(0) + segment
     step = tl.num_programs(1) * tl.num_programs(0)
     peak = tl.max(peaks, 0)
-    fall = peaks - peak
-    moved = tl.exp(fall) * (terms + tl.where(sums > 0, fall * sums, 0.0))
+    fall = peaks * LOG2_E - peak * LOG2_E
+    moved = tl.exp2(fall) * (terms + tl.where(sums > 0, fall * sums, 0.0))
     tl.store(parts + place + 3 * step, tl.sum(moved, 0))
     best = tl.max(drawn, 0)
     tl.store(parts + place + 4 * step, best)
@@ -327,7 +337,8 @@ def _finish_kernel(
     peaks = tl.load(parts + place, mask=present, other=LOWEST)
     sums = tl.load(parts + place + step, mask=present, other=0.0)
     peak = tl.max(peaks, 0)
-    shrink = tl.exp(peaks - peak)
+    base = peak * LOG2_E
+    shrink = tl.exp2(peaks * LOG2_E - base)
     total = tl.sum(sums * shrink, 0)
     if total == 0:
         # Nothing but -inf: the lowest allowed id, without any confidence.
@@ -347,17 +358,18 @@ def _finish_kernel(
     values = cut(values, tokens, value_cut, token_cut)
     mode = tl.min(tl.where(values == tl.max(values, 0), tokens, FAR), 0)
     token = mode
-    confidence = 1.0 / total
+    confidence = exp_from(peak, base) / total
     score = confidence
     if kind == MARGIN:
         second = tl.max(tl.where(tokens == mode, float("-inf"), values), 0)
         runners_up = tl.load(parts + place + 2 * step, mask=present, other=LOWEST)
         elsewhere = tl.max(tl.where(segment == best, runners_up, peaks), 0)
-        score = (1.0 - tl.exp(tl.maximum(second, elsewhere) - peak)) / total
+        score = confidence - exp_from(tl.maximum(second, elsewhere), base) / total
     if kind == NEG_ENTROPY:
         terms = tl.load(parts + place + 3 * step, mask=present, other=0.0)
-        moved = tl.sum(shrink * (terms + tl.where(sums > 0, (peaks - peak) * sums, 0.0)), 0)
-        score = moved / total - tl.log(total)
+        fall = peaks * LOG2_E - base
+        moved = tl.sum(shrink * (terms + tl.where(sums > 0, fall * sums, 0.0)), 0)
+        score = (moved / total - tl.log2(total)) / LOG2_E
     if temperature > 0:
         drawn = tl.load(parts + place + 4 * step, mask=present, other=float("-inf"))
         best = tl.min(tl.where(present & (drawn == tl.max(drawn, 0)), segment, FAR), 0)
@@ -369,16 +381,17 @@ def _finish_kernel(
         )
         values = cut(values, tokens, value_cut, token_cut)
         quads = start // 4 + tl.arange(0, CHUNK // 4)
-        noisy = values + gumbel_of_quads(
+        words = words_of_quads(
             tl.load(seeds + row),
             quads,
             tl.load(positions + row),
             tl.load(denoise_counts + row),
             tl.load(answer_indices + row),
         )
+        noisy = values + gumbel_of_high_bits((words >> 8).to(tl.int32))
         token = tl.min(tl.where(noisy == tl.max(noisy, 0), tokens, FAR), 0)
         value = tl.max(tl.where(tokens == token, values, float("-inf")), 0)
-        confidence = tl.exp(value - peak) / total
+        confidence = exp_from(value, base) / total
         if kind == 0:
             score = confidence
     tl.store(token_out + row, token.to(tl.int64))

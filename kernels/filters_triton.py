@@ -17,6 +17,7 @@ from torch import Tensor
 ORDER_OF_MINUS_INF = tl.constexpr(-2139095041)
 FAR = tl.constexpr(2147483647)
 LARGE = tl.constexpr(1.0e30)
+LOG2_E = tl.constexpr(1.4426950408889634)
 LINEAR_ROUNDS = tl.constexpr(3)
 # Bits of a float of each dtype that are zero in fp32.
 SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -92,11 +93,22 @@ def by_lane(values, DEPTH: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.const
 def scaled(raw, tokens, start, mask_token_id, temperature, CHUNK: tl.constexpr):
     """A chunk's logits in fp32 over the temperature, -inf for the mask token."""
     values = raw.to(tl.float32)
-    if temperature > 0:
-        values = tl.div_rn(values, tl.zeros_like(values) + temperature)
+    if (temperature > 0) & (temperature != 1.0):
+        # The quotient as IEEE rounds it, from the reciprocal and one correction.
+        guess = values * (1.0 / temperature)
+        rest = tl.fma(-guess, tl.zeros_like(values) + temperature, values)
+        exact = tl.fma(rest, tl.zeros_like(values) + 1.0 / temperature, guess)
+        values = tl.where(tl.abs(guess) < LARGE, exact, guess)
     if (mask_token_id >= start) & (mask_token_id < start + CHUNK):
         values = tl.where(tokens == mask_token_id, float("-inf"), values)
     return values
+
+
+@triton.jit
+def exp_from(values, base):
+    """exp(values) over 2 ** base. One product and sum in one rounding, so that a base that was
+    rounded from a value is the same base for all."""
+    return tl.exp2(tl.fma(values, tl.zeros_like(values) + LOG2_E, -base))
 
 
 @triton.jit
@@ -189,11 +201,11 @@ def _cutoff_kernel(
     # What is compared: logits of 16 bits as they are, since dividing keeps their order and their
     # ties; others over the temperature, which may make two of them one.
     divisor = temperature
-    factor = 1.0
+    factor = temperature * 0.0 + LOG2_E  # of a key in base 2
     if SPARE > 0:
         divisor = 0.0
         if temperature > 0:
-            factor = 1.0 / temperature
+            factor = LOG2_E / temperature
 
     peaks = tl.zeros([LANES], tl.float32) - LARGE
     least = tl.zeros([LANES], tl.float32) + LARGE
@@ -204,13 +216,15 @@ def _cutoff_kernel(
         )
         keys = by_lane(keys, DEPTH, LANES, ELEMENTS)
         new_peaks = tl.maximum(peaks, top_of_lanes(keys))
-        weights = tl.exp((keys - new_peaks[None, :, None]) * factor)
-        sums = sums * tl.exp((peaks - new_peaks) * factor) + sum_of_lanes(weights)
+        bases = new_peaks * factor
+        weights = tl.exp2(tl.fma(keys, tl.zeros_like(keys) + factor, -bases[None, :, None]))
+        sums = sums * tl.exp2(peaks * factor - bases) + sum_of_lanes(weights)
         finite = tl.where(keys == float("-inf"), LARGE, keys)
         least = tl.minimum(least, tl.min(tl.min(finite, 2), 0))
         peaks = new_peaks
     peak = tl.max(peaks, 0)
-    total = tl.sum(sums * tl.exp((peaks - peak) * factor), 0)
+    base = peak * factor
+    total = tl.sum(sums * tl.exp2(peaks * factor - base), 0)
     if total == 0:
         tl.store(cut_value + row, float("-inf"))
         tl.store(cut_token + row, vocab_size)
@@ -219,9 +233,11 @@ def _cutoff_kernel(
     # The cut is no lower than the least value, nor than where all tokens together could not make
     # up what top-p drops.
     bound = tl.min(least, 0)
-    if top_p < 1.0:
+    by_top_k = top_k < vocab_size
+    by_top_p = top_p < 1.0
+    if by_top_p:
         dropped = tl.maximum((1.0 - top_p) * total / vocab_size, 1.0e-37)
-        bound = tl.maximum(bound, peak + (tl.log(dropped) - 1.0) / factor)
+        bound = tl.maximum(bound, peak + (tl.log2(dropped) - 1.0) / factor)
     else:
         top_p = 2.0
 
@@ -252,13 +268,15 @@ def _cutoff_kernel(
                 row_logits, start + offsets, start, vocab_size, mask_token_id, divisor, CHUNK
             )
             keys = by_lane(keys, DEPTH, LANES, ELEMENTS)
-            weights = tl.exp((keys - peak) * factor)
-            sums_1 += sum_of_lanes(tl.where(keys > value_1, weights, 0.0))
-            sums_2 += sum_of_lanes(tl.where(keys > value_2, weights, 0.0))
-            sums_3 += sum_of_lanes(tl.where(keys > value_3, weights, 0.0))
-            counts_1 += sum_of_lanes((keys > value_1).to(tl.int32))
-            counts_2 += sum_of_lanes((keys > value_2).to(tl.int32))
-            counts_3 += sum_of_lanes((keys > value_3).to(tl.int32))
+            if by_top_p:
+                weights = tl.exp2(tl.fma(keys, tl.zeros_like(keys) + factor, -base))
+                sums_1 += sum_of_lanes(tl.where(keys > value_1, weights, 0.0))
+                sums_2 += sum_of_lanes(tl.where(keys > value_2, weights, 0.0))
+                sums_3 += sum_of_lanes(tl.where(keys > value_3, weights, 0.0))
+            if by_top_k:
+                counts_1 += sum_of_lanes((keys > value_1).to(tl.int32))
+                counts_2 += sum_of_lanes((keys > value_2).to(tl.int32))
+                counts_3 += sum_of_lanes((keys > value_3).to(tl.int32))
         mass_1, count_1 = tl.sum(sums_1, 0), tl.sum(counts_1, 0)
         mass_2, count_2 = tl.sum(sums_2, 0), tl.sum(counts_2, 0)
         mass_3, count_3 = tl.sum(sums_3, 0), tl.sum(counts_3, 0)
@@ -288,12 +306,13 @@ def _cutoff_kernel(
 
     # Ties at the cut are kept by lowest id, as many as both limits allow.
     value = _value_of(high, SPARE)
-    each = tl.exp((value - peak) * factor) / total
+    each = tl.exp2(tl.fma(value, factor, -base)) / total
     by_mass = (top_p - mass_above / total) / tl.maximum(each, 1.0e-30)
     by_mass = tl.ceil(tl.minimum(by_mass, 1.0e9)).to(tl.int32)
     ties = tl.maximum(1, tl.minimum(top_k - count_above, by_mass))
     last = count_above * 0 + vocab_size
-    if count_above_low - count_above > ties:
+    # Not counted for top-p alone.
+    if (not by_top_k) | (count_above_low - count_above > ties):
         seen = count_above * 0
         for start in range(0, vocab_size, CHUNK):
             tokens = start + tl.arange(0, CHUNK)

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Gumbel noise on the device, from the counters that `philox` defines; no launcher of its own.
+"""Random bits and Gumbel noise on the device, from the counters that `philox` defines.
 
-Computed in fp32, within about 1e-6 of the fp64 definition for every possible uniform.
+Device functions without a launcher. Noise is computed in fp32, within about 1e-6 of the fp64
+definition for every possible uniform.
 """
 
 import triton
@@ -9,8 +10,8 @@ import triton.language as tl
 
 
 @triton.jit
-def gumbel_of_quads(seed, quads, position, denoise_count, answer_index):
-    """fp32 noise of tokens 4 * quads .. 4 * quads + 3 along the last dimension of ``quads``."""
+def words_of_quads(seed, quads, position, denoise_count, answer_index):
+    """32 random bits for each of tokens 4 * quads .. 4 * quads + 3, along the last dimension."""
     zero = tl.zeros_like(quads)
     w0, w1, w2, w3 = tl.philox(
         seed,
@@ -19,8 +20,7 @@ def gumbel_of_quads(seed, quads, position, denoise_count, answer_index):
         zero + denoise_count.to(tl.int32),
         zero + answer_index.to(tl.int32),
     )
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    return gumbel_of_high_bits((words >> 8).to(tl.int32))
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
 @triton.jit

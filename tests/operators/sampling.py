@@ -105,8 +105,8 @@ def make_sampling(cases: list[Case], generator: torch.Generator) -> RowSampling:
         return torch.randint(low, high, (count,), generator=generator).to(dtype)
 
     return RowSampling(
-        temperature=torch.tensor([case.temperature for case in rows]),
-        top_p=torch.tensor([case.top_p for case in rows]),
+        temperature=torch.tensor([case.temperature for case in rows], dtype=torch.float32),
+        top_p=torch.tensor([case.top_p for case in rows], dtype=torch.float32),
         top_k=torch.tensor([case.top_k for case in rows], dtype=torch.int32),
         seed=integers(-(2**63), 2**63 - 1, torch.int64),
         answer_index=integers(0, 3, torch.int32),
