@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from effuse.kernels import advance_triton, plan_step_triton
+from effuse.kernels import advance_triton, last_rows_triton, plan_step_triton
 from effuse.kernels.confidence import Candidates
 from effuse.kernels.plan_step import StepRows
 from effuse.kernels.slots import SlotLayout, SlotTable
@@ -28,7 +28,12 @@ def compiled(block_size: int, window: int) -> list[DeviceCode]:
     candidates = Candidates(real.long(), real, real)
     plan = (table, control, rows, ROWS, 32, 151666, True)
     advance = (table, control, rows.first_candidate, candidates, records)
+    hidden, slots = torch.zeros(ROWS, 3584, device=META), rows.boundary_slots
+    gather = (hidden, hidden, rows.hidden_rows, rows.kept_rows)
+    exchange = (hidden, slots[: ROWS - 64], rows.kept_rows, hidden[:64])
     return [
+        *device_code([last_rows_triton], lambda: last_rows_triton.launch_gather(*gather)),
+        *device_code([last_rows_triton], lambda: last_rows_triton.launch_exchange(*exchange)),
         *device_code([plan_step_triton], lambda: plan_step_triton.launch(*plan)),
         *device_code([advance_triton], lambda: advance_triton.launch(*advance)),
     ]
