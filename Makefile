@@ -28,7 +28,6 @@ GHZ := $(TOOLS)/bin/ghz-$(GHZ_VERSION)
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/v1/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
-TYPED_TESTS := tests/cli tests/k8s tests/load tests/conftest.py $(wildcard tests/test_*.py)
 FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
 # What `make eval` measures.
@@ -116,7 +115,7 @@ types: $(VENV)/.dev
 	@mkdir -p build/view/effuse
 	for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/view/effuse/$$folder; done
 	ln -sfn ../../../protos/effuse/v1 build/view/effuse/v1
-	$(BIN)/mypy build/view/effuse k8s $(TYPED_TESTS)
+	$(BIN)/mypy build/view/effuse k8s tests
 
 arrows: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache

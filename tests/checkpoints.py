@@ -39,6 +39,14 @@ class TinySizes:
     max_positions: int = 1024
 
 
+def architecture_of(text: str) -> Architecture:
+    """The architecture that a command line names. Raises ValueError."""
+    for known in ARCHITECTURES:
+        if text == known:
+            return known
+    raise ValueError(f"expected one of {', '.join(ARCHITECTURES)}, got {text!r}")
+
+
 def write_tiny_checkpoint(
     path: Path,
     architecture: Architecture,

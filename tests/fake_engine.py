@@ -20,6 +20,7 @@ from effuse.worker.messages import (
     CoreEvent,
     Draft,
     Failed,
+    FailureCode,
     Finished,
     PrefillDone,
     Pushed,
@@ -102,7 +103,7 @@ class FakeCore:
             lease_s=30.0,
         )
 
-    def _fail(self, message: StartDecode, code: str, text: str, retryable: bool) -> None:
+    def _fail(self, message: StartDecode, code: FailureCode, text: str, retryable: bool) -> None:
         failed = Failed(attempt=message.attempt, code=code, message=text, retryable=retryable)
         self._out.append(failed)
 

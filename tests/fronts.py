@@ -103,6 +103,15 @@ async def running(role: Role, config: WorkerConfig, tmp_path: Path) -> AsyncIter
                 await asyncio.wait({done})
 
 
+async def event_of(
+    call: grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse],
+) -> pb.DecodeResponse:
+    """The next event of a decode, which must not have ended."""
+    event = await call.read()
+    assert isinstance(event, pb.DecodeResponse)
+    return event
+
+
 async def failure_of(
     call: grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse],
 ) -> EffuseError:

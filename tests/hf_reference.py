@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -78,7 +79,7 @@ class HfReference:
         )
 
 
-def _build(config: dict[str, object]) -> PreTrainedModel:
+def _build(config: dict[str, Any]) -> PreTrainedModel:
     if config["model_type"] == "llada":
         llama = LlamaConfig(
             **_shared(config),
@@ -90,7 +91,7 @@ def _build(config: dict[str, object]) -> PreTrainedModel:
             num_key_value_heads=config["n_kv_heads"],
             tie_word_embeddings=config["weight_tying"],
         )
-        return LlamaForCausalLM(llama).eval()
+        return _settled(LlamaForCausalLM(llama))
     copied = (
         "hidden_size",
         "intermediate_size",
@@ -102,13 +103,17 @@ def _build(config: dict[str, object]) -> PreTrainedModel:
     )
     sizes = {key: config[key] for key in copied}
     if config["model_type"] == "Dream":
-        return Qwen2ForCausalLM(Qwen2Config(**_shared(config), **sizes)).eval()
-    return Qwen3ForCausalLM(
-        Qwen3Config(**_shared(config), **sizes, head_dim=config["head_dim"])
-    ).eval()
+        return _settled(Qwen2ForCausalLM(Qwen2Config(**_shared(config), **sizes)))
+    qwen3 = Qwen3Config(**_shared(config), **sizes, head_dim=config["head_dim"])
+    return _settled(Qwen3ForCausalLM(qwen3))
 
 
-def _shared(config: dict[str, object]) -> dict[str, object]:
+def _settled(model: PreTrainedModel) -> PreTrainedModel:
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def _shared(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "attn_implementation": "eager",
         "dtype": torch.float32,

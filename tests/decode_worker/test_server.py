@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 from eventually import eventually
-from fronts import attempt, decode_request, failure_of, running
+from fronts import attempt, decode_request, event_of, failure_of, running
 
 from effuse.decode_worker.server import make_role
 from effuse.protos import rpc
@@ -275,7 +275,7 @@ def test_pages_are_free_only_once_the_writer_has_let_go(tmp_path: Path) -> None:
     async def go() -> None:
         async with running(make_role(), CONFIG, tmp_path) as one, prefill_peer() as (peer, address):
             call = one.decode.Decode(remote_request("a", one.incarnation, address), timeout=20)
-            assert (await call.read()).HasField("reservation")
+            assert (await event_of(call)).HasField("reservation")
             call.cancel()
             await eventually(lambda: peer.asked == ["a-1"])
             load = await one.load()
@@ -296,7 +296,7 @@ def test_a_writer_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
             async with prefill_peer() as (_, address):
                 pass  # its port is closed now
             call = one.decode.Decode(remote_request("a", one.incarnation, address), timeout=20)
-            assert (await call.read()).HasField("reservation")
+            assert (await event_of(call)).HasField("reservation")
             call.cancel()
             await one.until_free()
 
@@ -308,7 +308,7 @@ def test_a_lost_engine_asks_no_writer(tmp_path: Path) -> None:
         async with running(make_role(), CONFIG, tmp_path) as one, prefill_peer() as (peer, address):
             old = one.incarnation
             call = one.decode.Decode(remote_request("a", old, address), timeout=20)
-            assert (await call.read()).HasField("reservation")
+            assert (await event_of(call)).HasField("reservation")
             crash = decode_request("crash", old, fake_engine.CRASH)
             await failure_of(one.decode.Decode(crash, timeout=20))
             assert isinstance(await failure_of(call), Unavailable)

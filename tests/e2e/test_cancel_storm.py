@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
 import grpc
 import redis
@@ -14,6 +15,10 @@ from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import Job, draw_jobs
 
 from effuse.cli.fleet import Fleet
+from effuse.cli.process import Process
+from effuse.v1.generation_pb2 import GenerateResponse
+
+Call: TypeAlias = "grpc._CallFuture[GenerateResponse]"
 
 REQUESTS = 500
 IN_FLIGHT = 24
@@ -43,7 +48,7 @@ def test_five_hundred_requests_a_third_cancelled() -> None:
 def _storm(client: Client, jobs: list[Job], seed: int) -> tuple[int, int]:
     """Sends all, `IN_FLIGHT` at a time, every third one cancelled at a random moment."""
     chance = random.Random(seed)
-    waiting: list[tuple[grpc.Future, float | None]] = []
+    waiting: list[tuple[Call, float | None]] = []
     cancelled = finished = 0
     for number, job in enumerate(jobs):
         call = client.stub.Generate.future(job.message(), timeout=60)
@@ -52,12 +57,14 @@ def _storm(client: Client, jobs: list[Job], seed: int) -> tuple[int, int]:
         while len(waiting) >= IN_FLIGHT or (number == len(jobs) - 1 and waiting):
             ended = _sweep(waiting)
             cancelled += sum(call.cancelled() for call in ended)
-            finished += sum(not call.cancelled() and call.code().value[0] == 0 for call in ended)
+            finished += sum(
+                not call.cancelled() and call.code() is grpc.StatusCode.OK for call in ended
+            )
             time.sleep(0.002)
     return cancelled, finished
 
 
-def _sweep(waiting: list[tuple[grpc.Future, float | None]]) -> list[grpc.Future]:
+def _sweep(waiting: list[tuple[Call, float | None]]) -> list[Call]:
     for call, when in waiting:
         if when is not None and time.monotonic() >= when:
             call.cancel()
@@ -69,7 +76,7 @@ def _sweep(waiting: list[tuple[grpc.Future, float | None]]) -> list[grpc.Future]
     return ended
 
 
-def _members(fleet: Fleet) -> list[object]:
+def _members(fleet: Fleet) -> list[Process]:
     return [fleet.processes[name] for name in fleet.processes if name != "redis"]
 
 
@@ -103,8 +110,13 @@ def _running_keys(fleet: Fleet) -> list[bytes]:
 
 def _content(client: redis.Redis, key: bytes) -> bytes:
     if client.type(key) == b"hash":
-        return b" ".join(part for pair in client.hgetall(key).items() for part in pair)
-    return client.get(key) or b""
+        return b" ".join(_bytes(part) for pair in client.hgetall(key).items() for part in pair)
+    return _bytes(client.get(key) or b"")
+
+
+def _bytes(answer: bytes | str) -> bytes:
+    assert isinstance(answer, bytes)
+    return answer
 
 
 def _wait(done: Callable[[], bool], complaint: str) -> None:

@@ -22,12 +22,13 @@ D2F_TARGETS = {
 }
 
 
+RANK = 3
+
+
 def write_adapter(
     path: Path,
     base: dict[str, Tensor],
     targets: tuple[str, ...],
-    *,
-    rank: int = 3,
     **options: object,
 ) -> dict[str, Tensor]:
     """A random adapter in PEFT's form for all modules that end in a target's name."""
@@ -42,7 +43,7 @@ def write_adapter(
         "lora_dropout": 0.1,
         "modules_to_save": None,
         "peft_type": "LORA",
-        "r": rank,
+        "r": RANK,
         "rank_pattern": {},
         "target_modules": list(targets),
         "use_dora": False,
@@ -56,8 +57,8 @@ def write_adapter(
         if name.endswith(".weight") and module.rsplit(".", 1)[-1] in targets:
             rows, columns = weight.shape
             prefix = f"base_model.model.{module}"
-            a = torch.randn(rank, columns, generator=generator)
-            b = torch.randn(rows, rank, generator=generator)
+            a = torch.randn(RANK, columns, generator=generator)
+            b = torch.randn(rows, RANK, generator=generator)
             factors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
     save_file(factors, path / "adapter_model.safetensors")
     return factors

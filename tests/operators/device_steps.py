@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import msgspec
 import torch
-from checkpoints import TinySizes, write_tiny_checkpoint
+from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from decoding.device_decoder import DeviceDecoder
 from decoding.engines import Rig, load_tiny, random_requests
 from torch import Tensor
@@ -66,7 +66,9 @@ def batch_of(step: device_step.DeviceStep, num_rows: int, max_context: int) -> A
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        path = write_tiny_checkpoint(Path(folder) / "model", sys.argv[1], seed=3, sizes=SIZES)
+        path = write_tiny_checkpoint(
+            Path(folder) / "model", architecture_of(sys.argv[1]), seed=3, sizes=SIZES
+        )
         model = load_tiny(path)
     requests = [
         msgspec.structs.replace(request, max_tokens=6)

@@ -39,7 +39,8 @@ def as_distinct(call: Attention) -> Attention:
     memory = call.k_cache.new_full((pages, 3, 2, heads, page_size, dim), float("nan"))
     k_cache, v_cache = distinct_views(memory[:, 1, 0], memory[:, 1, 1])
     by_dim = call.k_cache.permute(0, 2, 3, 1)
-    k_cache.copy_(by_dim.unflatten(2, (k_cache.shape[2], k_cache.shape[4])).movedim(3, 4))
+    by_piece = by_dim.reshape(pages, heads, k_cache.shape[2], k_cache.shape[4], page_size)
+    k_cache.copy_(by_piece.movedim(3, 4))
     v_cache.copy_(call.v_cache.permute(0, 2, 3, 1))
     return replace(call, k_cache=k_cache, v_cache=v_cache)
 

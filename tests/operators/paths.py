@@ -114,7 +114,8 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
 
     def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Pair:
         module = distinct_pages_triton if is_distinct(k_cache) else kv_pages_triton
-        return module.launch_load(k_cache, v_cache, slots)
+        pair: Pair = module.launch_load(k_cache, v_cache, slots)
+        return pair
 
     def rotary_store_kv(
         q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, *cache: Tensor

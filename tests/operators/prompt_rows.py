@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from checkpoints import TinySizes, write_tiny_checkpoint
+from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from decoding.engines import load_tiny
 from torch import Tensor
 
@@ -77,7 +77,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = write_tiny_checkpoint(
-            Path(folder) / "model", sys.argv[1], seed=3, sizes=SIZES, block_size=BLOCK
+            Path(folder) / "model",
+            architecture_of(sys.argv[1]),
+            seed=3,
+            sizes=SIZES,
+            block_size=BLOCK,
         )
         model = load_tiny(path)
     for lengths in LENGTHS:

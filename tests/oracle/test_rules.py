@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict
 
 import numpy as np
 import pytest
@@ -29,6 +30,14 @@ def scripted(script: Script) -> Callable[[list[int], dict[int, int]], dict[int, 
         return {p: Candidate(token, c, c) for p, (token, c) in found.items()}
 
     return predict
+
+
+class Knobs(TypedDict, total=False):
+    """Settings that more than one run has."""
+
+    algorithm: str
+    denoising_steps: int
+    max_tokens: int
 
 
 def run(
@@ -146,7 +155,7 @@ def case_full_counts_masks_at_birth() -> None:
 
 def case_schedule_spreads_masks_evenly() -> None:
     """Five masks over three steps are 2, 2, 1; a sixth step would still write one."""
-    knobs = {"algorithm": "block_diffusion", "denoising_steps": 3, "max_tokens": 5}
+    knobs: Knobs = {"algorithm": "block_diffusion", "denoising_steps": 3, "max_tokens": 5}
     static = run([], prompt=range(3), origin=0, block=8, remasking="sequential", **knobs)
     assert [list(step.writes) for step in static.steps] == [[3, 4], [5, 6], [7]]
     scores = {3: (13, 0.1), 4: (14, 0.4), 5: (15, 0.2), 6: (16, 0.45), 7: (17, 0.3)}
@@ -157,11 +166,11 @@ def case_schedule_spreads_masks_evenly() -> None:
 
 
 def case_dynamic_takes_all_that_pass_if_they_suffice() -> None:
-    knobs = {"algorithm": "block_diffusion", "denoising_steps": 2, "max_tokens": 4}
+    knobs: Knobs = {"algorithm": "block_diffusion", "denoising_steps": 2, "max_tokens": 4}
     plenty = run([sure(3, 4, 5), {}], **knobs)
     assert [list(step.writes) for step in plenty.steps] == [[3, 4, 5], [6]]
     at_threshold = {3: (13, HALF), 4: (14, HALF)}
-    none_passes = run([at_threshold], **knobs | {"denoising_steps": 4})
+    none_passes = run([at_threshold], **(knobs | Knobs(denoising_steps=4)))
     assert list(none_passes.steps[0].writes) == [3]
     short = run([sure(5), {}], **knobs)
     assert [sorted(step.writes) for step in short.steps] == [[3, 5], [4, 6]]

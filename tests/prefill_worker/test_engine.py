@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import msgspec
 import pytest
@@ -32,12 +33,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+class Sizes(TypedDict, total=False):
+    """What a test may choose of a rig."""
+
+    page_size: int
+    budget: int
+    num_pages: int
+
+
 @pytest.fixture
 def make(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make_rig(architecture: str = "sdar", **settings: int) -> Rig:
-        rigs.append(Rig(checkpoints[architecture], **settings))
+    def make_rig(architecture: str = "sdar", **sizes: Unpack[Sizes]) -> Rig:
+        rigs.append(Rig(checkpoints[architecture], **sizes))
         return rigs[-1]
 
     yield make_rig

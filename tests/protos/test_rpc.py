@@ -70,7 +70,7 @@ async def running() -> AsyncIterator[tuple[rpc.RpcServer, grpc.aio.Channel]]:
     pb_grpc.add_WorkerServiceServicer_to_server(Worker(), server.server)
     pb_grpc.add_DecodeServiceServicer_to_server(streams, server.server)
     pb_grpc.add_PrefillServiceServicer_to_server(streams, server.server)
-    lacking = generation_pb2_grpc.GenerationServiceServicer()
+    lacking = generation_pb2_grpc.GenerationServiceServicer()  # type: ignore[abstract]
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(lacking, server.server)
     port = await server.start("127.0.0.1:0", [SERVICE])
     try:

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -36,7 +36,7 @@ async def spawned(model: str = "fake") -> AsyncIterator[EngineClient]:
         await client.kill()
 
 
-async def events(client: EngineClient) -> list[ToFront]:
+async def events(client: EngineClient) -> Sequence[ToFront]:
     """The next messages that are no heartbeats."""
     async with asyncio.timeout(20):
         while True:

@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 import redis_server
 from eventually import eventually
-from fronts import decode_request, running
+from fronts import decode_request, event_of, running
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.decode_worker.server import make_role
@@ -33,6 +33,7 @@ from effuse.protos.errors import (
 )
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker.config import WorkerConfig
+from effuse.worker.front import Front
 from effuse.worker.supervisor import GaveUp
 
 CONFIG = WorkerConfig(hang_timeout_s=1.0, drain_s=10.0, log_level="error")
@@ -45,7 +46,7 @@ async def health(channel: grpc.aio.Channel, service: str) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=service)
     answer: health_pb2.HealthCheckResponse = await stub.Check(request, timeout=10)
-    return answer.status
+    return int(answer.status)
 
 
 async def answer(one: fronts.Running, request: pb.DecodeRequest) -> list[str]:
@@ -84,7 +85,7 @@ def test_a_crash_fails_what_ran_and_the_next_life_serves(tmp_path: Path) -> None
             endless = one.decode.Decode(
                 decode_request("endless", old, fake_engine.ENDLESS), timeout=20
             )
-            assert (await endless.read()).HasField("reservation")
+            assert (await event_of(endless)).HasField("reservation")
             errors = [await failure(one, decode_request("crash", old, fake_engine.CRASH))]
             errors.append(await fronts.failure_of(endless))
             for error in errors:
@@ -147,7 +148,7 @@ def test_a_drain_refuses_new_requests_and_lets_running_ones_end(tmp_path: Path) 
             endless = one.decode.Decode(
                 decode_request("endless", one.incarnation, fake_engine.ENDLESS), timeout=20
             )
-            assert (await endless.read()).HasField("reservation")
+            assert (await event_of(endless)).HasField("reservation")
             answered = await one.worker.Drain(pb.DrainRequest(deadline_s=0.3), timeout=10)
             assert answered.running == 1
             assert isinstance(await failure(one, decode_request("new", one.incarnation)), Draining)
@@ -157,7 +158,7 @@ def test_a_drain_refuses_new_requests_and_lets_running_ones_end(tmp_path: Path) 
             await one.until_free()
 
     async def is_not_serving(one: fronts.Running) -> bool:
-        return await health(one.channel, DECODE) == NOT_SERVING
+        return bool(await health(one.channel, DECODE) == NOT_SERVING)
 
     asyncio.run(go())
 
@@ -230,7 +231,7 @@ def test_an_engine_that_cannot_start_ends_the_worker() -> None:
     async def go() -> None:
         config = dataclasses.replace(CONFIG, served_model_name="missing")
         async with asyncio.TaskGroup() as tasks:
-            front = fronts.Front(config, fronts.use_fake_engine(make_role()), tasks)
+            front = Front(config, fronts.use_fake_engine(make_role()), tasks)
             tasks.create_task(front.run(asyncio.Event()))
 
     with fronts.importable(), pytest.raises(ExceptionGroup) as caught:
