@@ -44,6 +44,13 @@ async def opened(
     return call
 
 
+async def event_of(call: Call) -> pb.PrefillResponse:
+    """The next event of a prefill, which must not have ended."""
+    event = await call.read()
+    assert isinstance(event, pb.PrefillResponse)
+    return event
+
+
 async def failure_of(call: Call) -> EffuseError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         while await call.read() is not grpc.aio.EOF:
@@ -55,10 +62,10 @@ def test_computing_begins_before_the_reservation_and_the_push_waits_for_it(tmp_p
     async def go() -> None:
         async with running(ROLE, CONFIG, tmp_path) as one:
             call = await opened(one, [prefill_start("a", one.incarnation)])
-            computed = await call.read()
+            computed = await event_of(call)
             assert computed.computed == pb.PrefillComputed(queue_s=0.0, compute_s=0.5)
             await call.write(reservation("a"))
-            pushed = await call.read()
+            pushed = await event_of(call)
             assert pushed.pushed == pb.PrefillPushed(pages=2, bytes=64, push_s=0.25)
             assert await call.read() is grpc.aio.EOF
             await one.until_free()
@@ -165,7 +172,7 @@ def test_a_crash_fails_a_prefill_and_the_next_one_works(tmp_path: Path) -> None:
             await one.until_new_life(old)
             call = await opened(one, [prefill_start("a", one.incarnation), reservation("a")])
             await eventually(lambda: len(one.front.shell.attempts) <= 1)
-            names = [(await call.read()).WhichOneof("event") for _ in range(2)]
+            names = [(await event_of(call)).WhichOneof("event") for _ in range(2)]
             assert names == ["computed", "pushed"]
 
     asyncio.run(go())
