@@ -272,7 +272,9 @@ def measure_all(plan: Plan, made: Transformer, peak: float) -> tuple[list[Result
     for size in dict.fromkeys(size for size, _ in plan.shapes):
         model = Transformer(replace(made.config, block_size=size), made.weights)
         windows = [window for each, window in plan.shapes if each == size]
+        begin = time.monotonic()
         bench = Bench(model, max(windows), plan.longest, peak)
+        print(f"block {size}: ready in {time.monotonic() - begin:.0f} s", flush=True)
         for window in windows:
             for name in plan.datasets:
                 if time.monotonic() > plan.deadline:
