@@ -28,6 +28,7 @@ class Cause(Enum):
     SEAL = "seal"  # the digest over the manifest, boundary state included
     DIGEST = "digest"  # of a page, over the memory that received it
     LEASE = "lease"
+    UNRESERVED = "unreserved"  # nobody said in time where the pages go
     PEER = "peer"  # unreachable, gone, or its transport failed
 
 

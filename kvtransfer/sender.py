@@ -148,12 +148,14 @@ class HandoffSender:
             machine = handoff.machine
             if not machine.is_overdue(now) or not machine.allows(SenderEvent.EXPIRED):
                 continue
-            text = (
-                f"no reservation came within {self._reservation_s:g} s"
-                if handoff.reservation is None
-                else f"the push did not end within its lease of {handoff.reservation.lease_s:g} s"
-            )
-            missed = PushMissed(handoff.attempt, Cause.LEASE, text)
+            if handoff.reservation is None:
+                cause = Cause.UNRESERVED
+                text = f"no reservation came within {self._reservation_s:g} s"
+            else:
+                cause = Cause.LEASE
+                lease_s = handoff.reservation.lease_s
+                text = f"the push did not end within its lease of {lease_s:g} s"
+            missed = PushMissed(handoff.attempt, cause, text)
             self._handle(handoff, SenderEvent.EXPIRED, missed)
 
     def _handle(

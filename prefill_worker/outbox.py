@@ -27,6 +27,7 @@ CODES: dict[Cause, FailureCode] = {
     Cause.ATTEMPT: "ABORTED",
     Cause.MALFORMED: "INVALID_ARGUMENT",
     Cause.LEASE: "UNAVAILABLE",
+    Cause.UNRESERVED: "UNAVAILABLE",
     Cause.PEER: "UNAVAILABLE",
 }
 FOR_EVERYONE = (Cause.FINGERPRINT, Cause.MALFORMED)  # no other attempt of this pair would work
@@ -75,6 +76,7 @@ class Outbox:
             CODES.get(report.cause, "DATA_LOSS"),
             message,
             retryable=report.cause not in FOR_EVERYONE,
+            field="reservation" if report.cause is Cause.UNRESERVED else None,
         )
 
     def failed(

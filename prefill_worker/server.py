@@ -13,7 +13,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from effuse.prefill_worker.config import PrefillConfig
-from effuse.protos.errors import Bug, EffuseError, InvalidRequest, TransferFailed
+from effuse.protos.errors import Bug, EffuseError, InvalidRequest, Unreserved
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
@@ -39,7 +39,7 @@ class _Stream:
         """Ends the attempt if its reservation has not come."""
         if not self.is_reserved and not self.attempt.ended.is_set():
             self.attempt.fail(
-                TransferFailed(f"no reservation came within {waited_s:g} s of the computed prompt")
+                Unreserved(f"no reservation came within {waited_s:g} s of the computed prompt")
             )
 
 
@@ -99,6 +99,8 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             metrics.request_latency.observe(time.monotonic() - stream.began_at)
             self._shell.attempts.close(stream.attempt)
         elif isinstance(event, Failed):
+            if event.field == "reservation":
+                raise Unreserved(event.message)
             raise to_error(event)
 
     async def _take_reservation(self, stream: _Stream, requests: _Requests) -> None:

@@ -16,6 +16,7 @@ catching them (`interceptor.py`), deciding what to retry (the router), logging.
     │   ├── Draining           UNAVAILABLE          admits nothing more
     │   ├── PeerLost           UNAVAILABLE          the other side went away, or never was there
     │   └── TransferFailed     UNAVAILABLE          KV did not arrive, or arrived wrong
+    │       └── Unreserved     UNAVAILABLE          nobody said in time where KV should go
     ├── DeadlineExceeded       DEADLINE_EXCEEDED    the caller's time is over
     ├── Cancelled              CANCELLED            the caller went away
     └── Bug                    INTERNAL             ours; the caller sees a fixed text and an id
@@ -173,6 +174,12 @@ class TransferFailed(Unavailable):
     reason = "TRANSFER_FAILED"
 
 
+class Unreserved(TransferFailed):
+    """No pages were held for a computed prompt in time: the receiver is late, not the writer."""
+
+    reason = "UNRESERVED"
+
+
 class DeadlineExceeded(EffuseError):
     """The caller's time is over."""
 
@@ -202,7 +209,7 @@ class Bug(EffuseError):
 
 _KINDS: Final[tuple[type[EffuseError], ...]] = (
     CallerError, NotFound, AlreadyRunning, NotSupported, Refused, Aborted, Overloaded, Unavailable,
-    Draining, PeerLost, TransferFailed, DeadlineExceeded, Cancelled, Bug,
+    Draining, PeerLost, TransferFailed, Unreserved, DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
 _BY_CODE: Final[Mapping[str, type[EffuseError]]] = {

@@ -1,6 +1,7 @@
 """Who may run now, who waits, who is refused: a bounded queue in front of the fleet.
 
-No workers, no text, no ids: slots only. A waiting request is bounded by its own deadline.
+No workers, no text, no ids: slots only, as many as `seats.py` says. A waiting request is bounded by
+its own deadline.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class Admission:
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
+
+    def resize(self, max_running: int) -> None:
+        """From now on `max_running` at once; what runs beyond it is left to end."""
+        self.max_running = max_running
+        self._admit()
 
     def drain(self) -> None:
         """Admits nothing from now on; what waits already still gets its turn."""
@@ -76,10 +82,13 @@ class Admission:
             raise
 
     def _release(self) -> None:
-        """Hands the slot to who waits longest, or frees it."""
-        while self._waiting:
+        """Frees a slot, for who waits longest."""
+        self._running -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._running < self.max_running:
             turn = self._waiting.popleft()
             if not turn.done():
+                self._running += 1
                 turn.set_result(None)
-                return
-        self._running -= 1

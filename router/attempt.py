@@ -1,8 +1,9 @@
 """One attempt at a request: its calls opened, the prompt first, and relayed until one terminal.
 
 Prefill computes from the first moment; decode answers with its reservation, which is passed on, and
-only prefill's push waits for it. Whichever way the attempt ends, its calls are ended here or handed
-to `endings.py`. Not here: what comes after a failed attempt (`relay.py`).
+only prefill's push waits for it. A patient attempt begins to prefill once pages are held. Whichever
+way the attempt ends, its calls are ended here or handed to `endings.py`. Not here: what comes after
+a failed attempt (`relay.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from effuse.router.aborts import Aborts
 from effuse.router.decode_leg import DecodeCall, DecodeLeg
 from effuse.router.detokenizer import Decoder
-from effuse.router.endings import Endings
+from effuse.router.endings import Endings, LegTask
 from effuse.router.fleet import Fleet
 from effuse.router.job import Job, Sink
 from effuse.router.legs import LegFailed
@@ -32,6 +33,7 @@ class Attempt:
         placement: Placement,
         transfer_id: str,
         *,
+        is_patient: bool,
         fleet: Fleet,
         aborts: Aborts,
         endings: Endings,
@@ -45,6 +47,7 @@ class Attempt:
         self._aborts = aborts
         self._endings = endings
         self._now = now
+        self._is_patient = is_patient
         self._id = worker_pb2.AttemptId(
             request_id=job.life.request_id, attempt=job.life.attempt, transfer_id=transfer_id
         )
@@ -56,12 +59,12 @@ class Attempt:
     async def run(self) -> FinishReason:
         """Relays to the end and says why it ended; raises `LegFailed` or `ClientGone`."""
         try:
-            prefill = self._prefill = self._open_prefill()
-            if prefill is not None:
+            is_remote = self._placement.prefill is not None
+            if is_remote and not self._is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
-                await prefill.begin(self._id)
+                await self._begin_prefill()
             decode = self._decode = self._open_decode()
-            reason = await self._leg.run(decode, prefill)
+            reason = await self._leg.run(decode, self._push_to if is_remote else None)
         except LegFailed as failure:
             self._leave()
             raise self._cause(failure) from failure.__cause__
@@ -71,8 +74,7 @@ class Attempt:
         if self._job.answer.is_stopped:  # its workers know nothing of that
             self._leave()
         else:
-            legs = [] if prefill is None or prefill.task is None else [prefill.task]
-            self._endings.settle([decode], legs, self._end)
+            self._endings.settle([decode], self._tasks(), self._end)
         return reason
 
     # Opening.
@@ -99,12 +101,18 @@ class Attempt:
         stub = self._fleet.peer(placement.decode.address).decode
         return stub.Decode(request, timeout=self._time_left())
 
-    def _open_prefill(self) -> PrefillLeg | None:
+    async def _begin_prefill(self) -> PrefillLeg:
         worker = self._placement.prefill
-        if worker is None:
-            return None
+        assert worker is not None, "a remote prefill without its worker"
         call = self._fleet.peer(worker.address).prefill.Prefill(timeout=self._time_left())
-        return PrefillLeg(call, worker, self._job, on_failure=self._break_off, now=self._now)
+        leg = PrefillLeg(call, worker, self._job, on_failure=self._break_off, now=self._now)
+        self._prefill = leg
+        await leg.begin(self._id)
+        return leg
+
+    async def _push_to(self, reservation: worker_pb2.Reservation) -> None:
+        prefill = self._prefill or await self._begin_prefill()
+        await prefill.push_to(reservation)
 
     def _time_left(self) -> float:
         return max(0.001, self._job.deadline - asyncio.get_running_loop().time())
@@ -125,8 +133,12 @@ class Attempt:
     def _leave(self) -> None:
         """Ends what is open, at once."""
         self._end()
-        if self._prefill is not None and self._prefill.task is not None:
-            self._endings.settle([], [self._prefill.task])
+        if tasks := self._tasks():
+            self._endings.settle([], tasks)
+
+    def _tasks(self) -> list[LegTask]:
+        prefill = self._prefill
+        return [] if prefill is None or prefill.task is None else [prefill.task]
 
     def _end(self) -> None:
         """Nothing here waits: a request that is cancelled ends at once, its workers soon after."""

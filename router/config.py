@@ -41,7 +41,9 @@ class RouterConfig:
     tokenizer_threads: Annotated[int, "threads that encode long prompts"] = 2
 
     # Limits.
-    max_concurrent_requests: Annotated[int, "requests on workers at once"] = 1024
+    max_concurrent_requests: Annotated[
+        int, "requests on workers at once, at most as many as decode workers take (max-num-seqs)"
+    ] = 1024
     max_queue: Annotated[int, "requests that wait behind them"] = 1024
     max_retries: Annotated[int, "attempts after the first that a request may take"] = 2
 

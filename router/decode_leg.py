@@ -6,7 +6,7 @@ either is as good as lost. Not here: opening and ending calls (`attempt.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 import grpc.aio
@@ -17,7 +17,6 @@ from effuse.router.detokenizer import Decoder, draft_text
 from effuse.router.job import Job, Sink
 from effuse.router.legs import LegFailed, read
 from effuse.router.policy import Placement
-from effuse.router.prefill_leg import PrefillLeg
 from effuse.router.request import Event, IllegalTransition, State
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FinishReason
@@ -46,9 +45,13 @@ class DecodeLeg:
         self._now = now
         self._peer = f"decode worker {placement.decode.worker_id}"
 
-    async def run(self, call: DecodeCall, prefill: PrefillLeg | None) -> FinishReason:
+    async def run(
+        self,
+        call: DecodeCall,
+        on_reserved: Callable[[worker_pb2.Reservation], Awaitable[None]] | None,
+    ) -> FinishReason:
         """Relays to the last event that counts and says why it ended; raises `LegFailed` or
-        `ClientGone`. `prefill` is told of the reservation."""
+        `ClientGone`."""
         peer = self._peer
         try:
             while True:
@@ -58,8 +61,8 @@ class DecodeLeg:
                 reason = await self._take(response)
                 if reason is not None:
                     return reason
-                if prefill is not None and response.HasField("reservation"):
-                    await prefill.push_to(response.reservation)
+                if on_reserved is not None and response.HasField("reservation"):
+                    await on_reserved(response.reservation)
         except (BrokenStream, IllegalTransition) as error:
             broken = PeerLost(f"{peer} broke the protocol: {error}")
             raise LegFailed(broken, on_prefill=False) from error

@@ -88,8 +88,8 @@ def _is_usable(candidate: Candidate, model: str, excluded: Collection[WorkerLife
     return record.state == "ready" and record.model.name == model and candidate.life not in excluded
 
 
-def _decode_score(candidate: Candidate) -> tuple[bool, float, int, int, str]:
-    """Free pages net of what is on the way there, then blocks left to denoise."""
+def _decode_score(candidate: Candidate) -> tuple[bool, bool, float, int, int, str]:
+    """A free seat, free pages net of what is on the way there, then blocks left to denoise."""
     record, load = candidate.record, candidate.record.load
     capacity = max(1, record.capacity.total_pages)
     own_pages = -(-candidate.in_flight.tokens // record.capacity.page_size)
@@ -97,7 +97,9 @@ def _decode_score(candidate: Candidate) -> tuple[bool, float, int, int, str]:
     used = max(own_pages, reported) / capacity
     own_blocks = -(-candidate.in_flight.tokens // record.model.block_size)
     blocks = max(own_blocks, load.blocks_left)
-    return candidate.is_suspect, used, blocks, candidate.in_flight.placed, record.worker_id
+    is_full = candidate.in_flight.requests >= record.capacity.max_num_seqs
+    placed = candidate.in_flight.placed
+    return candidate.is_suspect, is_full, used, blocks, placed, record.worker_id
 
 
 def _prefill_score(candidate: Candidate) -> tuple[bool, int, int, str]:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+import grpc
 import grpc.aio
 
 from effuse.placement.records import WorkerRecord
-from effuse.protos.errors import EffuseError, PeerLost
+from effuse.protos.errors import EffuseError, PeerLost, Unreserved
 from effuse.router.endings import LegTask
 from effuse.router.job import Job
 from effuse.router.legs import LegFailed, read, tell
@@ -44,6 +45,7 @@ class PrefillLeg:
         self.task: LegTask | None = None
         self.is_pushed = False
         self.failure: LegFailed | None = None
+        self._is_unheard = False  # the reservation found the call over
         self._job = job
         self._on_failure = on_failure
         self._now = now
@@ -61,7 +63,10 @@ class PrefillLeg:
 
     async def push_to(self, reservation: worker_pb2.Reservation) -> None:
         """Passes on where the pages go."""
-        if await tell(self.call, worker_pb2.PrefillRequest(reservation=reservation)):
+        self._is_unheard = not await tell(
+            self.call, worker_pb2.PrefillRequest(reservation=reservation)
+        )
+        if not self._is_unheard:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self.call.done_writing()
 
@@ -72,8 +77,15 @@ class PrefillLeg:
             if self.is_pushed or self._job.life.state is State.DECODING:
                 LOG.info("after its pages had arrived, %s failed: %s", self._peer, error.message)
                 return
+            if self._is_unheard and await self._has_lost_its_status():
+                error = Unreserved(f"{self._peer} had ended its call when the reservation came")
             self.failure = LegFailed(error, on_prefill=True)
             self._on_failure()
+
+    async def _has_lost_its_status(self) -> bool:
+        """Whether grpcio has put an error of its own in the place of the worker's: it does where a
+        message is written in the moment in which the worker ends the call."""
+        return self.call.done() and await self.call.code() is grpc.StatusCode.INTERNAL
 
     async def _read_all(self) -> None:
         while True:

@@ -23,6 +23,7 @@ from effuse.protos.errors import (
     Overloaded,
     PeerLost,
     Unavailable,
+    Unreserved,
 )
 from effuse.router.aborts import Aborts
 from effuse.router.attempt import Attempt
@@ -54,6 +55,7 @@ class Tries:
     left: int
     excluded: set[WorkerLife] = field(default_factory=set)
     last: EffuseError | None = None
+    is_patient: bool = False  # prefill waits for decode from now on
     record: PlacementRecord | None = None  # of the last attempt
 
 
@@ -117,6 +119,7 @@ class Relay:
                 job,
                 placement,
                 transfer_id,
+                is_patient=tries.is_patient,
                 fleet=self._fleet,
                 aborts=self._aborts,
                 endings=self._endings,
@@ -163,6 +166,10 @@ class Relay:
         if not error.retryable:
             raise error
         job.life.handle(Event.LOST, self._now(), error.message[:80])
+        if isinstance(error, Unreserved) and not tries.is_patient:
+            # Decode is busy, which is nobody's fault and no loss: next time its pages come first.
+            tries.is_patient = True
+            return
         if tries.left == 0:
             text = f"gave up after {job.life.attempt} attempts: {error.message}"
             raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error

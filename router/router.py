@@ -28,6 +28,7 @@ from effuse.router.ledger import Ledger
 from effuse.router.metrics import Metrics
 from effuse.router.readiness import GENERATION, MODELS, ROLES, Readiness
 from effuse.router.relay import Relay
+from effuse.router.seats import Seats
 from effuse.router.server import GenerationServicer, Parts
 from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2_grpc, model_pb2_grpc
@@ -55,6 +56,7 @@ class Router:
         self._writer = PlacementWriter(store)
         self.fleet = Fleet(self.view, config.prefill, now)
         self.admission = Admission(config.max_concurrent_requests, config.max_queue)
+        self.seats = Seats(self.fleet, self.admission, config.max_concurrent_requests)
         self.ledger = Ledger(now)
         self.metrics = Metrics()
         self.aborts = Aborts(self.fleet)
@@ -82,7 +84,10 @@ class Router:
             with self._metrics_served() as self.metrics_port:
                 async with self.aborts, self.endings:
                     await self._start(rpc)
-                    loops.append(beside.create_task(self.readiness.run()))
+                    loops += [
+                        beside.create_task(self.readiness.run()),
+                        beside.create_task(self.seats.run()),
+                    ]
                     await serve(rpc, stop, drain_s=config.drain_s, on_drain=self._drain)
             await self.flush()
             for loop in loops:
@@ -106,6 +111,7 @@ class Router:
             tokenizer=self._tokenizer,
             catalogue=catalogue,
             admission=self.admission,
+            seats=self.seats,
             ledger=self.ledger,
             relay=relay,
             lookup=self._store,

@@ -28,6 +28,7 @@ from effuse.router.ledger import Ledger
 from effuse.router.metrics import Metrics
 from effuse.router.relay import Relay
 from effuse.router.request import Event, Life, State
+from effuse.router.seats import Seats
 from effuse.router.sinks import Collected, Streamed
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, fit, validate
@@ -67,6 +68,7 @@ class Parts:
     tokenizer: Tokenizer
     catalogue: Catalogue
     admission: Admission
+    seats: Seats
     ledger: Ledger
     relay: Relay
     lookup: PlacementLookup
@@ -139,6 +141,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """All that can be said against a request before anything is held for it."""
         parts = self._parts
         try:
+            parts.seats.settle()
             parts.admission.check()
             request_id = _request_id(request)
             model = parts.catalogue.find(request.model if request.HasField("model") else None)

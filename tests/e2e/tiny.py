@@ -49,6 +49,7 @@ def tiny_fleet(
     decode: int = 1,
     num_pages: int = 512,
     worker_flags: tuple[str, ...] = (),
+    prefill_flags: tuple[str, ...] = (),
     decode_flags: tuple[str, ...] = (),
 ) -> Iterator[Fleet]:
     """A running fleet; its checkpoint is at `fleet.config.model`."""
@@ -63,6 +64,7 @@ def tiny_fleet(
                 *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
                 *worker_flags,
             ),
+            prefill_flags=prefill_flags,
             decode_flags=decode_flags,
             router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
         )

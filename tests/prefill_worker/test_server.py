@@ -21,8 +21,8 @@ from effuse.protos.errors import (
     EffuseError,
     InvalidRequest,
     Refused,
-    TransferFailed,
     Unavailable,
+    Unreserved,
     from_rpc_error,
 )
 from effuse.v1 import worker_pb2 as pb
@@ -125,7 +125,7 @@ def test_a_reservation_that_never_comes_ends_the_attempt(tmp_path: Path) -> None
         role = make_role(PrefillConfig(reservation_s=0.1))
         async with running(role, CONFIG, tmp_path) as one:
             error = await failure_of(await opened(one, [prefill_start("a", one.incarnation)]))
-            assert isinstance(error, TransferFailed)
+            assert isinstance(error, Unreserved)
             assert error.retryable
             await one.until_free()
 

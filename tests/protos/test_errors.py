@@ -21,6 +21,7 @@ KINDS = [
     (errors.Draining, grpc.StatusCode.UNAVAILABLE, True),
     (errors.PeerLost, grpc.StatusCode.UNAVAILABLE, True),
     (errors.TransferFailed, grpc.StatusCode.UNAVAILABLE, True),
+    (errors.Unreserved, grpc.StatusCode.UNAVAILABLE, True),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, False),
     (errors.Cancelled, grpc.StatusCode.CANCELLED, False),
     (errors.Bug, grpc.StatusCode.INTERNAL, False),

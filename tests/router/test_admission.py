@@ -104,3 +104,28 @@ def test_no_slot_is_lost_whenever_cancelled() -> None:
             assert (admission.num_running, admission.num_waiting) == (0, 0)
 
     asyncio.run(main())
+
+
+def test_new_slots_go_to_those_who_wait_and_lost_ones_are_not_filled() -> None:
+    async def main() -> None:
+        admission, order = Admission(1, 9), list[int]()
+        releases = [asyncio.Event() for _ in range(4)]
+        async with asyncio.TaskGroup() as group:
+            for at, release in enumerate(releases):
+                group.create_task(hold(admission, release, order, at))
+            await turns()
+            admission.resize(3)
+            await turns()
+            assert (order, admission.num_running) == ([0, 1, 2], 3)
+            admission.resize(1)
+            for release in releases[:2]:
+                release.set()
+            await turns()
+            assert (order, admission.num_running) == ([0, 1, 2], 1)
+            releases[2].set()
+            await turns()
+            assert order == [0, 1, 2, 3]
+            releases[3].set()
+        assert admission.num_running == 0
+
+    asyncio.run(main())

@@ -41,6 +41,12 @@ def test_the_least_loaded_pair_by_their_own_report() -> None:
     assert names(place(workers, "fake", "auto")) == ("p1", "d1")
 
 
+def test_a_free_seat_comes_before_free_pages() -> None:
+    busy = InFlight(requests=64, tokens=64)  # as many as it runs at once, all of them short
+    workers = [Candidate(worker("d0"), busy), candidate(worker("d1"), tokens=3000)]
+    assert names(place(workers, "fake", "auto")) == (None, "d1")
+
+
 def test_what_is_on_the_way_counts_before_it_is_reported() -> None:
     workers = [
         candidate(worker("d0"), tokens=1000),

@@ -71,8 +71,11 @@ def test_a_prefill_worker_that_dies_is_replaced(point: str) -> None:
         assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p1")
         await fleet.decode[0].idle.wait()
         await fleet.decode[0].abort_came.wait()
-        first = fleet.decode[0].requests[0].attempt
-        assert fleet.decode[0].aborted == [first.transfer_id]
+        # The first attempt may never have reached decode; it is ended there all the same.
+        last = fleet.decode[0].requests[-1].attempt
+        assert last.attempt == 2
+        assert len(fleet.decode[0].aborted) == 1
+        assert last.transfer_id not in fleet.decode[0].aborted
 
     run(body, num_prefill=2)
 
@@ -84,7 +87,8 @@ def test_without_another_prefill_worker_and_local_forbidden_it_is_unavailable() 
         assert type(error) is errors.Unavailable
         assert "no route to the pool" in error.message
         assert error.retry_after_s
-        assert len(fleet.decode[0].requests) == 1
+        # An attempt that failed soon may never have reached the decode worker.
+        assert len(fleet.decode[0].requests) <= 1
 
     run(body, prefill="remote")
 
@@ -235,6 +239,33 @@ def test_a_handoff_that_failed_at_decode_blames_prefill() -> None:
         assert answer.stats.prefill_worker == "p1"
 
     run(body, num_prefill=2)
+
+
+def test_a_late_reservation_is_nobodys_fault_and_then_comes_first() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        (prefill,), (decode,) = fleet.prefill, fleet.decode
+        waiting = [asyncio.Event(), asyncio.Event()]
+        second_turn = asyncio.Event()
+
+        async def queue() -> None:
+            waiting[len(decode.requests) - 1].set()
+            await second_turn.wait()
+
+        async def give_up() -> None:
+            await waiting[0].wait()
+            raise errors.Unreserved("no reservation came")
+
+        decode.at["start"] = queue  # no free page yet
+        prefill.at["computed"] = once(give_up)
+        asking = asyncio.create_task(ask(fleet))
+        await waiting[1].wait()
+        assert (len(decode.requests), len(prefill.served)) == (2, 1)
+        second_turn.set()
+        answer = await asking
+        assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p0")
+        assert (len(decode.requests), len(prefill.served)) == (2, 2)
+
+    run(body, max_retries=0, prefill="remote")
 
 
 # A worker that breaks the protocol.

@@ -1,0 +1,104 @@
+"""How many requests run at once follows what live decode workers can run; the rest waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import msgspec
+import pytest
+from router.fake_model import worker_record
+from router.fake_workers import FakeDecode, holds
+from router.fakes import FakeFleet, run, until
+
+from effuse.placement.records import Capacity, WorkerRecord
+from effuse.protos import errors
+from effuse.router.seats import seats
+from effuse.v1 import generation_pb2 as pb
+
+
+def decoder(worker_id: str, max_num_seqs: int) -> WorkerRecord:
+    return resized(worker_record(worker_id, "decode"), max_num_seqs)
+
+
+def resized(record: WorkerRecord, max_num_seqs: int) -> WorkerRecord:
+    capacity = Capacity(
+        total_pages=256, page_size=16, max_num_seqs=max_num_seqs, max_num_batched_tokens=512
+    )
+    return msgspec.structs.replace(record, capacity=capacity)
+
+
+def ask(fleet: FakeFleet) -> asyncio.Task[pb.GenerateResponse]:
+    async def one() -> pb.GenerateResponse:
+        return await fleet.generation.Generate(pb.GenerateRequest(prompt="?"), timeout=10)
+
+    return asyncio.create_task(one())
+
+
+async def give_seats(fleet: FakeFleet, worker: FakeDecode, max_num_seqs: int) -> None:
+    worker.record = resized(worker.record, max_num_seqs)
+    await fleet.announce()
+    await until(lambda: fleet.router.admission.max_running == max_num_seqs)
+
+
+def test_seats_add_up_within_the_limit() -> None:
+    two = [decoder("d0", 3), decoder("d1", 4)]
+    assert (seats(two, 100), seats(two, 5)) == (7, 5)
+
+
+def test_without_workers_nobody_waits_for_a_seat() -> None:
+    assert seats([], 9) == 9
+
+
+def test_a_worker_is_never_asked_for_more_than_its_seats() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        worker = fleet.decode[0]
+        await give_seats(fleet, worker, 2)
+        most = 0
+
+        async def count() -> None:
+            nonlocal most
+            most = max(most, len(worker.running))
+            await asyncio.sleep(0)
+
+        worker.at["start"] = worker.at["commit 2"] = count
+        answers = await asyncio.gather(*(ask(fleet) for _ in range(12)))
+        assert {answer.text for answer in answers} == {"the answer is three"}
+        assert most == 2
+
+    run(body)
+
+
+def test_what_finds_neither_a_seat_nor_room_to_wait_is_refused() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await give_seats(fleet, fleet.decode[0], 1)
+        go = asyncio.Event()
+        fleet.decode[0].at["start"] = holds(go)
+        asking = [ask(fleet), ask(fleet)]
+        await until(lambda: fleet.router.admission.num_waiting == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(fleet)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = errors.from_rpc_error(caught.value, "router")
+        assert "1 requests are running and 1 are waiting" in error.message
+        assert error.retry_after_s
+        go.set()
+        await asyncio.gather(*asking)
+
+    run(body, max_queue=1)
+
+
+def test_seats_that_come_are_given_to_those_who_wait() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        worker = fleet.decode[0]
+        await give_seats(fleet, worker, 1)
+        go = asyncio.Event()
+        worker.at["start"] = holds(go)
+        asking = [ask(fleet) for _ in range(3)]
+        await until(lambda: fleet.router.admission.num_waiting == 2)
+        await give_seats(fleet, worker, 3)
+        await until(lambda: len(worker.running) == 3)
+        go.set()
+        await asyncio.gather(*asking)
+
+    run(body)
