@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,24 @@ MIN_ROWS = 4
 _MOST_ROWS_HALVED = 192
 
 LayerKV = tuple[Tensor, Tensor]
+
+
+class Attend(Protocol):
+    """Attention over packed rows, as `kernels.attention.block_attention` has it."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """[T, Hq, D]"""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +78,12 @@ class ModelWeights:
 class Transformer:
     """Weights with a forward; holds no state between calls."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, attend: Attend = block_attention
+    ) -> None:
         self.config = config
         self.weights = weights
+        self._attention = attend
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self._scale = 1 / math.sqrt(config.head_dim)

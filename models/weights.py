@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from effuse.kernels.attention import block_attention
 from effuse.models.adapter import Adapter, open_adapter
 from effuse.models.checkpoint import (
     LayerNames,
@@ -28,7 +29,7 @@ from effuse.models.checkpoint import (
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.digest import weights_digest
-from effuse.models.transformer import LayerWeights, ModelWeights, Transformer
+from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
 
 __all__ = ["DTYPES", "load_model", "select_dtype", "weights_digest"]
 
@@ -42,6 +43,7 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     block_size: int | None = None,
+    attend: Attend = block_attention,
 ) -> Transformer:
     """Load a published checkpoint directory; `block_size` overrides the configuration's.
 
@@ -60,7 +62,7 @@ def load_model(
         if adapter is not None:
             merged = stack.enter_context(open_adapter(Path(adapter), shapes, device))
         weights = _Loader(files, merged, dtype).model(config, module_names(config))
-    return Transformer(config, weights)
+    return Transformer(config, weights, attend)
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from effuse.kernels.attention import block_attention
 from effuse.kernels.batch import make_attention_batch
 from effuse.models.runner import ModelRunner
-from effuse.models.transformer import Transformer
+from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model
 
 NUM_PAGES = 64
@@ -18,8 +19,10 @@ NUM_PAGES = 64
 class PagedModel:
     """One checkpoint with its own pool memory, in fp32 on the CPU."""
 
-    def __init__(self, path: Path, *, page_size: int, block_size: int) -> None:
-        self.model: Transformer = load_model(path, block_size=block_size)
+    def __init__(
+        self, path: Path, *, page_size: int, block_size: int, attend: Attend = block_attention
+    ) -> None:
+        self.model: Transformer = load_model(path, block_size=block_size, attend=attend)
         self.page_size, self.block_size = page_size, block_size
         config = self.model.config
         shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)

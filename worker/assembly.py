@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import effuse.models
+from effuse.kernels.attention import block_attention
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
@@ -19,7 +20,7 @@ from effuse.kvtransfer.pool import PagePool
 from effuse.models.part import Part, PartSampling
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
-from effuse.models.transformer import Transformer
+from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import Algorithm, ModelInfo, Role
 from effuse.worker.config import WorkerConfig
@@ -112,7 +113,17 @@ def _load(config: WorkerConfig, directory: Path, device: torch.device) -> Transf
         device=device,
         dtype=select_dtype(name, directory),
         block_size=config.block_size,
+        attend=_attend(config),
     )
+
+
+def _attend(config: WorkerConfig) -> Attend:
+    """Imports FlexAttention only where it is used: it brings the whole of torch's compiler."""
+    if config.attention == "flex":
+        from effuse.kernels.flex import FlexAttention
+
+        return FlexAttention()
+    return block_attention
 
 
 def _max_model_len(config: WorkerConfig, model: Transformer) -> int:

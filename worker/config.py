@@ -13,6 +13,7 @@ import msgspec
 from effuse.config import checks
 from effuse.placement.keys import check_name
 
+Attention = Literal["triton", "flex"]
 Connector = Literal["nixl", "zmq", "loopback"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -30,6 +31,9 @@ class WorkerConfig:
     served_model_name: Annotated[str | None, "name that clients ask for"] = None
     device: Annotated[Device, "where the engine computes"] = "auto"
     dtype: Annotated[Dtype, "type of weights and KV; auto is float32 on a CPU"] = "auto"
+    attention: Annotated[
+        Attention, "kernels of attention; flex is torch's, a second opinion without speed"
+    ] = "triton"
     enforce_eager: Annotated[bool, "never capture or compile graphs"] = False
 
     # KV memory.
@@ -91,6 +95,10 @@ class WorkerConfig:
             raise ValueError(
                 f"--gpu-memory-utilization: expected a share in (0, 1], "
                 f"got {self.gpu_memory_utilization:g}"
+            )
+        if self.attention == "flex" and self.kv_layout != "unified":
+            raise ValueError(
+                f"--attention flex: expected --kv-layout unified, got {self.kv_layout}"
             )
         checks.redis_url("redis_url", self.redis_url)
         check_name("fleet", self.fleet)

@@ -10,6 +10,8 @@ from checkpoints import ARCHITECTURES, MASK_TOKEN_ID, Architecture, write_tiny_c
 from hf_reference import Expected, HfReference
 from paged_model import PagedModel
 
+from effuse.kernels.flex import FlexAttention
+
 TOLERANCE = 1e-5
 BLOCK = 4
 
@@ -60,6 +62,16 @@ def test_prompt_logits_and_kv(
     logits = model.model.logits(hidden)
     torch.testing.assert_close(logits, expected.logits, rtol=0, atol=TOLERANCE)
     assert_kv(model, pages, length, expected)
+
+
+def test_prompt_logits_and_kv_by_flex_attention(checkpoint: Path, reference: HfReference) -> None:
+    model = PagedModel(checkpoint, page_size=8, block_size=BLOCK, attend=FlexAttention())
+    origin = model.model.config.block_origin(21)
+    prompt, pages = prompt_of(21), model.pages(21)
+    expected = reference.run(prompt, visible(21, origin, BLOCK))
+    logits = model.model.logits(model.forward(prompt, 0, pages, 21, origin))
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=TOLERANCE)
+    assert_kv(model, pages, 21, expected)
 
 
 @pytest.mark.parametrize("length", [5, 16, 22])

@@ -31,6 +31,10 @@ NAN = float("nan")
         ({"gpu_memory_utilization": NAN}, "--gpu-memory-utilization"),
         ({"drain_s": -1.0}, "--drain-s: expected seconds above 0, got -1"),
         ({"hang_timeout_s": float("inf")}, "--hang-timeout-s: expected seconds above 0, got inf"),
+        (
+            {"attention": "flex", "kv_layout": "distinct"},
+            "--attention flex: expected --kv-layout unified, got distinct",
+        ),
         ({"fleet": "a}b"}, "fleet 'a}b' is not a name"),
         ({"worker_id": ""}, "worker id '' is not a name"),
         ({"adapter": Path("/nowhere")}, "--adapter: expected a directory, got '/nowhere'"),
