@@ -183,6 +183,8 @@ $(GHZ): | $$(filter $(TOOLS)/%,$$(GO))
 	mv $(TOOLS)/bin/ghz $@
 
 # kubectl's repository offers no program that `go install` would take; its command is a library.
+# Module v0.x.y is Kubernetes' v1.x.y.
+KUBECTL_STAMP := k8s.io/component-base/version.gitVersion=$(KUBECTL_VERSION:v0.%=v1.%)
 $(BUILT_KUBECTL): | $$(filter $(TOOLS)/%,$$(GO))
 	@echo "building kubectl $(KUBECTL_VERSION); this takes a minute or two"
 	go="$$(realpath --no-symlinks "$(GO)")"
@@ -192,7 +194,7 @@ $(BUILT_KUBECTL): | $$(filter $(TOOLS)/%,$$(GO))
 	echo "$$KUBECTL_MAIN" >main.go
 	"$$go" mod init kubectl
 	"$$go" get k8s.io/kubectl/pkg/cmd@$(KUBECTL_VERSION)
-	CGO_ENABLED=0 "$$go" build -trimpath -ldflags='-s -w' -o "$(CURDIR)/$@" .
+	CGO_ENABLED=0 "$$go" build -trimpath -ldflags='-s -w -X $(KUBECTL_STAMP)' -o "$(CURDIR)/$@" .
 
 define KUBECTL_MAIN
 package main
