@@ -27,7 +27,7 @@ from effuse.models.config import ModelConfig
 MIN_ROWS = 4
 
 # Up to so many rows, the MLP's last product is done in two halves of its sum on a GPU.
-_MOST_ROWS_HALVED = 192
+_MOST_ROWS_HALVED = 256
 
 LayerKV = tuple[Tensor, Tensor]
 
