@@ -89,6 +89,7 @@ def launch(
     )
     rows_of = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)
     limits = (cut_value, cut_token, score_kind)
+    # A base is rounded once and then the same for all: no other product may join its difference.
     _greedy_kernel[(num_segments, rows)](
         *rows_of,
         *limits,
@@ -99,7 +100,7 @@ def launch(
         LANES=tile.lanes,
         ELEMENTS=tile.elements,
         num_warps=shape.num_warps,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
     )
     _drawn_kernel[(num_segments, rows)](
         *rows_of,
@@ -112,7 +113,7 @@ def launch(
         LANES=tile.lanes,
         ELEMENTS=tile.elements,
         num_warps=shape.num_warps,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
     )
     _finish_kernel[(rows,)](
         *rows_of,
@@ -127,7 +128,7 @@ def launch(
         CHUNK=shape.chunk,
         TILE_SEGMENTS=triton.next_power_of_2(num_segments),
         num_warps=shape.num_warps,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
     )
     return token, confidence, score
 
