@@ -73,9 +73,7 @@ def launch(
     ``tokens_per_split`` overrides `split_tokens`; a multiple of 64. Raises ValueError for head
     dims that tensor cores do not take and for rows of D elements that do not lie together.
     """
-    tokens, q_heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    groups = q_heads // kv_heads
+    tokens, _, head_dim = q.shape
     num_seqs = len(batch.context_lens)
     if tokens == 0 or num_seqs == 0:
         return
@@ -84,20 +82,40 @@ def launch(
             raise ValueError(f"head_dim must have stride 1, got strides {tensor.stride()}")
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim must be a power of two of at least 16, got {head_dim}")
-    if attention_hopper.is_supported(q, (k, v, k_cache, v_cache, out), batch.page_size):
-        attention_hopper.launch(
-            q,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            batch,
-            scale=scale,
-            out=out,
-            lse=lse,
-            tokens_per_split=tokens_per_split,
-        )
-        return
+    others = (k, v, k_cache, v_cache, out)
+    is_hopper = attention_hopper.is_supported(q, others, batch.page_size)
+    (attention_hopper.launch if is_hopper else launch_portable)(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        batch,
+        scale=scale,
+        out=out,
+        lse=lse,
+        tokens_per_split=tokens_per_split,
+    )
+
+
+def launch_portable(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+    tokens_per_split: int | None = None,
+) -> None:
+    """`launch` by the kernel for every device, for arguments that `launch` has checked."""
+    tokens, q_heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    groups = q_heads // kv_heads
+    num_seqs = len(batch.context_lens)
     tile = tile_shape(q.dtype, head_dim)
     # At most one tile of a sequence is ragged, so this bounds the number of tiles.
     num_tiles = tokens * groups // tile.rows + num_seqs

@@ -1,0 +1,221 @@
+"""Kernels that follow the memory, beside the memory: sampling, norms, SwiGLU, rotary, pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effuse.benchmarks.gpu_read_triton import read_once
+from effuse.benchmarks.gpu_timing import Call, median_us
+from effuse.kernels.confidence import RowSampling, Score, sample_confidence
+from effuse.kernels.distinct_pages import distinct_views
+from effuse.kernels.kv_pages import gather_pages, load_kv, scatter_pages, store_kv
+from effuse.kernels.norm import rms_norm, rms_norm_residual
+from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
+from effuse.kernels.swiglu import swiglu
+
+CUDA = torch.device("cuda")
+VOCABULARY = 152_064
+HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 3584, 18_944, 28, 4, 128, 28
+ROWS = 4096
+PAGE_SIZE = 32
+SETS = 4  # inputs that are rotated
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What every row of a sampling call asks for."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    score: Score = Score.CONFIDENCE
+
+
+MODES = {
+    "greedy": Mode(),
+    "entropy": Mode(score=Score.NEG_ENTROPY),
+    "drawn": Mode(temperature=1.0),
+    "top-p 0.9, drawn": Mode(temperature=1.0, top_p=0.9),
+    "top-k 50, drawn": Mode(temperature=1.0, top_k=50),
+    "both, drawn": Mode(temperature=0.8, top_p=0.95, top_k=50),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Microseconds of sampling and of what it is held against."""
+
+    rows: int
+    read: float
+    chain: float
+    modes: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A kernel's time, and the bytes that it must read and write."""
+
+    name: str
+    us: float
+    num_bytes: int
+
+
+def measure_sampling(rows: int, deviation: float = 2.0) -> Sampled:
+    """Sampling of ``rows`` rows of normal logits; the worst case for a draw, as none stands out."""
+    logits = torch.randn(rows, VOCABULARY, dtype=torch.bfloat16, device=CUDA) * deviation
+    read = median_us([lambda: read_once(logits)] * 4)
+    chain = median_us([lambda: torch_chain(logits)] * 2)
+    modes = {}
+    for name, mode in MODES.items():
+        settings = row_sampling(mode, rows)
+        modes[name] = median_us([lambda s=settings: sample_confidence(logits, s, 5)] * 3)  # type: ignore[misc]
+    return Sampled(rows, read, chain, modes)
+
+
+def torch_chain(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What engines do without a kernel: softmax in fp32, its maximum, and the entropy."""
+    probability = logits.float().softmax(dim=-1)
+    confidence, token = probability.max(dim=-1)
+    entropy = (probability * (probability + 1e-10).log()).sum(dim=-1)
+    return token, confidence, entropy
+
+
+def row_sampling(mode: Mode, rows: int) -> RowSampling:
+    def all_rows(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=CUDA)
+
+    return RowSampling(
+        temperature=all_rows(mode.temperature, torch.float32),
+        top_p=all_rows(mode.top_p, torch.float32),
+        top_k=all_rows(mode.top_k, torch.int32),
+        seed=torch.arange(rows, device=CUDA) * 7919,
+        answer_index=all_rows(0, torch.int32),
+        position=torch.arange(rows, dtype=torch.int32, device=CUDA),
+        denoise_count=all_rows(3, torch.int32),
+        score=all_rows(int(mode.score), torch.int8),
+    )
+
+
+def measure_rows() -> list[Moved]:
+    """Row-wise kernels over 4096 rows of Dream-7B's widths, bf16."""
+    weight = _random(HIDDEN)
+    rows, halves = ROWS * HIDDEN * 2, ROWS * INNER * 2
+    return [
+        _moved("norm", 2 * rows, lambda: _norm(weight)),
+        _moved("norm with residual", 4 * rows, lambda: _norm_residual(weight)),
+        _moved("SwiGLU", 3 * halves, _swiglu),
+    ]
+
+
+def measure_pages() -> list[Moved]:
+    """Rotary, store and load over 4096 rows, all of them stored; whole pages of all layers."""
+    row = KV_HEADS * HEAD_DIM * 2
+    heads = Q_HEADS * HEAD_DIM * 2
+    page = LAYERS * 2 * PAGE_SIZE * row
+    found = []
+    for layout in ("unified", "distinct"):
+        found += [
+            _moved(
+                f"rotary and store, {layout}",
+                ROWS * (2 * heads + 5 * row),
+                lambda layout=layout: _rotary(layout),  # type: ignore[misc]
+            ),
+            _moved(
+                f"store, {layout}",
+                ROWS * 4 * row,
+                lambda layout=layout: _store(layout),  # type: ignore[misc]
+            ),
+            _moved(
+                f"load, {layout}",
+                ROWS * 4 * row,
+                lambda layout=layout: _load(layout),  # type: ignore[misc]
+            ),
+        ]
+    return [
+        *found,
+        _moved("gather of 64 pages", 2 * 64 * page, _gather),
+        _moved("scatter of 64 pages", 2 * 64 * page, _scatter),
+    ]
+
+
+def _moved(name: str, num_bytes: int, make: Callable[[], Call]) -> Moved:
+    """Times the calls that ``make`` gives, each with inputs of its own."""
+    sets = max(SETS, (200 << 20) // num_bytes)
+    found = Moved(name, median_us([make() for _ in range(sets)]), num_bytes)
+    torch.cuda.empty_cache()
+    return found
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device=CUDA)
+
+
+def _norm(weight: Tensor) -> Call:
+    x = _random(ROWS, HIDDEN)
+    return lambda: rms_norm(x, weight, 1e-6)
+
+
+def _norm_residual(weight: Tensor) -> Call:
+    x, residual = _random(ROWS, HIDDEN), _random(ROWS, HIDDEN)
+    return lambda: rms_norm_residual(x, residual, weight, 1e-6)
+
+
+def _swiglu() -> Call:
+    gate_up = _random(ROWS, 2 * INNER)
+    return lambda: swiglu(gate_up)
+
+
+def _rotary(layout: str) -> Call:
+    q, k, v = _heads()
+    table = make_cos_sin_cache(HEAD_DIM, 8192, 1e6, CUDA)
+    positions, cache, slots = torch.arange(ROWS, device=CUDA), _cache(layout), _slots()
+    return lambda: rotary_store_kv(q, k, v, table, positions, *cache, slots)
+
+
+def _store(layout: str) -> Call:
+    (_, k, v), cache, slots = _heads(), _cache(layout), _slots()
+    return lambda: store_kv(k, v, *cache, slots)
+
+
+def _load(layout: str) -> Call:
+    cache, slots = _cache(layout), _slots()
+    return lambda: load_kv(*cache, slots)
+
+
+def _gather() -> Call:
+    memory, chosen = _pool(256), torch.randperm(256, device=CUDA)[:64]
+    out = torch.empty_like(memory[:64])
+    return lambda: gather_pages(memory, chosen, out)
+
+
+def _scatter() -> Call:
+    memory, chosen = _pool(256), torch.randperm(256, device=CUDA)[:64]
+    pages = memory[:64].clone()
+    return lambda: scatter_pages(pages, memory, chosen)
+
+
+def _heads() -> tuple[Tensor, Tensor, Tensor]:
+    fused = _random(ROWS, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
+    q, k, v = torch.split(fused, [Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
+    return q, k, v
+
+
+def _pool(pages: int) -> Tensor:
+    return _random(pages, LAYERS, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM)
+
+
+def _cache(layout: str) -> tuple[Tensor, Tensor]:
+    memory = _random(ROWS // PAGE_SIZE, 2, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM)[:, 1]
+    if layout == "distinct":
+        return distinct_views(memory[:, 0], memory[:, 1])
+    return memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2)
+
+
+def _slots() -> Tensor:
+    """Slots of whole blocks, their pages in random order."""
+    pages = torch.randperm(ROWS // PAGE_SIZE, device=CUDA)
+    return (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=CUDA)).flatten()

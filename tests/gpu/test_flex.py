@@ -1,0 +1,38 @@
+"""FlexAttention as it is compiled on a GPU, packed and not, one compilation for all lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from operators import attention
+from operators.attention import Case, Row, build
+from operators.tolerance import assert_close
+
+from effuse.kernels.flex import FlexAttention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LONG = Case(
+    (Row(128, 2048), Row(96, 1000, origin=1000), Row(32, 4097), Row(70, 0, origin=70)),
+    q_heads=28,
+    kv_heads=4,
+    head_dim=128,
+    page_size=32,
+    block_size=32,
+)
+SHORT = Case((Row(32, 500), Row(64, 64)), q_heads=28, kv_heads=4, head_dim=128, block_size=32)
+
+
+@pytest.mark.parametrize("packs_heads", [True, False], ids=["packed", "unpacked"])
+def test_equals_explicit_mask(packs_heads: bool) -> None:
+    attend = FlexAttention(packs_heads=packs_heads)
+    for case in (LONG, SHORT):
+        call = build(case, torch.device("cuda"), torch.bfloat16)
+        out = attend(
+            call.q, call.k, call.v, call.k_cache, call.v_cache, call.batch, scale=call.scale
+        )
+        exact = attention.reference(case, call, torch.float64)[0]
+        plain = attention.reference(case, call, torch.bfloat16)[0]
+        assert_close(out, exact, plain)
