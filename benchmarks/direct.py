@@ -72,11 +72,12 @@ class DirectClient:
             remote=self._prefill_ref,
         )
         tokens = 0
-        async for event in self._decode.Decode(request, timeout=DEADLINE_S):
-            if event.HasField("reservation"):
-                reserved.set_result(event.reservation)
-            if event.HasField("finished"):
-                tokens = event.finished.num_tokens
+        async for response in self._decode.Decode(request, timeout=DEADLINE_S):
+            if response.HasField("reservation"):
+                reserved.set_result(response.reservation)
+            for event in (response, *response.then):
+                if event.HasField("finished"):
+                    tokens = event.finished.num_tokens
         return tokens
 
     async def _push(

@@ -33,6 +33,7 @@ from effuse.worker.shell import Shell
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]"
 _MOST_TOKENS = (1 << 31) - 1
+_MOST_TOGETHER = 64  # events in one message
 
 
 @dataclass(slots=True)
@@ -76,10 +77,18 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
     async def _relay(self, stream: _Stream, context: _Context) -> None:
         while True:
             event = await stream.attempt.next_event()
-            self._note(stream, event)
-            await context.write(_response(event))
+            response = self._take(stream, event)
+            # A message costs each side more than an event: what one step has said goes in one.
+            while len(response.then) < _MOST_TOGETHER and (more := stream.attempt.next_ready()):
+                event = more
+                response.then.append(self._take(stream, more))
+            await context.write(response)
             if isinstance(event, Finished):
                 return
+
+    def _take(self, stream: _Stream, event: CoreEvent) -> pb.DecodeResponse:
+        self._note(stream, event)
+        return _response(event)
 
     def _note(self, stream: _Stream, event: CoreEvent) -> None:
         metrics, elapsed_s = self._shell.metrics, time.monotonic() - stream.began_at

@@ -58,9 +58,10 @@ class DecodeLeg:
                 response = await read(call, peer)
                 if not isinstance(response, worker_pb2.DecodeResponse):
                     raise PeerLost(f"{peer} ended its call before the answer ended")
-                reason = await self._take(response)
-                if reason is not None:
-                    return reason
+                for event in (response, *response.then):
+                    reason = await self._take(event)
+                    if reason is not None:
+                        return reason
                 if on_reserved is not None and response.HasField("reservation"):
                     await on_reserved(response.reservation)
         except (BrokenStream, IllegalTransition) as error:

@@ -112,6 +112,13 @@ async def event_of(
     return event
 
 
+async def events_of(
+    call: grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse],
+) -> list[pb.DecodeResponse]:
+    """All events of a decode to its good end, however many came in one message."""
+    return [event async for response in call for event in (response, *response.then)]
+
+
 async def failure_of(
     call: grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse],
 ) -> EffuseError:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import AlreadyRunning, EffuseError, Refused
-from effuse.worker.messages import CoreEvent, Draft, Reserved
+from effuse.worker.messages import CoreEvent, Draft, Failed, Reserved
 
 _MOST_QUEUED_DRAFTS = 64  # a slow reader misses drafts, never commits
 
@@ -25,15 +25,27 @@ class Attempt:
         self.ended = asyncio.Event()  # nothing of it is left here
         self.engine_gone = False  # the engine died, and with it its memory
         self._events: asyncio.Queue[CoreEvent | EffuseError] = asyncio.Queue()
+        self._held: Failed | EffuseError | None = None  # was next, but is no event to go on with
 
     async def next_event(self) -> CoreEvent:
         """Returns what the engine says next; raises the error that ended the attempt instead.
 
         Waits without a deadline of its own by intent: callers bring theirs.
         """
-        event = await self._events.get()
+        held, self._held = self._held, None
+        event = held or await self._events.get()
         if isinstance(event, EffuseError):
             raise event
+        return event
+
+    def next_ready(self) -> CoreEvent | None:
+        """Returns what the engine has said already; None where that is nothing or a bad end."""
+        if self._held is not None or self._events.empty():
+            return None
+        event = self._events.get_nowait()
+        if isinstance(event, EffuseError | Failed):
+            self._held = event
+            return None
         return event
 
     def deliver(self, event: CoreEvent) -> None:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 from eventually import eventually
-from fronts import attempt, decode_request, event_of, failure_of, running
+from fronts import attempt, decode_request, event_of, events_of, failure_of, running
 
 from effuse.decode_worker.server import make_role
 from effuse.protos import rpc
@@ -84,7 +84,7 @@ def test_all_of_an_answer_arrives_in_order(tmp_path: Path) -> None:
         async with running(make_role(), CONFIG, tmp_path) as one:
             request = decode_request("a", one.incarnation)
             request.drafts = True
-            events = [event async for event in one.decode.Decode(request, timeout=20)]
+            events = await events_of(one.decode.Decode(request, timeout=20))
             held = events[0].reservation
             assert (held.attempt, held.incarnation) == (attempt("a"), one.incarnation)
             assert [(p.page_id, p.generation) for p in held.pages] == [(3, 1), (4, 9)]
@@ -152,7 +152,7 @@ def test_every_wrong_field_is_named_and_nothing_is_held(tmp_path: Path) -> None:
             assert len(one.front.shell.attempts) == 0
             # The same transfer id is still good: it was never admitted.
             good = one.decode.Decode(decode_request("wrong", one.incarnation), timeout=20)
-            assert len([event async for event in good]) == 6
+            assert len(await events_of(good)) == 6
 
     asyncio.run(go())
 
@@ -204,7 +204,7 @@ def test_an_attempt_that_runs_or_has_ended_is_not_taken_again(tmp_path: Path) ->
             # The next attempt at the same request may run beside the one that is ending.
             second = decode_request("a", one.incarnation)
             second.attempt.CopyFrom(attempt("a", 2))
-            assert len([event async for event in one.decode.Decode(second, timeout=20)]) == 6
+            assert len(await events_of(one.decode.Decode(second, timeout=20))) == 6
             first.cancel()
             await one.until_free()
             error = await failure_of(one.decode.Decode(endless, timeout=20))
@@ -283,7 +283,7 @@ def test_pages_are_free_only_once_the_writer_has_let_go(tmp_path: Path) -> None:
             # Whoever cancelled may ask again under the same id meanwhile.
             anew = decode_request("a", one.incarnation)
             anew.attempt.transfer_id = "anew"
-            assert len([event async for event in one.decode.Decode(anew, timeout=20)]) == 6
+            assert len(await events_of(one.decode.Decode(anew, timeout=20))) == 6
             peer.may_answer.set()
             await one.until_free()
 

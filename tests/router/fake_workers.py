@@ -146,6 +146,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         self.stopped = True
         self.requests: list[pb.DecodeRequest] = []
         self.twist: Callable[[pb.DecodeResponse], pb.DecodeResponse] = lambda response: response
+        self.at_once = False  # all that follows the reservation goes in one message
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, self.server.server)
 
     async def Decode(
@@ -156,8 +157,17 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         self.begin(request.attempt)
         try:
             await self.point("start")
+            together = pb.DecodeResponse()
             async for response in self._answer(request):
-                yield self.twist(response)
+                event = self.twist(response)
+                if not self.at_once or event.HasField("reservation"):
+                    yield event
+                elif event.HasField("verified"):
+                    together = event
+                else:
+                    together.then.append(event)
+            if self.at_once:
+                yield together
         finally:
             self.end(request.attempt)
 

@@ -110,6 +110,18 @@ def test_a_stream_is_append_only_with_one_end() -> None:
     run(body)
 
 
+def test_events_that_come_in_one_message_are_taken_in_order() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at_once = True
+        events = await stream(fleet, output=pb.OutputOptions(drafts=True))
+        kinds = [str(event.WhichOneof("event")) for event in events]
+        assert kinds == ["draft", "commit"] * (len(kinds) // 2) + ["finished"]
+        assert text_of(events) == TEXT
+        assert (await ask(fleet, stopping=pb.StoppingParams(stop=[" is"]))).text == "the answer"
+
+    run(body)
+
+
 def test_drafts_are_relayed_where_asked_for() -> None:
     async def body(fleet: FakeFleet) -> None:
         events = await stream(fleet, output=pb.OutputOptions(drafts=True))

@@ -9,7 +9,7 @@ import pytest
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import AlreadyRunning, Refused, Unavailable
 from effuse.worker.attempts import Attempts
-from effuse.worker.messages import AbortDone, BlockState, Draft, PrefillDone
+from effuse.worker.messages import AbortDone, BlockState, Draft, Failed, PrefillDone
 
 ONE = AttemptId("r", 1, "t1")
 
@@ -120,5 +120,26 @@ def test_idle_is_when_the_last_one_is_closed() -> None:
         attempts.close(two)
         await asyncio.wait_for(waiter, 5)
         assert one.ended.is_set()
+
+    asyncio.run(go())
+
+
+def test_what_is_ready_ends_before_a_bad_end_and_none_is_lost() -> None:
+    async def go() -> None:
+        attempt = Attempts().open(ONE, "life")
+        first = PrefillDone(attempt=ONE, queue_s=0.0, compute_s=0.0)
+        failed = Failed(attempt=ONE, code="INTERNAL", message="why", retryable=True)
+        assert attempt.next_ready() is None
+        for event in (first, first, failed, first):
+            attempt.deliver(event)
+        attempt.fail(Unavailable("gone"))
+        assert await attempt.next_event() == first
+        assert attempt.next_ready() == first
+        assert attempt.next_ready() is None and attempt.next_ready() is None
+        assert await attempt.next_event() == failed
+        assert attempt.next_ready() == first
+        assert attempt.next_ready() is None
+        with pytest.raises(Unavailable):
+            await attempt.next_event()
 
     asyncio.run(go())

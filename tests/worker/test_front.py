@@ -52,7 +52,7 @@ async def health(channel: grpc.aio.Channel, service: str) -> int:
 async def answer(one: fronts.Running, request: pb.DecodeRequest) -> list[str]:
     """The names of all events of a decode."""
     call = one.decode.Decode(request, timeout=20)
-    return [str(event.WhichOneof("event")) async for event in call]
+    return [str(event.WhichOneof("event")) for event in await fronts.events_of(call)]
 
 
 async def failure(one: fronts.Running, request: pb.DecodeRequest) -> EffuseError:

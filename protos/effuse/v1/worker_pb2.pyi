@@ -201,18 +201,20 @@ class BlockState(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., masks: _Optional[bytes] = ..., full: _Optional[bool] = ..., denoise_count: _Optional[int] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("reservation", "verified", "commit", "draft", "finished")
+    __slots__ = ("reservation", "verified", "commit", "draft", "finished", "then")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    THEN_FIELD_NUMBER: _ClassVar[int]
     reservation: Reservation
     verified: PrefillVerified
     commit: DecodeCommit
     draft: DecodeDraft
     finished: DecodeFinished
-    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., draft: _Optional[_Union[DecodeDraft, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
+    then: _containers.RepeatedCompositeFieldContainer[DecodeResponse]
+    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., draft: _Optional[_Union[DecodeDraft, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., then: _Optional[_Iterable[_Union[DecodeResponse, _Mapping]]] = ...) -> None: ...
 
 class PrefillVerified(_message.Message):
     __slots__ = ("bytes", "pages", "handoff_s")
