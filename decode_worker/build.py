@@ -5,6 +5,8 @@ Only wires parts to each other.
 
 import time
 
+import torch
+
 from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.engine import DecodeEngine
@@ -39,10 +41,15 @@ def _core(config: DecodeConfig, incarnation: str, parts: Assembly, limits: Limit
         parts.pool,
         limits,
         handoffs,
-        on_device=model.device.type == "cuda" and not config.enforce_eager,
+        on_device=denoises_on_device(config, model.device),
         now=time.monotonic,
         max_request_s=config.max_request_s,
     )
+
+
+def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:
+    """Whether steps are graphs over the device's slots, rather than run by the host."""
+    return device.type == "cuda" and config.runs_graphs
 
 
 def _limits(config: DecodeConfig, parts: Assembly) -> Limits:

@@ -139,7 +139,7 @@ class Transformer:
         """
         rows = _Rows(positions, attention, slot_mapping)
         normed, before = self._but_last(token_ids, kv, rows)
-        self._attend(self.weights.layers[-1], normed, kv[-1], rows, out=mixed)
+        mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
         residual.copy_(before)
 
     def finish(self, mixed: Tensor, residual: Tensor) -> Tensor:
@@ -164,15 +164,8 @@ class Transformer:
             normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
 
-    def _attend(
-        self,
-        layer: LayerWeights,
-        x: Tensor,
-        layer_kv: LayerKV,
-        rows: _Rows,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Attention output before its projection, [T, Q], in `out` if given; stores K and V."""
+    def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
+        """Attention output before its projection, [T, Q]; stores K and V."""
         config, num_rows = self.config, len(x)
         qkv = _linear(x, layer.qkv, layer.qkv_bias)
         q, k, v = torch.split(qkv, [self._q_dim, self._kv_dim, self._kv_dim], dim=-1)
@@ -182,8 +175,7 @@ class Transformer:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q, k = self._rotate_and_store(q, k, v, layer_kv, rows)
-        heads = None if out is None else out.view(q.shape)
-        mixed = block_attention(q, k, v, *layer_kv, rows.attention, scale=self._scale, out=heads)
+        mixed = self._attention(q, k, v, *layer_kv, rows.attention, scale=self._scale)
         return mixed.view(num_rows, self._q_dim)
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:

@@ -180,7 +180,7 @@ def _prompt_graphs(
     config: WorkerConfig, model: Transformer, memory: PageMemory
 ) -> PromptGraphs | None:
     """Captured before anything is served; none where there is no use for them."""
-    if model.device.type != "cuda" or config.enforce_eager:
+    if model.device.type != "cuda" or not config.runs_graphs:
         return None
     graphs = PromptGraphs(
         model,

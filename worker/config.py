@@ -34,7 +34,7 @@ class WorkerConfig:
     attention: Annotated[
         Attention, "kernels of attention; flex is torch's, a second opinion without speed"
     ] = "triton"
-    enforce_eager: Annotated[bool, "never capture or compile graphs"] = False
+    enforce_eager: Annotated[bool, "never capture graphs; decode steps are run by the host"] = False
 
     # KV memory.
     page_size: Annotated[int, "tokens in a KV page"] = 16
@@ -106,6 +106,11 @@ class WorkerConfig:
             check_name("worker id", self.worker_id)
         checks.directory("model", self.model)
         checks.directory("adapter", self.adapter)
+
+    @property
+    def runs_graphs(self) -> bool:
+        """Whether a GPU may run captured graphs; FlexAttention compiles for lengths it meets."""
+        return not self.enforce_eager and self.attention != "flex"
 
     def reachable_host(self) -> str:
         """Returns the host that others are told: never a wildcard address."""

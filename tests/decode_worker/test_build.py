@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import write_tiny_checkpoint
 from decoding.engines import make_request, oracle_settings
 from oracle.decode import decode
 
-from effuse.decode_worker.build import build
+from effuse.decode_worker.build import build, denoises_on_device
 from effuse.decode_worker.config import DecodeConfig
 from effuse.worker.messages import Committed
 
@@ -58,3 +59,20 @@ def test_a_bad_config_is_named(directory: Path, changes: dict[str, int], said: s
     config = DecodeConfig(model=directory, connector="loopback", **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
         build(config, "life-1")
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        ("cuda", {}, True),
+        ("cpu", {}, False),
+        ("cuda", {"enforce_eager": True}, False),
+        ("cuda", {"attention": "flex"}, False),
+        ("cuda", {"kv_layout": "distinct"}, True),
+    ],
+)
+def test_a_gpu_denoises_by_itself_unless_told_otherwise(
+    device: str, changes: dict[str, object], expected: bool
+) -> None:
+    config = DecodeConfig(**changes)  # type: ignore[arg-type]
+    assert denoises_on_device(config, torch.device(device)) == expected

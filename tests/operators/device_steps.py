@@ -26,18 +26,17 @@ from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.confidence import Candidates, RowSampling
 from effuse.kernels.plan_step import StepRows
 from effuse.kernels.slots import SlotTable
-from effuse.models import transformer
 
 SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch,
-    *, scale: float, out: Tensor | None = None,
+    *, scale: float,
 ) -> Tensor:  # fmt: skip
     if batch.gather is not None:  # a prefill
-        return block_attention(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
-    out = torch.full_like(q, torch.nan) if out is None else out.fill_(torch.nan)
+        return block_attention(q, k, v, k_cache, v_cache, batch, scale=scale)
+    out = torch.full_like(q, torch.nan)
     attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out)
     return out
 
@@ -80,7 +79,7 @@ def main() -> None:
     rig.run()
     expected = [list(rig.answers[r.attempt.transfer_id].token_ids) for r in requests]
     with (
-        patch.object(transformer, "block_attention", attention),
+        patch.object(model, "_attention", attention),
         patch.object(device_step, "plan_step", plan),
         patch.object(device_step, "advance", advance_triton.launch),
         patch.object(device_step, "sample_confidence", sample),

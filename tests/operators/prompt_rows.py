@@ -20,7 +20,7 @@ from torch import Tensor
 from effuse.kernels import attention_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.batch import AttentionBatch
-from effuse.models import prompt_graphs, transformer
+from effuse.models import prompt_graphs
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner, Part
 from effuse.models.transformer import Transformer
@@ -87,7 +87,7 @@ def main() -> None:
     for lengths in LENGTHS:
         expected, boundaries = run(model, lengths, padded=False)
         with (
-            patch.object(transformer, "block_attention", attention),
+            patch.object(model, "_attention", attention),
             patch.object(prompt_graphs.PromptGraphs, "_attention", batch_of),
         ):
             memory, kept = run(model, lengths, padded=True)
