@@ -108,7 +108,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         try:
             async for message in requests:
                 if stream.is_reserved or message.WhichOneof("message") != "reservation":
-                    raise InvalidRequest.of("", "expected one reservation after the start")
+                    raise InvalidRequest.of("reservation", "expected one after the start")
                 reservation = wire.reservation(message.reservation)
                 if reservation.attempt != stream.attempt.id:
                     raise InvalidRequest.of(

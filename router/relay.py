@@ -17,6 +17,7 @@ import msgspec
 
 from effuse.placement.records import PlacedOn, PlacementRecord, PlacementState, WorkerRecord
 from effuse.protos.errors import (
+    Bug,
     DeadlineExceeded,
     EffuseError,
     InvalidRequest,
@@ -37,6 +38,13 @@ from effuse.router.request import Event
 from effuse.v1.generation_pb2 import FinishReason
 
 LOG: Final = logging.getLogger(__name__)
+OUR_FIELDS: Final = frozenset(
+    {"attempt", "incarnation", "prefill", "remote", "reservation", "resume"}
+    | {"sampling", "settings", "start"}
+)
+"""Fields of calls to workers that no client fills in, or that are checked before a worker is asked.
+A worker that does not take them is at odds with this router, and not with the client."""
+
 RETRY_AFTER_S: Final = 1.0
 """What clients are told to wait when no worker is there: about as long as a lease takes to show."""
 
@@ -163,6 +171,10 @@ class Relay:
             # The caller's request was good; it is our resumption that the worker does not take.
             text = f"the answer could not be resumed: {error.message}"
             raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error
+        if isinstance(error, InvalidRequest) and _is_ours(error):
+            raise Bug(
+                f"{blamed.worker_id} does not take what it is sent: {error.message}"
+            ) from error
         if not error.retryable:
             raise error
         job.life.handle(Event.LOST, self._now(), error.message[:80])
@@ -202,6 +214,11 @@ def _blamed(placement: Placement, failure: LegFailed) -> WorkerRecord:
     if failure.on_prefill and placement.prefill is not None:
         return placement.prefill
     return placement.decode
+
+
+def _is_ours(error: InvalidRequest) -> bool:
+    """Whether the router is at fault for what a worker refuses."""
+    return any(v.field.split(".")[0] in OUR_FIELDS for v in error.violations)
 
 
 def _placed_on(record: WorkerRecord) -> PlacedOn:

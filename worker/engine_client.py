@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +20,12 @@ import zmq
 import zmq.asyncio
 
 from effuse.worker.config import WorkerConfig, to_json
+from effuse.worker.engine_home import SOCKET, make_home
 from effuse.worker.engine_process import Orders
 from effuse.worker.messages import Ready, Shutdown, StartupFailed, ToEngine, ToFront
 
 _KILL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
-_MOST_SOCKET_PATH_BYTES = 107  # sockaddr_un
 
 
 class EngineLost(Exception):
@@ -63,9 +62,9 @@ class EngineClient:
 
         Raises OSError if the process or the directory cannot be made.
         """
-        home = _make_home()
+        home = make_home()
         incarnation = new_incarnation()
-        socket = _Socket(f"ipc://{home}/s")
+        socket = _Socket(f"ipc://{home / SOCKET}")
         try:
             process = await _start(module, _orders(socket.endpoint, incarnation, config))
         except OSError:
@@ -155,18 +154,6 @@ class _Socket:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
-
-
-def _make_home() -> Path:
-    """Returns a new directory that only this user enters, near enough for a socket's name."""
-    home = Path(tempfile.mkdtemp(prefix="effuse-engine-"))
-    if len(bytes(home)) + len("/s") > _MOST_SOCKET_PATH_BYTES:
-        home.rmdir()
-        raise OSError(
-            f"TMPDIR: expected a path short enough for a socket in it "
-            f"({_MOST_SOCKET_PATH_BYTES} bytes), got {str(home.parent)!r}"
-        )
-    return home
 
 
 def _orders(endpoint: str, incarnation: str, config: WorkerConfig) -> bytes:

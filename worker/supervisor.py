@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from effuse.placement.records import Load
 from effuse.protos.errors import Unavailable
+from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
 from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
@@ -73,6 +74,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Runs until cancelled, then stops the engine; raises `GaveUp`."""
+        engine_home.sweep()
         while True:
             client = await EngineClient.spawn(self._module, self._config)
             LOG.info("engine %s starts as process %d", client.incarnation, client.pid)

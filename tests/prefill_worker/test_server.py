@@ -92,7 +92,7 @@ def test_wrong_streams_are_refused_by_field(tmp_path: Path) -> None:
                 ("reservation", [prefill_start("far", life), far]),
                 ("reservation", [prefill_start("twice", life), twice]),
                 ("reservation.attempt", [prefill_start("mine", life), reservation("other")]),
-                ("", [prefill_start("again", life), prefill_start("again", life)]),
+                ("reservation", [prefill_start("again", life), prefill_start("again", life)]),
             ]
             for field, messages in wrong:
                 error = await failure_of(await opened(one, messages, close=True))

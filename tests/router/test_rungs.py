@@ -230,6 +230,20 @@ def test_what_no_worker_can_do_is_told_atonce(told: errors.EffuseError) -> None:
     run(body, num_prefill=0, num_decode=2)
 
 
+@pytest.mark.parametrize("field", ["attempt.attempt", "reservation", "settings.window"])
+def test_what_a_worker_does_not_take_of_the_routers_own_is_not_the_callers_fault(
+    field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["start"] = raises(errors.InvalidRequest.of(field, "expected another"))
+        error = await failure(fleet)
+        assert type(error) is errors.Bug
+        assert "internal error" in error.message and field not in error.message
+        assert f"d0 does not take what it is sent: {field}" in caplog.text
+
+    run(body, num_prefill=0)
+
+
 def test_a_handoff_that_failed_at_decode_blames_prefill() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.prefill[0].at["reservation"] = holds(asyncio.Event())

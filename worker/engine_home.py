@@ -1,0 +1,79 @@
+"""Private directories of engines' sockets: made for a front, swept after fronts that were killed.
+
+A front removes its own when its engine ends. Not here: the socket (`engine_client.py`).
+"""
+
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+LOG = logging.getLogger(__name__)
+
+SOCKET = "s"
+_PREFIX = "effuse-engine-"
+_NAME = re.compile(re.escape(_PREFIX) + r"(\d{1,10})-.+")
+_MOST_SOCKET_PATH_BYTES = 107  # sockaddr_un
+
+
+def make_home() -> Path:
+    """Returns a new directory that only this user enters, near enough for a socket's name; raises
+    OSError where there is none."""
+    home = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    if len(bytes(home / SOCKET)) > _MOST_SOCKET_PATH_BYTES:
+        home.rmdir()
+        raise OSError(
+            f"TMPDIR: expected a path short enough for a socket in it "
+            f"({_MOST_SOCKET_PATH_BYTES} bytes), got {str(home.parent)!r}"
+        )
+    return home
+
+
+def sweep() -> int:
+    """Removes what fronts of this user left that were killed; returns how many there were.
+
+    Both must be so: no process has the front's id, and nobody listens at the socket. The first
+    alone would not do where processes that do not see each other share a directory."""
+    num_swept = 0
+    for home in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        found = _NAME.fullmatch(home.name)
+        if found is None or _is_running(int(found[1])) or not _is_ours(home):
+            continue
+        if not _is_listening(home / SOCKET):
+            shutil.rmtree(home, ignore_errors=True)
+            num_swept += 1
+    if num_swept:
+        LOG.info("removed %d directories of fronts that were killed", num_swept)
+    return num_swept
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _is_ours(home: Path) -> bool:
+    try:
+        return home.is_dir() and not home.is_symlink() and home.stat().st_uid == os.getuid()
+    except OSError:  # somebody else was faster
+        return False
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+    return True
