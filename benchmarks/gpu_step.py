@@ -48,6 +48,7 @@ ANSWER = 640
 RAMP_STEPS = 40  # until blocks settle at an even pace
 WARM_STEPS = 6
 WARM_S = 1.5  # of the bare products, before they are timed
+MOST_GROUPS = 4  # of steps, whose bare products are timed
 AHEAD = 2
 # (batch, steps that are timed, repeats of the bare products)
 BATCHES = ((1, 64, 48), (8, 32, 16), (16, 24, 12), (32, 16, 8), (64, 16, 6))
@@ -221,12 +222,21 @@ class Bench:
         if self.model.device.type != "cuda":
             return 1.0
         total, warm_s = 0.0, WARM_S if used[:, 0].min() > 256 else 0.1
-        for rows in np.unique(used[:, 0]):
-            steps = used[used[:, 0] == rows]
-            run = graph_of(bare_products(self.model, int(rows), round(steps[:, 1].mean())))
+        for steps in _alike(used):
+            rows, candidates = steps.mean(0).round().astype(int).tolist()
+            run = graph_of(bare_products(self.model, rows, candidates))
             total += len(steps) * mean_ms(run, max(3, repeats * len(steps) // len(used)), warm_s)
             warm_s = 0.1
         return total / len(used)
+
+
+def _alike(used: Integers) -> list[Integers]:
+    """Steps by their rows; where these are of many numbers, in four groups of neighbours."""
+    ordered = used[used[:, 0].argsort(kind="stable")]
+    numbers, begins = np.unique(ordered[:, 0], return_index=True)
+    if len(numbers) <= MOST_GROUPS:
+        return np.split(ordered, begins[1:])
+    return np.array_split(ordered, MOST_GROUPS)
 
 
 def _kernel_line(row: torch.autograd.profiler_util.FunctionEventAvg) -> str:
