@@ -8,11 +8,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from effuse.decode_worker.device_buckets import Integers
 from effuse.models.transformer import Transformer
+
+WARM_S = 1.5  # of bare products of many rows, before they are timed
+MOST_GROUPS = 4  # of steps, whose bare products are timed
+
+
+def mean_bare_ms(model: Transformer, used: Integers, repeats: int) -> float:
+    """Mean over steps of the bare products of each one's rows and candidates; `used` [steps, 2]."""
+    total, warm_s = 0.0, WARM_S if used[:, 0].min() > 256 else 0.1
+    for steps in _alike(used):
+        rows, candidates = steps.mean(0).round().astype(int).tolist()
+        run = graph_of(bare_products(model, rows, candidates))
+        total += len(steps) * mean_ms(run, max(3, repeats * len(steps) // len(used)), warm_s)
+        warm_s = 0.1
+    return total / len(used)
+
+
+def _alike(used: Integers) -> list[Integers]:
+    """Steps by their rows; where these are of many numbers, in four groups of neighbours."""
+    ordered = used[used[:, 0].argsort(kind="stable")]
+    numbers, begins = np.unique(ordered[:, 0], return_index=True)
+    if len(numbers) <= MOST_GROUPS:
+        return np.split(ordered, begins[1:])
+    return np.array_split(ordered, MOST_GROUPS)
 
 
 def bare_products(model: Transformer, num_rows: int, num_head_rows: int) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from effuse.benchmarks.gpu_floor import bare_products, graph_of, mean_ms
+from effuse.benchmarks.gpu_floor import mean_bare_ms
 from effuse.benchmarks.gpu_models import MODELS, random_model
 from effuse.benchmarks.gpu_script import Dealer, deal
 from effuse.decode_worker import denoise
@@ -47,8 +47,6 @@ PAGE_SIZE = 32
 ANSWER = 640
 RAMP_STEPS = 40  # until blocks settle at an even pace
 WARM_STEPS = 6
-WARM_S = 1.5  # of the bare products, before they are timed
-MOST_GROUPS = 4  # of steps, whose bare products are timed
 AHEAD = 2
 # (batch, steps that are timed, repeats of the bare products)
 BATCHES = ((1, 64, 48), (8, 32, 16), (16, 24, 12), (32, 16, 8), (64, 16, 6))
@@ -218,25 +216,7 @@ class Bench:
         return stepper, step
 
     def _bare_ms(self, used: Integers, repeats: int) -> float:
-        """Mean over the steps of the bare products of each step's own rows."""
-        if self.model.device.type != "cuda":
-            return 1.0
-        total, warm_s = 0.0, WARM_S if used[:, 0].min() > 256 else 0.1
-        for steps in _alike(used):
-            rows, candidates = steps.mean(0).round().astype(int).tolist()
-            run = graph_of(bare_products(self.model, rows, candidates))
-            total += len(steps) * mean_ms(run, max(3, repeats * len(steps) // len(used)), warm_s)
-            warm_s = 0.1
-        return total / len(used)
-
-
-def _alike(used: Integers) -> list[Integers]:
-    """Steps by their rows; where these are of many numbers, in four groups of neighbours."""
-    ordered = used[used[:, 0].argsort(kind="stable")]
-    numbers, begins = np.unique(ordered[:, 0], return_index=True)
-    if len(numbers) <= MOST_GROUPS:
-        return np.split(ordered, begins[1:])
-    return np.array_split(ordered, MOST_GROUPS)
+        return mean_bare_ms(self.model, used, repeats) if self.model.device.type == "cuda" else 1.0
 
 
 def _kernel_line(row: torch.autograd.profiler_util.FunctionEventAvg) -> str:
