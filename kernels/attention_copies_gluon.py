@@ -1,15 +1,19 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The producer warpgroup of `attention_gluon`: keys and values from memory to shared memory."""
+"""The producer warpgroup of `attention_gluon`: keys and values from memory to shared memory.
 
-import triton.experimental.gluon.language.nvidia.ampere.async_copy as copies
+Tiles of cached tokens alone go page by page through the bulk copy engine, where the pages allow
+it; the tile where cached tokens end, and in-flight rows, go in pieces of 16 bytes a thread.
+"""
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-# The function has another name in Triton 3.6.
-async_load = (
-    copies.async_load if hasattr(copies, "async_load") else copies.async_copy_global_to_shared
-)
+# These have other names in Triton 3.6.
+IS_RENAMED = gl.constexpr(hasattr(tma, "async_load"))
+copy_pieces = async_copy.async_load if IS_RENAMED else async_copy.async_copy_global_to_shared
+copy_box = tma.async_load if IS_RENAMED else tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -21,6 +25,7 @@ def produce(
     rows,
     span,
     sources,
+    boxes,
     strides,
 ):
     """Copy the tiles of keys and values, last first, each as soon as its stage is free."""
@@ -36,55 +41,101 @@ def produce(
     STAGES: gl.constexpr = keys.shape[0]
     TILE_KEYS: gl.constexpr = keys.shape[1]
     HEAD_DIM: gl.constexpr = keys.shape[2]
-    LANES: gl.constexpr = HEAD_DIM // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    key = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
-    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
-    k_cache += head * kc_head
-    v_cache += head * vc_head
     k += (first_row - context).to(gl.int64) * k_token + head * k_head
     v += (first_row - context).to(gl.int64) * v_token + head * v_head
     cached_end = gl.minimum(context, end)
     for index in range(num_tiles):
         stage = index % STAGES
-        phase = index // STAGES & 1
+        phase = index // STAGES & 1 ^ 1
         start = begin + (num_tiles - 1 - index) * TILE_KEYS
-        mbarrier.wait(keys_empty.index(stage), phase ^ 1)
+        chunk_pages = ()
         for chunk in gl.static_range(0, TILE_KEYS, CHUNK):
-            _copy(
-                keys.index(stage).slice(chunk, CHUNK), k_cache, k, pages, start + chunk, cached_end,
-                end, key, dim, kc_page, kc_token, k_token, PAGE_SIZE,
+            place = (start + chunk) // PAGE_SIZE
+            page = gl.load(pages + place, mask=start + chunk < cached_end, other=0)
+            chunk_pages += (page,)  # type: ignore[assignment]
+        if len(boxes) == 2 and start + TILE_KEYS <= cached_end:
+            mbarrier.wait(keys_empty.index(stage), phase)
+            _copy_boxes(
+                keys.index(stage), keys_full.index(stage), boxes[0], chunk_pages, start,
+                head * (kc_head // HEAD_DIM), kc_page // HEAD_DIM, PAGE_SIZE, CHUNK,
             )  # fmt: skip
-        copies.mbarrier_arrive(keys_full.index(stage), increment_count=False)
-        mbarrier.wait(values_empty.index(stage), phase ^ 1)
-        for chunk in gl.static_range(0, TILE_KEYS, CHUNK):
-            _copy(
-                values.index(stage).slice(chunk, CHUNK), v_cache, v, pages, start + chunk,
-                cached_end, end, key, dim, vc_page, vc_token, v_token, PAGE_SIZE,
+            mbarrier.wait(values_empty.index(stage), phase)
+            _copy_boxes(
+                values.index(stage), values_full.index(stage), boxes[1], chunk_pages, start,
+                head * (vc_head // HEAD_DIM), vc_page // HEAD_DIM, PAGE_SIZE, CHUNK,
             )  # fmt: skip
-        copies.mbarrier_arrive(values_full.index(stage), increment_count=False)
+        else:
+            mbarrier.wait(keys_empty.index(stage), phase)
+            _copy_pieces(
+                keys.index(stage), keys_full.index(stage), k_cache + head * kc_head, k,
+                chunk_pages, start, cached_end, end, kc_page, kc_token, k_token, PAGE_SIZE, CHUNK,
+            )  # fmt: skip
+            mbarrier.wait(values_empty.index(stage), phase)
+            _copy_pieces(
+                values.index(stage), values_full.index(stage), v_cache + head * vc_head, v,
+                chunk_pages, start, cached_end, end, vc_page, vc_token, v_token, PAGE_SIZE, CHUNK,
+            )  # fmt: skip
 
 
 @gluon.jit
-def _copy(
-    target,
+def _copy_boxes(
+    tile,
+    full,
+    boxes,
+    chunk_pages,
+    start,
+    head_row,
+    page_rows,
+    PAGE_SIZE: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """A tile in boxes of CHUNK tokens by 64 dims, which is how swizzled tiles lie in memory."""
+    TILE_KEYS: gl.constexpr = tile.shape[0]
+    HEAD_DIM: gl.constexpr = tile.shape[1]
+    CHUNKS: gl.constexpr = TILE_KEYS // CHUNK
+    shape: gl.constexpr = [CHUNKS * (HEAD_DIM // 64), CHUNK, 64]
+    if IS_RENAMED:
+        parts = tile.reinterpret(tile.dtype, shape, boxes.layout)
+    else:
+        parts = tile._reinterpret(tile.dtype, shape, boxes.layout)
+    mbarrier.expect(full, TILE_KEYS * HEAD_DIM * 2)
+    for chunk in gl.static_range(CHUNKS):
+        row = chunk_pages[chunk] * page_rows + head_row + (start + chunk * CHUNK) % PAGE_SIZE
+        for dims in gl.static_range(HEAD_DIM // 64):
+            copy_box(boxes, [row, dims * 64], full, parts.index(dims * CHUNKS + chunk))
+
+
+@gluon.jit
+def _copy_pieces(
+    tile,
+    full,
     cache,
     in_flight,
-    pages,
+    chunk_pages,
     start,
     cached_end,
     end,
-    key,
-    dim,
     page_stride,
-    cache_stride,
+    token_stride,
     row_stride,
     PAGE_SIZE: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):
-    """Positions start .. start + CHUNK - 1, all in one page as far as they are cached."""
-    position = start + key
-    page = gl.load(pages + start // PAGE_SIZE, mask=start < cached_end, other=0).to(gl.int64)
-    cached = cache + page * page_stride + (start % PAGE_SIZE + key) * cache_stride
-    row = gl.where(position < cached_end, cached, in_flight + position * row_stride)
-    pointers = gl.multiple_of(row, 16)[:, None] + dim[None, :]
-    async_load(target, pointers, mask=(position < end)[:, None])
+    """A tile of cached tokens, then in-flight rows, then zeros."""
+    HEAD_DIM: gl.constexpr = tile.shape[1]
+    LANES: gl.constexpr = HEAD_DIM // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    key = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
+    for chunk in gl.static_range(tile.shape[0] // CHUNK):
+        first = start + chunk * CHUNK
+        position = first + key
+        page = cache + chunk_pages[chunk].to(gl.int64) * page_stride
+        cached = page + (first % PAGE_SIZE + key) * token_stride
+        row = gl.where(position < cached_end, cached, in_flight + position * row_stride)
+        pointers = gl.multiple_of(row, 16)[:, None] + dim[None, :]
+        present = (position < end)[:, None]
+        copy_pieces(tile.slice(chunk * CHUNK, CHUNK), pointers, mask=present)
+    # Each thread adds an arrival that its copies make; the last one lets the phase end.
+    async_copy.mbarrier_arrive(full)
+    mbarrier.arrive(full, count=1)

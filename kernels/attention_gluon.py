@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from effuse.kernels.attention_copies_gluon import produce
 
 ROWS = gl.constexpr(64)
-PRODUCER_THREADS = gl.constexpr(128)
 
 
 @gluon.jit
@@ -31,6 +30,8 @@ def hopper_attention_kernel(
     v,
     k_cache,
     v_cache,
+    k_boxes,
+    v_boxes,
     out,
     lse,
     partial_out,
@@ -72,16 +73,12 @@ def hopper_attention_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     kv_head = gl.program_id(0)
-    sequence, tile = _find_tile(
-        cu_seqlens, num_seqs, gl.program_id(1), GROUPS, ROWS * CONSUMERS, MAX_SEQS
-    )
+    sequence, first, first_row, num_rows, context, origin = _find_rows(
+        cu_seqlens, context_lens, block_origins, num_seqs, gl.program_id(1), GROUPS,
+        ROWS * CONSUMERS, MAX_SEQS,
+    )  # fmt: skip
     if sequence >= num_seqs:
         return
-    first_row = gl.load(cu_seqlens + sequence)
-    num_rows = gl.load(cu_seqlens + sequence + 1) - first_row
-    context = gl.load(context_lens + sequence)
-    origin = gl.load(block_origins + sequence)
-    first = tile * ROWS * CONSUMERS
     last = gl.minimum(first + ROWS * CONSUMERS, num_rows * GROUPS) - 1
     # The keys of this program are positions begin .. end - 1.
     begin = 0
@@ -106,9 +103,9 @@ def hopper_attention_kernel(
     queries = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, HEAD_DIM], row_layout)
     keys = gl.allocate_shared_memory(dtype, [STAGES, TILE_KEYS, HEAD_DIM], tile_layout)
     values = gl.allocate_shared_memory(dtype, [STAGES, TILE_KEYS, HEAD_DIM], tile_layout)
-    keys_full = _barriers(STAGES, PRODUCER_THREADS)
+    keys_full = _barriers(STAGES, 1)
     keys_empty = _barriers(STAGES, CONSUMERS)
-    values_full = _barriers(STAGES, PRODUCER_THREADS)
+    values_full = _barriers(STAGES, 1)
     values_empty = _barriers(STAGES, CONSUMERS)
     memory = (queries, keys, values)
     barriers = (keys_full, keys_empty, values_full, values_empty)
@@ -116,13 +113,14 @@ def hopper_attention_kernel(
     span = (begin, end, num_tiles, masked_tiles)
     pages = page_table + sequence.to(gl.int64) * table_stride
     sources = (k, v, k_cache, v_cache, pages)
+    boxes = (k_boxes, v_boxes) if k_boxes is not None else ()
     strides = (
         k_token, k_head, v_token, v_head,
         kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
     )  # fmt: skip
     results = (out, lse, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits)
     consumer = (memory, barriers, rows, span, q, q_token, q_head, results, scale)
-    producer = (memory, barriers, rows, span, sources, strides)
+    producer = (memory, barriers, rows, span, sources, boxes, strides)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -145,24 +143,37 @@ def hopper_attention_kernel(
 
 
 @gluon.jit
-def _find_tile(
+def _find_rows(
     cu_seqlens,
+    context_lens,
+    block_origins,
     num_seqs,
     index,
     GROUPS: gl.constexpr,
     TILE_ROWS: gl.constexpr,
     MAX_SEQS: gl.constexpr,
 ):
-    """(sequence, tile in it) of the index-th tile of the launch; no sequence if there is none."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    sequence = gl.arange(0, MAX_SEQS, layout=layout)
-    present = sequence < num_seqs
-    begins = gl.load(cu_seqlens + sequence, mask=present, other=0)
-    ends = gl.load(cu_seqlens + sequence + 1, mask=present, other=0)
-    tiles = ((ends - begins) * GROUPS + TILE_ROWS - 1) // TILE_ROWS
-    stops = gl.associative_scan(tiles, 0, _add)
+    """(sequence, first packed row, first token, tokens, context, origin) of the index-th tile.
+
+    The sequence is ``num_seqs`` or more if there are fewer tiles. Every warp works it out alone
+    from one round of loads; nothing runs beside this.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([MAX_SEQS // 32], [32], [gl.num_warps()], [0])
+    place = gl.arange(0, MAX_SEQS, layout=layout)
+    present = place < num_seqs
+    begins = gl.load(cu_seqlens + place, mask=present, other=0)
+    ends = gl.load(cu_seqlens + place + 1, mask=present, other=0)
+    contexts = gl.load(context_lens + place, mask=present, other=0)
+    origins = gl.load(block_origins + place, mask=present, other=0)
+    stops = gl.associative_scan(((ends - begins) * GROUPS + TILE_ROWS - 1) // TILE_ROWS, 0, _add)
     passed = stops <= index
-    return gl.sum(passed.to(gl.int32), 0), index - gl.max(gl.where(passed, stops, 0), 0)
+    sequence = gl.sum(passed.to(gl.int32), 0)
+    first = (index - gl.max(gl.where(passed, stops, 0), 0)) * TILE_ROWS
+    is_it = place == sequence
+    first_row = gl.sum(gl.where(is_it, begins, 0), 0)
+    num_rows = gl.sum(gl.where(is_it, ends, 0), 0) - first_row
+    context = gl.sum(gl.where(is_it, contexts, 0), 0)
+    return sequence, first, first_row, num_rows, context, gl.sum(gl.where(is_it, origins, 0), 0)
 
 
 @gluon.jit
@@ -214,21 +225,21 @@ def _consume(
     TILE_KEYS: gl.constexpr = keys.shape[1]
     HEAD_DIM: gl.constexpr = keys.shape[2]
     LANES: gl.constexpr = HEAD_DIM // 8
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_KEYS, 16])
     result_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
 
-    packed = first + which * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, wide))
-    valid = packed < num_rows * GROUPS
-    token = (first_row + packed // GROUPS).to(gl.int64)
-    head = kv_head * GROUPS + packed % GROUPS
-    q_rows = token * q_token + head * q_head
-    queries.store(gl.load(q + q_rows[:, None] + dim[None, :], mask=valid[:, None], other=0.0))
+    # Other threads read a row than write it: its address need not be kept for so long.
+    read_layout: gl.constexpr = gl.BlockedLayout([8, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    start = first + which * ROWS
+    rows_read, valid = _row_offsets(
+        start, first_row, num_rows, kv_head, q_token, q_head, GROUPS, read_layout
+    )
+    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, read_layout))
+    queries.store(gl.load(q + rows_read[:, None] + dim[None, :], mask=valid[:, None], other=0.0))
     fence_async_shared()
 
-    row = first + which * ROWS + gl.arange(0, ROWS, layout=row_layout)
+    row = start + gl.arange(0, ROWS, layout=row_layout)
     seen_end = gl.minimum(_seen_end(row // GROUPS, num_rows, context, origin, BLOCK_SIZE), end)
     peak = gl.full([ROWS], -1.0e30, gl.float32, layout=row_layout)
     total = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
@@ -266,19 +277,43 @@ def _consume(
     row_head = kv_head * GROUPS + row % GROUPS
     row_valid = row < num_rows * GROUPS
     if SPLIT_TOKENS > 0 and num_splits > 1:
-        place = (gl.program_id(2).to(gl.int64) * num_tokens + row_token) * num_heads + row_head
-        gl.store(partial_lse + place, row_lse, mask=row_valid)
+        part = (gl.program_id(2).to(gl.int64) * num_tokens + row_token) * num_heads + row_head
+        gl.store(partial_lse + part, row_lse, mask=row_valid)
         column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, result_layout))
-        place = gl.convert_layout(place, gl.SliceLayout(1, result_layout)) * HEAD_DIM
+        part = gl.convert_layout(part * HEAD_DIM, gl.SliceLayout(1, result_layout))
         whole_row = gl.convert_layout(row_valid, gl.SliceLayout(1, result_layout))
-        gl.store(partial_out + place[:, None] + column[None, :], result, mask=whole_row[:, None])
+        gl.store(partial_out + part[:, None] + column[None, :], result, mask=whole_row[:, None])
     else:
         queries.store(result.to(q.dtype.element_ty))
-        out_rows = token * out_token + head * out_head
-        gl.store(out + out_rows[:, None] + dim[None, :], queries.load(wide), mask=valid[:, None])
+        wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+        rows_written, exists = _row_offsets(
+            start, first_row, num_rows, kv_head, out_token, out_head, GROUPS, wide
+        )
+        columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, wide))
+        pointers = out + rows_written[:, None] + columns[None, :]
+        gl.store(pointers, queries.load(wide), mask=exists[:, None])
         if HAS_LSE:
-            place = row_token * num_heads + row_head
-            gl.store(lse + place, row_lse * 0.6931471805599453, mask=row_valid)
+            gl.store(
+                lse + row_token * num_heads + row_head, row_lse * 0.6931471805599453, mask=row_valid
+            )
+
+
+@gluon.jit
+def _row_offsets(
+    start,
+    first_row,
+    num_rows,
+    kv_head,
+    token_stride,
+    head_stride,
+    GROUPS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """(element offsets, whether they exist) of 64 packed rows from ``start`` on."""
+    packed = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    token = (first_row + packed // GROUPS).to(gl.int64)
+    head = kv_head * GROUPS + packed % GROUPS
+    return token * token_stride + head * head_stride, packed < num_rows * GROUPS
 
 
 @gluon.jit

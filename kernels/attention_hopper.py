@@ -10,8 +10,9 @@ once for each tile of 128 packed rows.
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.merge_triton import merge_splits
@@ -19,7 +20,6 @@ from effuse.kernels.merge_triton import merge_splits
 LOG2_E = 1.4426950408889634
 PROCESSORS = 132
 MIN_SPLIT_TOKENS = 256
-TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,23 @@ class Shape:
     programs_per_processor: int
 
 
-# 128 rows halve the traffic from L2 per product; two programs of 64 suit sequences that have
-# no more rows than that.
-TALL = Shape(2, 64, 4, 216, 72, None, 1)
-SHORT = Shape(1, 64, 3, 184, 72, 128, 2)
+# 128 rows halve the traffic from L2 for each product. Where heads share no keys, memory is the
+# limit until there are more rows than that, and two programs of 64 rows keep more on the way.
+GROUPED = Shape(2, 128, 3, 216, 72, None, 1)
+ALONE_TALL = Shape(2, 64, 4, 216, 72, None, 1)
+ALONE_SHORT = Shape(1, 64, 3, 184, 72, 128, 2)
+LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
-def shape_of(rows: int) -> Shape:
-    """The shape class for at most ``rows`` packed rows (query, head in group) a sequence."""
-    return SHORT if rows <= 64 else TALL
+def shape_of(groups: int, max_seqlen: int) -> Shape:
+    """The shape class for ``groups`` query heads a KV head and at most ``max_seqlen`` rows.
+
+    Rounding depends on the number of keys in a tile, so this depends on the model alone: a row
+    gets the same result whatever shares its forward, unless its cache is split differently.
+    """
+    if groups > 1:
+        return GROUPED
+    return ALONE_SHORT if max_seqlen <= 64 else ALONE_TALL
 
 
 def split_tokens(num_programs: int, max_context: int, shape: Shape) -> int:
@@ -64,7 +72,6 @@ def is_supported(q: Tensor, others: tuple[Tensor, ...], page_size: int) -> bool:
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[2] in (64, 128)
         and page_size % 16 == 0
-        and TRITON_VERSION >= (3, 6)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and all(_is_aligned(tensor) for tensor in (q, *others))
     )
@@ -90,13 +97,15 @@ def launch(
     kv_heads = k.shape[1]
     groups = q_heads // kv_heads
     num_seqs = len(batch.context_lens)
-    shape = shape_of(groups * batch.max_seqlen)
+    shape = shape_of(groups, batch.max_seqlen)
     tile_rows = 64 * shape.consumers
     # The most tiles that so many rows in so many sequences can make; the rest leaves at once.
     num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
     split = tokens_per_split or split_tokens(num_tiles * kv_heads, batch.max_context, shape)
     num_splits = max(1, -(-batch.max_context // split))
     is_split = num_splits > 1
+    chunk = 32 if batch.page_size % 32 == 0 else 16
+    boxes = _boxes(k_cache, v_cache, chunk) if batch.max_context else None
     # Splits leave fp32 results behind, which the second kernel merges in split order.
     parts = (num_splits, tokens, q_heads) if is_split else (0, 1, 1)
     partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
@@ -107,6 +116,7 @@ def launch(
         v,
         k_cache,
         v_cache,
+        *(boxes or (None, None)),
         out,
         lse if lse is not None else out,
         partial_out,
@@ -131,7 +141,7 @@ def launch(
         BLOCK_SIZE=batch.block_size,
         CONSUMERS=shape.consumers,
         TILE_KEYS=shape.keys,
-        CHUNK=32 if batch.page_size % 32 == 0 else 16,
+        CHUNK=chunk,
         STAGES=shape.stages,
         MAX_SEQS=max(64, 1 << (num_seqs - 1).bit_length()),
         SPLIT_TOKENS=split if is_split else 0,
@@ -148,3 +158,23 @@ def launch(
 def _is_aligned(tensor: Tensor) -> bool:
     *outer, unit = tensor.stride()
     return unit == 1 and not any(stride % 16 for stride in outer) and tensor.data_ptr() % 16 == 0
+
+
+def _boxes(
+    k_cache: Tensor, v_cache: Tensor, chunk: int
+) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """For the bulk copy engine: caches as rows of head_dim elements, if a page's tokens lie so."""
+    pages, page_size, heads, dim = k_cache.shape
+    rows: list[int] = []
+    for cache in (k_cache, v_cache):
+        page_stride, token_stride, head_stride, _ = cache.stride()
+        if token_stride != dim or page_stride % dim or head_stride % dim:
+            return None
+        rows.append(((pages - 1) * page_stride + (heads - 1) * head_stride) // dim + page_size)
+    if max(rows) >= 2**31:
+        return None
+    k_boxes, v_boxes = (
+        TensorDescriptor(cache, [count, dim], [dim, 1], [chunk, 64], LAYOUT)
+        for cache, count in zip((k_cache, v_cache), rows, strict=True)
+    )
+    return k_boxes, v_boxes

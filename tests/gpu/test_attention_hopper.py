@@ -18,13 +18,14 @@ pytestmark = [
     pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
 ]
 DTYPES = [torch.float16, torch.bfloat16]
+CASES = {name: case for name, case in attention.CASES.items() if case.page_size % 16 == 0}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", attention.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_explicit_mask(name: str, head_dim: int, dtype: torch.dtype) -> None:
-    case = replace(attention.CASES[name], head_dim=head_dim)
+    case = replace(CASES[name], head_dim=head_dim)
     call = attention.build(case, CUDA, dtype)
     tensors = (call.k, call.v, call.k_cache, call.v_cache, call.out)
     assert attention_hopper.is_supported(call.q, tensors, case.page_size)
@@ -34,7 +35,7 @@ def test_equals_explicit_mask(name: str, head_dim: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["ragged", "heads_7_to_1", "split_context", "one_head_each"])
 def test_alone_and_from_other_pages_is_bitwise_equal(name: str, dtype: torch.dtype) -> None:
-    case = replace(attention.CASES[name], head_dim=128)
+    case = replace(CASES[name], head_dim=128)
     attention.check_alone_and_shuffled(case, triton_kernels(CUDA), dtype)
 
 

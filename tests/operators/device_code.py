@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -105,7 +106,7 @@ def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> 
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
         is_one = isinstance(value, int) and value == 1
-        if parameter.is_constexpr or is_one:
+        if parameter.is_constexpr or is_one or value is None:
             signature[parameter.name] = "constexpr"
             constants[index,] = value
             continue
@@ -119,6 +120,9 @@ def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> 
 
 
 def _type_of(value: Argument) -> str:
+    if isinstance(value, TensorDescriptor):
+        element = POINTERS[value.base.dtype][1:]
+        return f"tensordesc<{element}{value.block_shape},{value.layout!r}>".replace(", 64]", ",64]")
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
     if isinstance(value, float):
