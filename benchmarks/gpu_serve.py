@@ -41,7 +41,7 @@ MAX_TOKENS = 255
 MOST_AT_ONCE = 64
 PROMPT_ROWS = 2048  # of one step beside the blocks in flight
 # (block size, window) that are tried
-SHAPES = ((32, 4), (32, 2), (32, 1), (16, 4), (16, 2))
+SHAPES = ((32, 2), (32, 4), (32, 1), (16, 4), (16, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
