@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc.aio
@@ -124,8 +124,7 @@ class Fleet:
         life = _life(record)
         self._addresses[life] = record.address
         before = self._in_flight.get(life, InFlight())
-        self._in_flight[life] = replace(
-            before,
+        self._in_flight[life] = InFlight(
             requests=before.requests + requests,
             tokens=before.tokens + tokens,
             placed=before.placed + max(0, requests),

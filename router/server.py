@@ -202,17 +202,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     def _finish(self, job: Job, reason: pb.FinishReason) -> pb.Finished:
-        metrics, usage = self._parts.metrics, job.usage()
+        usage, stats = job.usage(), job.stats(self._parts.now())
         job.life.status = "OK"
-        stats = job.stats(self._parts.now())
+        # Counted once the answer is on its way.
+        asyncio.get_running_loop().call_soon(self._count, usage, stats)
+        return pb.Finished(
+            finish_reason=reason, usage=usage, stats=stats, model=job.asked.model.name
+        )
+
+    def _count(self, usage: pb.Usage, stats: pb.GenerationStats) -> None:
+        metrics = self._parts.metrics
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.generation_tokens.inc(usage.completion_tokens)
         metrics.first_block.observe(stats.first_block_s)
         metrics.latency.observe(stats.total_s)
         metrics.requests.labels("OK").inc()
-        return pb.Finished(
-            finish_reason=reason, usage=usage, stats=stats, model=job.asked.model.name
-        )
 
     def _end(self, life: Life, costs: Costs, error: EffuseError) -> EffuseError:
         """A bad end that is told."""

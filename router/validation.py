@@ -29,6 +29,9 @@ REMASKINGS: Final = (
     "low_confidence_static",
     "sequential",
 )
+ALGORITHM_NAMES: Final = tuple(pb.Algorithm.keys())
+SCORE_NAMES: Final = tuple(pb.Score.keys())
+REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
 SCORES: Final = ("confidence", "confidence", "margin", "neg_entropy")
 
 D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
@@ -175,9 +178,9 @@ def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Fin
 
 def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Findings) -> str:
     """Checks the knobs and returns the algorithm they are for."""
-    findings.choice("decoding.algorithm", decoding.algorithm, pb.Algorithm.keys())
-    findings.choice("decoding.score", decoding.score, pb.Score.keys())
-    findings.choice("decoding.remasking", decoding.remasking, pb.Remasking.keys())
+    findings.choice("decoding.algorithm", decoding.algorithm, ALGORITHM_NAMES)
+    findings.choice("decoding.score", decoding.score, SCORE_NAMES)
+    findings.choice("decoding.remasking", decoding.remasking, REMASKING_NAMES)
     # A threshold that is not set reads as 0, which is in range.
     findings.number("decoding.confidence_threshold", decoding.confidence_threshold, 0, 1)
     findings.number("decoding.block_add_threshold", decoding.block_add_threshold, 0, 1)
