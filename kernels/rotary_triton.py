@@ -13,31 +13,21 @@ from effuse.kernels.kv_pages_triton import slot_offset
 
 
 @triton.jit
-def _load_heads(
-    source, head_stride, HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, HALF: tl.constexpr
-):
-    """Both halves [TILE_HEADS, HALF] of one token's heads."""
-    head = tl.arange(0, TILE_HEADS)[:, None]
-    place = source + head * head_stride + tl.arange(0, HALF)[None, :]
-    return tl.load(place, mask=head < HEADS, other=0.0), tl.load(
-        place + HALF, mask=head < HEADS, other=0.0
-    )
-
-
-@triton.jit
 def _rotate_heads(
-    first, second, target, cos, sin, HEADS: tl.constexpr, TILE_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+    source, head_stride, target, target_stride, cos, sin, HEADS: tl.constexpr,
+    TILE_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Stores the rotated halves, and returns them in the storage dtype."""
+    """Rotate one token's heads; returns both halves [TILE_HEADS, HALF] in the storage dtype."""
     head = tl.arange(0, TILE_HEADS)[:, None]
-    place = target + head * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    first = first.to(tl.float32)
+    dim = tl.arange(0, HALF)[None, :]
+    mask = head < HEADS
+    first = tl.load(source + head * head_stride + dim, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + head * head_stride + dim + HALF, mask=mask, other=0.0)
     second = second.to(tl.float32)
     low = (first * cos - second * sin).to(target.dtype.element_ty)
     high = (second * cos + first * sin).to(target.dtype.element_ty)
-    tl.store(place, low, mask=head < HEADS)
-    tl.store(place + HALF, high, mask=head < HEADS)
+    tl.store(target + head * target_stride + dim, low, mask=mask)
+    tl.store(target + head * target_stride + dim + HALF, high, mask=mask)
     return low, high
 
 
@@ -77,18 +67,19 @@ def _rotary_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
-    # The heads are asked for before the table, whose rows hang on the position.
-    q_first, q_second = _load_heads(q + token * q_token, q_head, Q_HEADS, TILE_Q, HALF)
-    k_first, k_second = _load_heads(k + token * k_token, k_head, KV_HEADS, TILE_KV, HALF)
     dim = tl.arange(0, HALF)[None, :]
     table = cos_sin + position * (2 * HALF)
     # Rounded to the storage dtype first, as the models' own implementations do.
     cos = tl.load(table + dim).to(q.dtype.element_ty).to(tl.float32)
     sin = tl.load(table + HALF + dim).to(q.dtype.element_ty).to(tl.float32)
-    q_target = q_out + token * (Q_HEADS * 2 * HALF)
-    _rotate_heads(q_first, q_second, q_target, cos, sin, Q_HEADS, TILE_Q, HALF)
-    k_target = k_out + token * (KV_HEADS * 2 * HALF)
-    low, high = _rotate_heads(k_first, k_second, k_target, cos, sin, KV_HEADS, TILE_KV, HALF)
+    _rotate_heads(
+        q + token * q_token, q_head, q_out + token * (Q_HEADS * 2 * HALF), 2 * HALF, cos, sin,
+        Q_HEADS, TILE_Q, HALF,
+    )  # fmt: skip
+    low, high = _rotate_heads(
+        k + token * k_token, k_head, k_out + token * (KV_HEADS * 2 * HALF), 2 * HALF, cos, sin,
+        KV_HEADS, TILE_KV, HALF,
+    )  # fmt: skip
     if STORES:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
