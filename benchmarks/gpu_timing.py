@@ -36,7 +36,7 @@ def median_us(calls: Sequence[Call], repeats: int = 7) -> float:
 
 def copy_bytes_per_us(num_bytes: int = 1 << 30) -> float:
     """Bytes read plus bytes written in a microsecond of a large copy on the device."""
-    source = torch.randint(0, 100, (num_bytes,), dtype=torch.uint8, device="cuda")
+    source = torch.randn(num_bytes // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     return 2 * num_bytes / median_us([lambda: target.copy_(source)] * 3)
 

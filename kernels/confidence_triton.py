@@ -245,7 +245,6 @@ def _drawn_kernel(
     if _is_plain(temperature, value_cut, kind):
         return
     token_cut = tl.load(cut_token + row)
-    seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     denoise_count = tl.load(denoise_counts + row)
     answer_index = tl.load(answer_indices + row)
@@ -271,6 +270,7 @@ def _drawn_kernel(
             values = cut(values, tokens, value_cut, token_cut)
         # Most tiles of a row that is sure of a few tokens cannot hold the drawn one.
         if (temperature > 0) & (tl.max(tl.max(values, 1), 0) + MOST_NOISE > best):
+            seed = tl.load(seeds + row)
             words = words_of_quads(seed, start // 4 + quads, position, denoise_count, answer_index)
             # Nor can most others: noise beats the best only where 1 - u < -log(u) < exp(value -
             # best), and that needs no logarithm. The slack covers the rounding of both sides.

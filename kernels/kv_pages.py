@@ -65,7 +65,12 @@ def gather_pages(memory: Tensor, page_ids: Tensor, out: Tensor | None = None) ->
 
 
 def scatter_pages(pages: Tensor, memory: Tensor, page_ids: Tensor) -> None:
-    """Copy ``pages`` [N, ...] to the distinct places ``page_ids`` [N] int64 of ``memory``."""
+    """Copy ``pages`` [N, ...] to the places ``page_ids`` [N] int64 of ``memory``, all different."""
+    if memory.is_cuda and memory.is_contiguous() and pages.is_contiguous():
+        from effuse.kernels import kv_pages_triton
+
+        kv_pages_triton.launch_scatter(pages, memory, page_ids)
+        return
     memory.index_copy_(0, page_ids, pages)
 
 

@@ -8,9 +8,9 @@ from operators import attention
 from operators.attention import Case, Row, build
 from operators.tolerance import assert_close
 
-from effuse.kernels.flex import FlexAttention
-
 pytestmark = [
+    # Of torch's compiler, when it is imported and when it runs.
+    pytest.mark.filterwarnings("ignore"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
@@ -27,6 +27,8 @@ SHORT = Case((Row(32, 500), Row(64, 64)), q_heads=28, kv_heads=4, head_dim=128, 
 
 @pytest.mark.parametrize("packs_heads", [True, False], ids=["packed", "unpacked"])
 def test_equals_explicit_mask(packs_heads: bool) -> None:
+    from effuse.kernels.flex import FlexAttention
+
     attend = FlexAttention(packs_heads=packs_heads)
     for case in (LONG, SHORT):
         call = build(case, torch.device("cuda"), torch.bfloat16)

@@ -50,7 +50,7 @@ def check_store(ops: Operators, dtype: torch.dtype, tokens: int = 40) -> None:
     k, v = random(tokens, 2, 32).to(dtype), random(tokens, 2, 32).flip(0).to(dtype)
     scattered = torch.randperm(9 * 8, generator=torch.Generator().manual_seed(5))[:tokens]
     scattered[1::3] = -1
-    for slots in (scattered, torch.arange(tokens) + 13):
+    for slots in (scattered, torch.arange(tokens) + 13, torch.arange(tokens) + 16):
         k_cache, v_cache = empty_pages(dtype, torch.device("cpu"))
         store_kv_ref(k, v, k_cache, v_cache, slots)
         found = empty_pages(dtype, ops.device)
