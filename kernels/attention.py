@@ -1,7 +1,7 @@
 """Block-parallel attention: packed in-flight rows over paged, cached tokens and over each other.
 
 One launcher for prefill chunks and denoising blocks of many sequences; CPU runs torch operators,
-CUDA runs the Triton kernel of `attention_kernel`. Storing K and V is `kv_pages`, not here.
+CUDA runs the kernels behind `attention_triton`. Storing K and V is `kv_pages`, not here.
 """
 
 import torch

@@ -32,7 +32,7 @@ def produce(
     _queries, keys, values = memory
     keys_full, keys_empty, values_full, values_empty = barriers
     _first, first_row, _num_rows, head, context, _origin = rows
-    begin, end, num_tiles, _masked_tiles = span
+    begin, end, num_tiles, _masked_tiles, piece_tiles = span
     k, v, k_cache, v_cache, pages = sources
     (
         k_token, k_head, v_token, v_head,
@@ -53,7 +53,7 @@ def produce(
             place = (start + chunk) // PAGE_SIZE
             page = gl.load(pages + place, mask=start + chunk < cached_end, other=0)
             chunk_pages += (page,)  # type: ignore[assignment]
-        if len(boxes) == 2 and start + TILE_KEYS <= cached_end:
+        if len(boxes) == 2 and index >= piece_tiles:
             mbarrier.wait(keys_empty.index(stage), phase)
             _copy_boxes(
                 keys.index(stage), keys_full.index(stage), boxes[0], chunk_pages, start,

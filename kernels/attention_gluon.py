@@ -23,7 +23,8 @@ from effuse.kernels.attention_copies_gluon import produce
 ROWS = gl.constexpr(64)
 
 
-@gluon.jit
+# One kernel for all of them: a new kind of count must not compile while requests wait.
+@gluon.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
 def hopper_attention_kernel(
     q,
     k,
@@ -96,6 +97,11 @@ def hopper_attention_kernel(
     # From this position on a consumer must mask.
     whole = _seen_end(first // GROUPS, num_rows, context, origin, BLOCK_SIZE)
     masked_tiles = num_tiles - (gl.minimum(whole, end) - begin) // TILE_KEYS
+    # So many of the last tiles come in pieces, the others in boxes.
+    boxes = (k_boxes, v_boxes) if k_boxes is not None else ()
+    piece_tiles = num_tiles
+    if len(boxes) == 2:
+        piece_tiles -= (gl.minimum(context, end) - begin) // TILE_KEYS
 
     dtype: gl.constexpr = q.dtype.element_ty
     row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
@@ -110,10 +116,9 @@ def hopper_attention_kernel(
     memory = (queries, keys, values)
     barriers = (keys_full, keys_empty, values_full, values_empty)
     rows = (first, first_row, num_rows, kv_head, context, origin)
-    span = (begin, end, num_tiles, masked_tiles)
+    span = (begin, end, num_tiles, masked_tiles, piece_tiles)
     pages = page_table + sequence.to(gl.int64) * table_stride
     sources = (k, v, k_cache, v_cache, pages)
-    boxes = (k_boxes, v_boxes) if k_boxes is not None else ()
     strides = (
         k_token, k_head, v_token, v_head,
         kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
@@ -219,7 +224,7 @@ def _consume(
     all_queries, keys, values = memory
     keys_full, keys_empty, values_full, _values_empty = barriers
     first, first_row, num_rows, kv_head, context, origin = rows
-    begin, end, num_tiles, masked_tiles = span
+    begin, end, num_tiles, masked_tiles, piece_tiles = span
     queries = all_queries.index(which)
     STAGES: gl.constexpr = keys.shape[0]
     TILE_KEYS: gl.constexpr = keys.shape[1]
@@ -247,6 +252,7 @@ def _consume(
     no_scores = gl.full([ROWS, TILE_KEYS], 0.0, gl.float32, layout=score_layout)
 
     mbarrier.wait(keys_full.index(0), 0)
+    fence_async_shared()
     scores = warpgroup_mma(queries, keys.index(0).permute((1, 0)), no_scores, use_acc=False)
     mbarrier.arrive(keys_empty.index(0), count=1)
     limit = seen_end - (begin + (num_tiles - 1) * TILE_KEYS)
@@ -259,13 +265,14 @@ def _consume(
         limit = seen_end - (begin + (num_tiles - 1 - index) * TILE_KEYS)
         accumulator, weights, total, peak = _step(
             index, queries, keys, values, barriers, accumulator, weights, total, peak, scale,
-            limit, no_scores, STAGES, True,
+            limit, no_scores, piece_tiles, STAGES, True,
         )  # fmt: skip
     for index in range(gl.maximum(masked_tiles, 1), num_tiles):
         accumulator, weights, total, peak = _step(
             index, queries, keys, values, barriers, accumulator, weights, total, peak, scale,
-            seen_end, no_scores, STAGES, False,
+            seen_end, no_scores, piece_tiles, STAGES, False,
         )  # fmt: skip
+    fence_async_shared()
     accumulator = warpgroup_mma(weights, values.index((num_tiles - 1) % STAGES), accumulator)
 
     out, lse, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits = results
@@ -330,6 +337,7 @@ def _step(
     scale,
     limit,
     no_scores,
+    piece_tiles,
     STAGES: gl.constexpr,
     MASKED: gl.constexpr,
 ):
@@ -338,6 +346,9 @@ def _step(
     stage = index % STAGES
     behind = (index - 1) % STAGES
     mbarrier.wait(keys_full.index(stage), index // STAGES & 1)
+    if index <= piece_tiles:
+        # Threads wrote these keys, or the values before them; products read by another way.
+        fence_async_shared()
     scores = warpgroup_mma(
         queries, keys.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
     )

@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels of block-parallel attention and their launch; `attention` is the way in.
+"""The Triton kernel of block-parallel attention and the launch of all; `attention` is the way in.
 
-One program takes a tile of 64 rows (query, head in group) of one KV head: first all cached pages
-of the sequence, then its in-flight rows under the block-causal mask, then output and log-sum-exp.
-Long caches are split over programs and merged. Launch parameters depend on shapes alone.
+On Hopper 16-bit types go to `attention_hopper`; this kernel covers other devices, fp32, other
+head dims and strides, and computes the same, which tests without a GPU rest on. One program takes a
+tile of 64 rows (query, head in group) of one KV head: first all cached pages of the sequence, then
+its in-flight rows under the block-causal mask, then output and log-sum-exp. Long caches are split
+over programs and merged. Launch parameters depend on shapes alone.
 
 Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence
 once a tile (from L2 for all tiles but the first).
@@ -231,7 +233,8 @@ def _page_rows(
     return (row + head * head_stride)[:, None] + dim[None, :]
 
 
-@triton.jit
+# One kernel for all of them: a new kind of count must not compile while requests wait.
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
 def _attention_kernel(
     q,
     k,

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from effuse.kernels.batch import AttentionBatch
 
+# Splits whose loads are under way together: a merge is short, and waiting is most of it. One
+# number for all launches, so that a result does not depend on what else is merged with it.
+SPLITS_AT_ONCE = 8
+
 
 def merge_splits(
     partial_out: Tensor,
@@ -37,13 +41,15 @@ def merge_splits(
         *out.stride()[:2],
         HEAD_DIM=head_dim,
         SPLIT_TOKENS=tokens_per_split,
+        SPLITS_AT_ONCE=SPLITS_AT_ONCE,
         HAS_LSE=lse is not None,
-        num_warps=1,
+        num_warps=2,
         enable_fp_fusion=True,
     )
 
 
-@triton.jit
+# One kernel for all of them: a new kind of count must not compile while requests wait.
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def _merge_kernel(
     partial_out,
     partial_lse,
@@ -57,9 +63,10 @@ def _merge_kernel(
     out_head,
     HEAD_DIM: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Combine one (token, head) over its splits, in split order."""
+    """Combine one (token, head) over its splits, a fixed number at a time and in split order."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
@@ -76,20 +83,23 @@ def _merge_kernel(
     if num_splits <= 1:
         return
     dim = tl.arange(0, HEAD_DIM)
+    split = tl.arange(0, SPLITS_AT_ONCE)
     place = token.to(tl.int64) * num_heads + head
     step = num_tokens.to(tl.int64) * num_heads
-    peak = tl.load(partial_lse + place)
-    total = 1.0
-    result = tl.load(partial_out + place * HEAD_DIM + dim)
-    for _split in range(1, num_splits):
-        place += step
-        split_lse = tl.load(partial_lse + place)
-        new_peak = tl.maximum(peak, split_lse)
+    peak = -1.0e30
+    total = 0.0
+    result = tl.zeros([HEAD_DIM], dtype=tl.float32)
+    for begin in range(0, num_splits, SPLITS_AT_ONCE):
+        present = begin + split < num_splits
+        parts = (begin + split) * step + place
+        split_lse = tl.load(partial_lse + parts, mask=present, other=float("-inf"))
+        rows = partial_out + parts[:, None] * HEAD_DIM + dim[None, :]
+        values = tl.load(rows, mask=present[:, None], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(split_lse, 0))
         shrink = tl.exp2(peak - new_peak)
-        weight = tl.exp2(split_lse - new_peak)
-        values = tl.load(partial_out + place * HEAD_DIM + dim)
-        result = result * shrink + values * weight
-        total = total * shrink + weight
+        weights = tl.exp2(split_lse - new_peak)
+        result = result * shrink + tl.sum(values * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
         peak = new_peak
     result = result / total
     row = out + token.to(tl.int64) * out_token + head * out_head

@@ -82,7 +82,7 @@ def test_attention_for_hopper_keeps_its_main_loops_in_registers(hopper: Codes) -
         loops = [step for step in steps if "WARPGROUP.DEPBAR.LE gsb0, 0x1" in step]
         clean = [loop for loop in loops if "LDL" not in loop and "STL" not in loop]
         assert len(clean) >= len(loops) // 2 >= 1, (variant, str(code))
-        assert code.stack_bytes <= 256, (variant, str(code))
+        assert code.stack_bytes <= 320, (variant, str(code))
 
 
 def test_attention_for_hopper_multiplies_on_wgmma_and_copies_boxes(hopper: Codes) -> None:
