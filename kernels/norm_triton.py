@@ -70,7 +70,8 @@ def _launch(
     )
 
 
-@triton.jit
+# One kernel for all numbers of rows: a new kind of count must not compile while requests wait.
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x,
     residual,
