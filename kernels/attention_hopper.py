@@ -19,7 +19,8 @@ from effuse.kernels.merge_triton import merge_splits
 
 LOG2_E = 1.4426950408889634
 PROCESSORS = 132
-MIN_SPLIT_TOKENS = 256
+# The most keys of a tile.
+SPLIT_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,10 @@ def shape_of(groups: int, max_seqlen: int) -> Shape:
 
 
 def split_tokens(num_programs: int, max_context: int, shape: Shape) -> int:
-    """Cached tokens for each program, a multiple of `MIN_SPLIT_TOKENS`: what fills one wave."""
+    """Cached tokens for each program, a multiple of `SPLIT_STEP`: what fills one wave."""
     wanted = max(1, PROCESSORS * shape.programs_per_processor // max(1, num_programs))
     share = -(-max_context // wanted)
-    return max(-(-share // MIN_SPLIT_TOKENS) * MIN_SPLIT_TOKENS, MIN_SPLIT_TOKENS)
+    return max(-(-share // SPLIT_STEP), 1) * SPLIT_STEP
 
 
 def is_supported(q: Tensor, others: tuple[Tensor, ...], page_size: int) -> bool:
@@ -101,7 +102,9 @@ def launch(
     tile_rows = 64 * shape.consumers
     # The most tiles that so many rows in so many sequences can make; the rest leaves at once.
     num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
-    split = tokens_per_split or split_tokens(num_tiles * kv_heads, batch.max_context, shape)
+    # Graphs are captured for as many sequences as there could be; splits suit the usual case.
+    usual_tiles = max(-(-tokens * groups // tile_rows), num_seqs // 2)
+    split = tokens_per_split or split_tokens(usual_tiles * kv_heads, batch.max_context, shape)
     num_splits = max(1, -(-batch.max_context // split))
     is_split = num_splits > 1
     chunk = 32 if batch.page_size % 32 == 0 else 16
