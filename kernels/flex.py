@@ -8,6 +8,7 @@ own rows, and visibility becomes a block mask whose blocks are counted, not eval
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -133,7 +134,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, scale: fl
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     gqa = q.shape[1] != keys.shape[1]
     if q.is_cuda:
-        out = _compiled(q, keys, values, block_mask=mask, scale=scale, enable_gqa=gqa)
+        out = _compiled()(q, keys, values, block_mask=mask, scale=scale, enable_gqa=gqa)
     else:
         with warnings.catch_warnings():
             # Uncompiled it makes whole matrices of scores: right, and small enough here.
@@ -143,8 +144,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, scale: fl
     return out
 
 
-# Compiled at the first call on CUDA, once for all lengths.
-_compiled: Callable[..., object] = torch.compile(flex_attention, dynamic=True)
+@cache
+def _compiled() -> Callable[..., object]:
+    """One compilation for all lengths, at the first call on CUDA."""
+    compiled: Callable[..., object] = torch.compile(flex_attention, dynamic=True)
+    return compiled
 
 
 def _block_mask(
