@@ -46,11 +46,17 @@ def test_tokens_equal_the_oracles(connector: str, architecture: Architecture) ->
         _counted_the_same_bytes(fleet)
 
 
-@pytest.mark.parametrize(("architecture", "connector"), [("sdar", "nixl"), ("dream", "zmq")])
-def test_tokens_equal_the_oracles_with_the_distinct_layout(
-    architecture: Architecture, connector: str
+@pytest.mark.parametrize(
+    ("architecture", "connector", "flags"),
+    [
+        ("sdar", "nixl", ("--kv-layout", "distinct")),
+        ("dream", "zmq", ("--kv-layout", "distinct")),
+        ("dream", "zmq", ("--attention", "flex")),
+    ],
+)
+def test_tokens_equal_the_oracles_with_another_layout_or_attention(
+    architecture: Architecture, connector: str, flags: tuple[str, ...]
 ) -> None:
-    flags = ("--kv-layout", "distinct")
     with tiny_fleet(architecture, connector=connector, worker_flags=flags) as fleet:
         pairs = solid_jobs(load_raw(_model(fleet)), "d2f", seed=4)
         answers = _ask(fleet, [job for job, _ in pairs])
