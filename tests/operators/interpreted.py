@@ -35,7 +35,7 @@ HALF_TOO = ("ragged", "heads_7_to_1", "head_dim_128", "huge_scores", "split_cont
 # How cached tokens are read is all that differs; stage 2 is that of the unified layout.
 DISTINCT = (
     *("ragged", "only_empty_sequences", "context_page_minus_one", "context_page_plus_one"),
-    *("long_context", "split_context", "heads_7_to_1", "head_dim_128", "huge_scores"),
+    *("split_context", "heads_7_to_1", "huge_scores"),
     *("page_24", "page_32", "page_64", "page_128", "origin_inside_rows_with_context"),
 )
 FILTERED = [name for name in sampling.CASES if name.startswith(("top_", "filters_"))]
