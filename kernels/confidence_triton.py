@@ -11,8 +11,6 @@ in the same reading: a Gumbel draw is one more maximum. Cut-offs are found by `f
 Bytes: R * V logits once, one tile a row again; filtered rows about 8 times more (in 16 bits).
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,6 @@ from torch import Tensor
 from effuse.kernels import filters_triton
 from effuse.kernels.filters_triton import (
     LOG2_E,
-    Tile,
     by_lane,
     cut,
     exp_from,
@@ -31,30 +28,14 @@ from effuse.kernels.filters_triton import (
     tile_offsets,
     top_of_lanes,
 )
+from effuse.kernels.logit_tiles import SamplingShape, Tile, sampling_shape
 from effuse.kernels.philox_triton import gumbel_of_high_bits, words_of_quads
 
-MAX_CHUNK = 2048
 MARGIN = tl.constexpr(1)
 NEG_ENTROPY = tl.constexpr(2)
 FAR = tl.constexpr(2147483647)
 LOWEST = tl.constexpr(-1.0e30)  # finite: a tile may hold nothing but -inf
 MOST_NOISE = tl.constexpr(17.4)  # Gumbel noise is less: -log(-log(1 - 2**-25)) = 17.33
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingShape:
-    """Launch parameters. Segments depend on the vocabulary alone, so a row's sums do not depend
-    on the batch."""
-
-    segments: int
-    chunk: int  # tokens in a tile
-    num_warps: int
-
-
-def sampling_shape(vocab_size: int, most: int = MAX_CHUNK) -> SamplingShape:
-    """The one shape for a vocabulary."""
-    chunk = min(most, max(16, triton.next_power_of_2(vocab_size)))
-    return SamplingShape(segments=4, chunk=chunk, num_warps=4)
 
 
 def launch(

@@ -6,12 +6,12 @@ value and the id of the last token kept, found by a search with three thresholds
 8 readings of a filtered row in 16 bits, 20 in fp32, and none of other rows.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from effuse.kernels.logit_tiles import Tile
 
 # `_ordered(-inf)`
 ORDER_OF_MINUS_INF = tl.constexpr(-2139095041)
@@ -21,27 +21,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LINEAR_ROUNDS = tl.constexpr(3)
 # Bits of a float of each dtype that are zero in fp32.
 SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Tokens that a program reads at once, [depth, lanes * elements]: a lane is a thread's, which
-    reads ``elements`` of 16 bytes at ``depth`` places."""
-
-    depth: int
-    lanes: int
-    elements: int
-
-    @property
-    def tokens(self) -> int:
-        return self.depth * self.lanes * self.elements
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, most: int, num_warps: int) -> "Tile":
-        """At most ``most`` tokens (a power of two, at least 16), one lane for each thread."""
-        elements = 16 // dtype.itemsize
-        lanes = min(32 * num_warps, most // elements)
-        return cls(most // elements // lanes, lanes, elements)
 
 
 def launch_cutoff(

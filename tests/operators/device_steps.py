@@ -24,6 +24,7 @@ from effuse.kernels import advance_triton, attention_triton, confidence_triton, 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.confidence import Candidates, RowSampling
+from effuse.kernels.logit_tiles import sampling_shape
 from effuse.kernels.plan_step import StepRows
 from effuse.kernels.slots import SlotTable
 
@@ -51,7 +52,7 @@ def plan(
 def sample(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
     counters = (s.seed, s.position, s.denoise_count, s.answer_index)
     settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
-    shape = confidence_triton.sampling_shape(logits.shape[1], 128)
+    shape = sampling_shape(logits.shape[1], 128)
     return Candidates(*confidence_triton.launch(logits, *settings, mask_token_id, shape))
 
 

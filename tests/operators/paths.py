@@ -14,6 +14,7 @@ from torch import Tensor
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.confidence import Candidates, RowSampling
 from effuse.kernels.distinct_pages import is_distinct
+from effuse.kernels.logit_tiles import sampling_shape
 
 Pair = tuple[Tensor, Tensor]
 
@@ -126,7 +127,7 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     def sample_confidence(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
         counters = (s.seed, s.position, s.denoise_count, s.answer_index)
         settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
-        shape = confidence_triton.sampling_shape(logits.shape[1], max_chunk)
+        shape = sampling_shape(logits.shape[1], max_chunk)
         found = confidence_triton.launch(logits, *settings, mask_token_id, shape)
         return Candidates(*found)
 
