@@ -140,10 +140,11 @@ def distinct_variants() -> Variants:
 
 
 def row_variants() -> Variants:
-    x, weight = meta(64, 3584), meta(3584)
+    x, weight, parts = meta(64, 3584), meta(3584), meta(2, 64, 3584, dtype=FP32)
     launches: dict[str, Callable[[], object]] = {
         "norm": lambda: norm_triton.launch(x, weight, 1e-6),
         "norm_residual": lambda: norm_triton.launch_residual(x, x, weight, 1e-6),
+        "norm_of_parts": lambda: norm_triton.launch_residual(parts, x, weight, 1e-6),
         "norm_of_heads": lambda: norm_triton.launch(meta(64, 36, 128)[:, :28], meta(128), 1e-6),
         "swiglu": lambda: swiglu_triton.launch(meta(64, 2 * 18944)),
         "rotary": lambda: launch_rotary(stores=False),

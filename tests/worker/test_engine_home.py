@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from effuse.worker.engine_home import SOCKET, make_home, sweep
 
 
 @pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Path:
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="e-") as path:
         monkeypatch.setattr(tempfile, "tempdir", path)
-        yield Path(path)  # type: ignore[misc]
+        yield Path(path)
 
 
 def gone() -> int:
