@@ -8,6 +8,7 @@ import pytest
 import zmq
 from kvtransfer.fixtures import SMALL, filled, next_event, print_of, reservation
 
+from effuse.kvtransfer import zmq_sender
 from effuse.kvtransfer.connector import Pushed
 from effuse.kvtransfer.messages import BoundaryState, PageRef, ReceiverAddress, encode
 from effuse.kvtransfer.wire import Accepted, Placed
@@ -24,21 +25,27 @@ def receiver() -> Iterator[zmq.Socket[bytes]]:
         yield socket
 
 
-def test_what_was_not_claimed_yet_is_not_accepted(receiver: zmq.Socket[bytes]) -> None:
+def test_what_was_not_claimed_yet_is_not_accepted(
+    receiver: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that heard of it would not know what ended, and end itself."""
+    monkeypatch.setattr(zmq_sender, "WINDOW_BYTES", 1)  # one page at a time
     memory = filled(SMALL, 4)
     sender = ZmqConnector(memory, "prefill-1", print_of(SMALL))
     sender.start()
     try:
         endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
         address = ReceiverAddress(connector="zmq", endpoint=endpoint)
-        held = reservation(memory, address, [PageRef(0, 1)])
+        held = reservation(memory, address, [PageRef(0, 1), PageRef(1, 1)])
         sender.push_pages(held, [2], 0)
+        sender.push_pages(held, [3], 1)
         peer = receiver.recv_multipart()[0]  # its Begin
+        receiver.recv_multipart()  # the first page
         receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
-        receiver.recv_multipart()  # the page
         receiver.send_multipart([peer, encode(Placed(held.transfer_id, 0))])
-        sender.finish(held, BoundaryState(prompt_len=8, tail_token_ids=(), hidden=None))
+        receiver.recv_multipart()  # the second page: what was said before Placed has been heard
+        sender.finish(held, BoundaryState(prompt_len=16, tail_token_ids=(), hidden=None))
+        receiver.send_multipart([peer, encode(Placed(held.transfer_id, 1))])
         receiver.recv_multipart()  # the manifest: the push went on
         assert not sender.poll()
         receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
