@@ -163,5 +163,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: 
         raise MalformedMessage(f"a message of {len(data)} bytes exceeds the cap of {cap}")
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # last: deep nesting
         raise MalformedMessage(f"not a message of the expected form: {error}") from error

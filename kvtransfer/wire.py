@@ -128,5 +128,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
         raise MalformedMessage(f"a message of {len(data)} bytes exceeds {MAX_MANIFEST_BYTES}")
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # last: deep nesting
         raise MalformedMessage(f"not a message between connectors: {error}") from error

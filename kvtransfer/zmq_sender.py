@@ -253,6 +253,8 @@ class ZmqSender:
         return True
 
     def _watch(self, peer: ZmqPeer) -> None:
+        if self.peers.get(peer.endpoint) is not peer:
+            return  # dropped for what it said
         if peer.is_lost():
             self._drop(peer, "closed the connection")
         elif not peer.is_connected and self._now() - peer.opened_at > CONNECT_S:

@@ -15,7 +15,8 @@ from effuse.kvtransfer.messages import AttemptId, Field, PageRef, ReceiverAddres
 
 SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
 LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page
-DEADLINE_S = 20.0
+DEADLINE_S = 30.0
+LEASE_S = 60.0  # a push that a busy machine slows down must not run into it
 
 
 def facts(weights: str = "w1") -> ModelFacts:
@@ -56,7 +57,7 @@ def reservation(
     incarnation: str = "decode-1",
     number: int = 1,
     fields: Fingerprint | None = None,
-    lease_s: float = 10.0,
+    lease_s: float = LEASE_S,
 ) -> Reservation:
     """A reservation of these pages."""
     return Reservation(

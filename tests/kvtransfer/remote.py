@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvtransfer.fixtures import DEADLINE_S
+from kvtransfer.fixtures import DEADLINE_S, LEASE_S
 
 from effuse.kvtransfer.messages import Reservation, decode_reservation
 
@@ -96,7 +96,7 @@ class RemoteReceiver:
         *,
         number: int | None = None,
         writer: str | None = "prefill-1",
-        lease_s: float = 10.0,
+        lease_s: float = LEASE_S,
     ) -> Reservation:
         """Has it expect a transfer into these pages; numbered by itself unless told."""
         number = next(self._numbers) if number is None else number

@@ -104,6 +104,11 @@ def test_an_oversized_message_is_refused_before_it_is_read() -> None:
         decode_manifest(bytes(MAX_MANIFEST_BYTES + 1))
 
 
+def test_a_field_of_nobodys_that_never_ends_is_malformed() -> None:
+    with pytest.raises(MalformedMessage, match="recursion"):
+        decode_manifest(b"\x81\xa4more" + b"\x91" * 100_000)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

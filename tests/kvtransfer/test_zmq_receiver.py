@@ -77,6 +77,7 @@ JUNK: dict[str, list[bytes]] = {
     "a message of an unknown kind": [b"\x81\xa4type\xa6Format"],
     "surplus bytes": [BEGIN + b"\x00"],
     "a frame beyond the cap": [bytes(MAX_MANIFEST_BYTES + 1)],
+    "a field of nobody's that never ends": [b"\x82\xa4type\xa5Begin\xa4more" + b"\x91" * 100_000],
     "pages of nobody": [PAGES, bytes(SMALL.page_bytes)],
     "pages without bytes": [PAGES],
 }

@@ -9,7 +9,7 @@ import zmq
 from kvtransfer.fixtures import SMALL, filled, next_event, print_of, reservation
 
 from effuse.kvtransfer import zmq_sender
-from effuse.kvtransfer.connector import Pushed
+from effuse.kvtransfer.connector import Cancelled, Cause, Pushed, PushFailed
 from effuse.kvtransfer.messages import BoundaryState, PageRef, ReceiverAddress, encode
 from effuse.kvtransfer.wire import Accepted, Placed
 from effuse.kvtransfer.zmq_connector import ZmqConnector
@@ -50,5 +50,28 @@ def test_what_was_not_claimed_yet_is_not_accepted(
         assert not sender.poll()
         receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
         assert isinstance(next_event(sender, held.transfer_id), Pushed)
+    finally:
+        sender.close()
+
+
+def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
+    receiver: zmq.Socket[bytes],
+) -> None:
+    """A newer receiver may say what an older sender does not know."""
+    memory = filled(SMALL, 4)
+    sender = ZmqConnector(memory, "prefill-1", print_of(SMALL))
+    sender.start()
+    try:
+        endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
+        address = ReceiverAddress(connector="zmq", endpoint=endpoint)
+        held = reservation(memory, address, [PageRef(0, 1)])
+        sender.push_pages(held, [2], 0)
+        peer = receiver.recv_multipart()[0]
+        receiver.send_multipart([peer, b"what?"])
+        failed = next_event(sender, held.transfer_id)
+        assert isinstance(failed, PushFailed)
+        assert failed.cause is Cause.PEER
+        sender.cancel(held.transfer_id)
+        assert isinstance(next_event(sender, held.transfer_id), Cancelled)
     finally:
         sender.close()
