@@ -1,6 +1,7 @@
 -- Writes a request's placement and its membership of the running set, together.
 -- KEYS: request, running.  ARGV: request id, attempt, router id, state, record, lifetime in ms.
--- An older attempt never overwrites a newer one, nor an ended record the same attempt's running one.
+-- While a record says running, no older attempt and no other router overwrites it; an ended one is
+-- free for whoever uses the id next.
 local held = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'router')
 local attempt = tonumber(held[1])
 if attempt then

@@ -1,8 +1,9 @@
 -- Takes a worker's lease. A new process takes it from whoever held it; a process that held it before
--- (previous is not empty) only from nobody or from that earlier life of its own.
+-- (previous is not empty) only from nobody, from that earlier life of its own, or from this very life:
+-- then an earlier call did arrive, and only its answer was late.
 -- KEYS: worker, workers.  ARGV: worker id, incarnation, record, lease in ms, previous incarnation.
 local holder = redis.call('HGET', KEYS[1], 'incarnation')
-if holder and ARGV[5] ~= '' and holder ~= ARGV[5] then
+if holder and ARGV[5] ~= '' and holder ~= ARGV[5] and holder ~= ARGV[2] then
   return 'superseded'
 end
 redis.call('DEL', KEYS[1])

@@ -74,6 +74,19 @@ def test_a_process_takes_over_from_its_own_earlier_life(
     asyncio.run(go())
 
 
+def test_a_process_that_did_not_hear_the_answer_may_register_again(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            await store.register(redis_server.RECORD, LONG_S, "")
+            renewed = redis_server.worker(incarnation="life-2")
+            for _ in range(2):
+                assert await store.register(renewed, LONG_S, "life-1") == "registered"
+
+    asyncio.run(go())
+
+
 def test_a_silent_worker_vanishes_and_is_pruned(server: ValkeyServer, plain: redis.Redis) -> None:
     async def go() -> None:
         async with opened(server.connection_url) as store:
