@@ -96,8 +96,10 @@ class Store:
         return [(cast(bytes, record), cast(int, left) / 1000) for record, left in pairs]
 
     async def place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
-        """Writes a placement for `lifetime_s`; over a running one, an older attempt or another router's
-        is refused."""
+        """Writes a placement for `lifetime_s`.
+
+        Over one that runs, an older attempt or another router's is refused.
+        """
         keys = [self.keys.request(record.request_id), self.keys.running]
         args: list[str | bytes | int] = [
             record.request_id,
