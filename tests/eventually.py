@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 
 
-async def eventually(condition: Callable[[], bool | Awaitable[bool]], within_s: float = 15) -> None:
+async def eventually(condition: Callable[[], bool | Awaitable[bool]], within_s: float = 30) -> None:
     """Returns once the condition holds; TimeoutError names nothing but fails the test."""
     async with asyncio.timeout(within_s):
         for _ in itertools.count():

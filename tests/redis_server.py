@@ -64,7 +64,7 @@ def placement(**changes: object) -> PlacementRecord:
 def running(port: int | None = None, data_dir: Path | None = None) -> Iterator[ValkeyServer]:
     """A server for as long as the context lasts."""
     server = ValkeyServer(port=port, data_dir=data_dir)
-    server.start()
+    server.start(timeout=30.0)
     try:
         yield server
     finally:

@@ -42,14 +42,14 @@ class Worker:
 @asynccontextmanager
 async def announced() -> AsyncIterator[tuple[Worker, ValkeyServer]]:
     with redis_server.running() as server:
-        async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+        async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
             worker = Worker(store)
             task = asyncio.ensure_future(worker.announcer.run())
             try:
                 yield worker, server
             finally:
                 task.cancel()
-                await asyncio.wait({task}, timeout=5)
+                await asyncio.wait({task}, timeout=20)
 
 
 def test_the_lease_is_taken_again_after_redis_was_emptied() -> None:
@@ -66,7 +66,7 @@ def test_the_lease_is_taken_again_after_redis_was_emptied() -> None:
 def test_a_change_is_announced_at_once() -> None:
     async def go() -> None:
         with redis_server.running() as server:
-            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+            async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 worker = Worker(store)
                 slow = LeaseTimes(ttl_s=7200.0, renew_s=3600.0, retry_s=1.0)
                 worker.announcer = Announcer(store, lambda: worker.record, times=slow)
@@ -81,7 +81,7 @@ def test_a_change_is_announced_at_once() -> None:
                     worker.announcer.changed()
                     await worker.seen(state, life)
                 task.cancel()
-                await asyncio.wait({task}, timeout=5)
+                await asyncio.wait({task}, timeout=20)
 
     asyncio.run(go())
 
@@ -101,7 +101,7 @@ def test_a_release_waits_for_the_announcement_under_way() -> None:
 
     async def go() -> None:
         with redis_server.running() as server:
-            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+            async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 worker = Worker(store)
                 register, asked, may_answer = store.register, asyncio.Event(), asyncio.Event()
 
@@ -115,7 +115,7 @@ def test_a_release_waits_for_the_announcement_under_way() -> None:
 
                 store.register = register_and_wait  # type: ignore[method-assign,assignment]
                 task = asyncio.ensure_future(worker.announcer.run())
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(20):
                     await asked.wait()
                     release = asyncio.ensure_future(worker.announcer.release())
                     await asyncio.sleep(0)
@@ -133,18 +133,18 @@ def test_a_release_waits_for_the_announcement_under_way() -> None:
 def test_another_process_of_the_same_id_ends_the_first_one() -> None:
     async def go() -> None:
         with redis_server.running() as server:
-            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+            async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 worker = Worker(store)
                 task = asyncio.ensure_future(worker.announcer.run())
                 await worker.seen("ready")
                 await store.register(redis_server.worker(incarnation="thief"), 30.0, "")
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(20):
                     with pytest.raises(Superseded, match="another process"):
                         await task
                 # Nor does a new life of its own engine take the lease back.
                 worker.record = redis_server.worker(incarnation="life-2")
                 again = asyncio.ensure_future(worker.announcer.run())
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(20):
                     with pytest.raises(Superseded):
                         await again
                 await worker.seen("ready", "thief")
@@ -157,19 +157,19 @@ def test_without_a_server_it_keeps_trying_and_finds_it() -> None:
         with redis_server.running() as server:
             port = server.port
             server.terminate()
-            async with Store(f"redis://127.0.0.1:{port}", "blue", timeout_s=2.0) as store:
+            async with Store(f"redis://127.0.0.1:{port}", "blue", timeout_s=20.0) as store:
                 worker = Worker(store)
                 task = asyncio.ensure_future(worker.announcer.run())
                 await eventually(lambda: store.circuit.failures >= 2)
                 await worker.announcer.release()  # says nothing, raises nothing
                 task.cancel()
-                await asyncio.wait({task}, timeout=5)
+                await asyncio.wait({task}, timeout=20)
                 task = asyncio.ensure_future(Worker(store).announcer.run())
                 with redis_server.running(port):
                     await eventually(lambda: not store.circuit.failures)
                     await worker.seen("ready")
                     task.cancel()
-                    await asyncio.wait({task}, timeout=5)
+                    await asyncio.wait({task}, timeout=20)
             server.start()
 
     asyncio.run(go())

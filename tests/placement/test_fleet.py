@@ -59,7 +59,9 @@ def test_against_a_server_that_is_emptied_killed_and_comes_back() -> None:
         now = 100.0
         with redis_server.running() as server:
             port = server.port
-            async with Store(server.connection_url, "blue", now=lambda: now) as store:
+            async with Store(
+                server.connection_url, "blue", timeout_s=20.0, now=lambda: now
+            ) as store:
                 view = FleetView(store, now=lambda: now)
                 assert view.workers() == ()
                 prefill = redis_server.worker(worker_id="prefill-0", role="prefill")
@@ -95,7 +97,7 @@ def test_a_lease_that_runs_out_between_polls_is_noticed() -> None:
     async def go() -> None:
         now = 0.0
         with redis_server.running() as server:
-            async with Store(server.connection_url, "blue") as store:
+            async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 view = FleetView(store, now=lambda: now)
                 await store.register(redis_server.RECORD, 60.0, "")
                 await view.poll()
@@ -109,11 +111,11 @@ def test_a_lease_that_runs_out_between_polls_is_noticed() -> None:
 def test_run_polls_until_it_is_cancelled() -> None:
     async def go() -> None:
         with redis_server.running() as server:
-            async with Store(server.connection_url, "blue") as store:
+            async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 await store.register(redis_server.RECORD, 60.0, "")
                 view = FleetView(store, poll_s=0.01)
                 task = asyncio.ensure_future(view.run())
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(20):
                     await view.first_poll()
                 assert len(view.workers()) == 1
                 task.cancel()

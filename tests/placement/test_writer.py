@@ -22,14 +22,14 @@ async def writing(
     times: WriterTimes | None = None, most_pending: int = 4096
 ) -> AsyncIterator[tuple[PlacementWriter, Store, ValkeyServer]]:
     with redis_server.running() as server:
-        async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+        async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
             writer = PlacementWriter(store, times=times, most_pending=most_pending)
             task = asyncio.ensure_future(writer.run())
             try:
                 yield writer, store, server
             finally:
                 task.cancel()
-                await asyncio.wait({task}, timeout=5)
+                await asyncio.wait({task}, timeout=20)
 
 
 async def held(store: Store, request_id: str = "r1") -> PlacementRecord | None:
@@ -43,7 +43,7 @@ def test_what_is_put_is_written_and_the_newest_wins() -> None:
             newest = redis_server.placement(attempt=3, transfer_id="t3")
             for record in (redis_server.PLACED, redis_server.placement(attempt=2), newest):
                 writer.put(record)
-            assert await writer.flush(10)
+            assert await writer.flush(20)
             assert await held(store) == newest
             assert (writer.dropped, writer.refused) == (0, 0)
 
@@ -55,15 +55,15 @@ def test_an_end_is_not_followed_by_a_renewal() -> None:
         times = WriterTimes(running_s=30.0, renew_s=0.01)
         async with writing(times) as (writer, store, server):
             writer.put(redis_server.PLACED)
-            assert await writer.flush(10)
+            assert await writer.flush(20)
             ended = redis_server.placement(state="cancelled")
             writer.put(ended)
-            assert await writer.flush(10)
+            assert await writer.flush(20)
             with redis.Redis(host="127.0.0.1", port=server.port) as client:
                 before = client.info("stats")["total_commands_processed"]
                 for marker in range(3):  # three more turns of the writer
                     writer.put(redis_server.placement(request_id=f"m{marker}", state="failed"))
-                    assert await writer.flush(10)
+                    assert await writer.flush(20)
                 assert client.info("stats")["total_commands_processed"] > before
             assert await held(store) == ended
             assert await store.running() == []
@@ -76,7 +76,7 @@ def test_running_records_are_renewed_before_they_expire() -> None:
         times = WriterTimes(running_s=60.0, renew_s=0.01)
         async with writing(times) as (writer, store, server):
             writer.put(redis_server.PLACED)
-            assert await writer.flush(10)
+            assert await writer.flush(20)
             key = store.keys.request("r1")
             with redis.Redis(host="127.0.0.1", port=server.port) as client:
                 client.pexpire(key, 5000)
@@ -88,17 +88,17 @@ def test_running_records_are_renewed_before_they_expire() -> None:
 def test_a_full_queue_drops_the_oldest_and_counts_it() -> None:
     async def go() -> None:
         with redis_server.running() as server:
-            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+            async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 writer = PlacementWriter(store, most_pending=2)
                 for name in ("a", "b", "c"):
                     writer.put(redis_server.placement(request_id=name))
                 assert writer.dropped == 1
                 task = asyncio.ensure_future(writer.run())
-                assert await writer.flush(10)
+                assert await writer.flush(20)
                 found = sorted(decode_placement(v).request_id for v in await store.running())
                 assert found == ["b", "c"]
                 task.cancel()
-                await asyncio.wait({task}, timeout=5)
+                await asyncio.wait({task}, timeout=20)
 
     asyncio.run(go())
 
@@ -108,7 +108,7 @@ def test_a_refused_record_is_counted_and_not_tried_again() -> None:
         async with writing() as (writer, store, _):
             await store.place(redis_server.placement(router_id="router-b"), 60.0)
             writer.put(redis_server.PLACED)
-            assert await writer.flush(10)
+            assert await writer.flush(20)
             assert writer.refused == 1
 
     asyncio.run(go())
@@ -120,17 +120,17 @@ def test_nothing_is_lost_while_redis_is_away() -> None:
         with redis_server.running() as server:
             port = server.port
             server.terminate()
-            async with Store(f"redis://127.0.0.1:{port}", "blue", timeout_s=2.0) as store:
+            async with Store(f"redis://127.0.0.1:{port}", "blue", timeout_s=20.0) as store:
                 writer = PlacementWriter(store, times=times)
                 task = asyncio.ensure_future(writer.run())
                 writer.put(redis_server.PLACED)
                 await eventually(lambda: store.circuit.failures >= 2)
                 assert not await writer.flush(0.0)
                 with redis_server.running(port):
-                    assert await writer.flush(10)
+                    assert await writer.flush(20)
                     assert await held(store) == redis_server.PLACED
                 task.cancel()
-                await asyncio.wait({task}, timeout=5)
+                await asyncio.wait({task}, timeout=20)
             server.start()
 
     asyncio.run(go())
@@ -152,7 +152,7 @@ def test_a_request_that_is_over_soon_is_written_once(monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0)
             ended = redis_server.placement(state="finished")
             writer.put(ended)
-            assert await writer.flush(10)
+            assert await writer.flush(20)
         assert written == [ended]
 
     asyncio.run(go())
