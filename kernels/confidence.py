@@ -6,6 +6,7 @@ decided by the decode worker, not here.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -158,35 +159,40 @@ def _row_ref(
 ) -> tuple[int, float, float]:
     temperature = float(sampling.temperature[row])
     values = logits.float() / temperature if temperature > 0 else logits.float()
+    value = values.tolist()
     order = sorted(
-        (token for token in range(len(values)) if token != mask_token_id),
-        key=lambda token: (-float(values[token]), token),
+        (token for token in range(len(value)) if token != mask_token_id),
+        key=lambda token: (-value[token], token),
     )
-    probability = _softmax_ref([float(values[token]) for token in order])
+    probability = _softmax_ref([value[token] for token in order])
     if probability[0] == 0:
         return min(order), 0.0, float("-inf") if sampling.score[row] == Score.NEG_ENTROPY else 0.0
-    kept, mass = 0, 0.0
-    while kept < len(order) and (
-        kept == 0 or mass < sampling.top_p[row] or sampling.top_p[row] >= 1
-    ):
-        mass += probability[kept]
-        kept += 1
+    kept = _kept_ref(probability, sampling.top_p[row])
     kept = min(kept, int(sampling.top_k[row]) or kept)
-    probability = [p / sum(probability[:kept]) for p in probability[:kept]]
+    total = sum(probability[:kept])
+    probability = [p / total for p in probability[:kept]]
     chosen = 0
     if temperature > 0:
-        noise = _noise(sampling, torch.tensor([row]), len(values))
-        noisy = [float(values[token] + noise[0, token]) for token in order[:kept]]
-        chosen = min(range(kept), key=lambda i: (-noisy[i], order[i]))
+        noisy = (values + _noise(sampling, torch.tensor([row]), len(value))[0]).tolist()
+        chosen = min(range(kept), key=lambda i: (-noisy[order[i]], order[i]))
     confidence = probability[chosen]
     return order[chosen], confidence, _score_ref(probability, confidence, int(sampling.score[row]))
+
+
+def _kept_ref(descending: list[float], top_p: Tensor) -> int:
+    """How many of these probabilities top-p keeps; compared in the dtype of ``top_p``."""
+    if top_p >= 1:
+        return len(descending)
+    mass_before = torch.tensor([0.0, *accumulate(descending[:-1])], dtype=torch.float64)
+    return max(1, int((mass_before.to(top_p.dtype) < top_p).sum()))
 
 
 def _softmax_ref(descending: list[float]) -> list[float]:
     if descending[0] == float("-inf"):
         return [0.0] * len(descending)
     weights = torch.tensor([x - descending[0] for x in descending], dtype=torch.float64).exp()
-    return [float(weight) for weight in weights / weights.sum()]
+    probability: list[float] = (weights / weights.sum()).tolist()
+    return probability
 
 
 def _score_ref(probability: list[float], confidence: float, kind: int) -> float:

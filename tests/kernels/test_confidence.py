@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from operators import sampling
@@ -22,6 +24,13 @@ def test_equals_reference(name: str, dtype: torch.dtype) -> None:
 
 def test_rows_of_all_settings_in_one_call() -> None:
     sampling.check(list(CASES.values()), OPS, torch.float32, vocab_size=301)
+
+
+def test_a_released_vocabulary() -> None:
+    """The reference, too, must be linear in it: on a GPU it checks rows of every setting."""
+    names = ("drawn", "top_p_drawn", "top_p_and_top_k", "drawn_hot_entropy")
+    rows = [replace(CASES[name], rows=1) for name in names]
+    sampling.check(rows, OPS, torch.float32, vocab_size=152_064)
 
 
 def test_no_rows() -> None:
