@@ -24,3 +24,9 @@ def resident_bytes(pid: int) -> int:
 def pids(pid: int) -> set[int]:
     """Ids of the process and its children."""
     return {process.pid for process in tree(pid)}
+
+
+def engine_of(worker: int) -> psutil.Process:
+    """The engine of a worker, whose own process is its front."""
+    (engine,) = psutil.Process(worker).children()
+    return engine
