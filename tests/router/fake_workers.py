@@ -160,6 +160,8 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             together = pb.DecodeResponse()
             async for response in self._answer(request):
                 event = self.twist(response)
+                if event.HasField("finished"):  # the next request may come as soon as this is said
+                    self.end(request.attempt)
                 if not self.at_once or event.HasField("reservation"):
                     yield event
                 elif event.HasField("verified"):

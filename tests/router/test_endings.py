@@ -51,7 +51,7 @@ def test_after_the_end_everything_is_ended_at_once() -> None:
         call, leg = Call(), asyncio.create_task(asyncio.Event().wait())
         endings.settle([call], [leg], call.ended.set)  # type: ignore[list-item]
         assert call.ended.is_set()
-        await asyncio.wait({leg}, timeout=5)
+        await asyncio.wait({leg}, timeout=30)
         assert leg.cancelled()
 
     asyncio.run(main())

@@ -63,7 +63,7 @@ async def one(fleet: FakeFleet) -> tuple[grpc.StatusCode, list[int], str]:
     text = ""
     request = pb.GenerateRequest(prompt="?", output=pb.OutputOptions(token_ids=True))
     try:
-        async for event in fleet.generation.GenerateStream(request, timeout=15):
+        async for event in fleet.generation.GenerateStream(request, timeout=30):
             assert event.commit.token_offset == (len(ids) if event.HasField("commit") else 0)
             ids += event.commit.token_ids
             text += event.commit.text

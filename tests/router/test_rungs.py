@@ -24,7 +24,7 @@ def decode(ids: list[int]) -> str:
 
 async def ask(fleet: FakeFleet, **fields: object) -> pb.GenerateResponse:
     request = pb.GenerateRequest(prompt="how many?", **fields)  # type: ignore[arg-type]
-    return await fleet.generation.Generate(request, timeout=10)
+    return await fleet.generation.Generate(request, timeout=30)
 
 
 async def failure(fleet: FakeFleet, **fields: object) -> errors.EffuseError:
@@ -35,7 +35,7 @@ async def failure(fleet: FakeFleet, **fields: object) -> errors.EffuseError:
 
 async def stream(fleet: FakeFleet, **fields: object) -> list[pb.GenerateStreamResponse]:
     request = pb.GenerateRequest(prompt="how many?", **fields)  # type: ignore[arg-type]
-    return [event async for event in fleet.generation.GenerateStream(request, timeout=10)]
+    return [event async for event in fleet.generation.GenerateStream(request, timeout=30)]
 
 
 def text_of(events: list[pb.GenerateStreamResponse]) -> str:

@@ -30,7 +30,7 @@ def resized(record: WorkerRecord, max_num_seqs: int) -> WorkerRecord:
 
 def ask(fleet: FakeFleet) -> asyncio.Task[pb.GenerateResponse]:
     async def one() -> pb.GenerateResponse:
-        return await fleet.generation.Generate(pb.GenerateRequest(prompt="?"), timeout=10)
+        return await fleet.generation.Generate(pb.GenerateRequest(prompt="?"), timeout=30)
 
     return asyncio.create_task(one())
 

@@ -8,8 +8,7 @@ from typing import cast
 import grpc
 import grpc.aio
 import pytest
-from router.fake_workers import holds
-from router.fakes import FakeFleet, run
+from router.fakes import FakeFleet, run, until
 
 from effuse.protos.stubs import generation_stub
 from effuse.router.job import ClientGone
@@ -86,19 +85,21 @@ def test_a_client_that_comes_back_late_reads_how_it_ended(
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].answer = fake_model.ids_of("x" * 8000)
         options = pb.StoppingParams(max_tokens=8000)
-        begun, go = asyncio.Event(), asyncio.Event()
-        fleet.decode[0].at["commit 0"] = holds(go, begun)
-        go.set()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.router.port}", NARROW) as channel:
             call = generation_stub(channel).GenerateStream(
                 pb.GenerateRequest(request_id="r" * 128, prompt="how many?", stopping=options)
             )
-            await begun.wait()
+            await until(lambda: _has_ended(fleet, "r" * 128))
             await fleet.idle()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 while await call.read() is not grpc.aio.EOF:
                     pass
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
-    run(body, 10, max_request_s=1.0)
+    run(body, max_request_s=1.0)
     assert "Traceback" not in caplog.text
+
+
+def _has_ended(fleet: FakeFleet, request_id: str) -> bool:
+    life = fleet.router.ledger.find(request_id)
+    return life is not None and life.is_ended
