@@ -6,6 +6,7 @@ engine's.
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,14 +67,24 @@ async def until_gone(
 
 
 async def _is_refused(address: str, timeout_s: float) -> bool:
-    """Whether the host answers that nobody listens there."""
+    """Whether the host answers that nobody listens there, at each address that it has."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except ConnectionRefusedError:
-        return True
-    except (OSError, TimeoutError, UnicodeError):  # the last of a name that no host can have
+            return await _refuse_all(host.strip("[]"), int(port))
+    except (OSError, TimeoutError, ValueError):  # the last of a name that no host can have
         return False
-    writer.close()
-    return False
+
+
+async def _refuse_all(host: str, port: int) -> bool:
+    """One by one: a single connection to all of them hides who refused and who was silent."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for *_, address in found:
+        try:
+            _, writer = await asyncio.open_connection(str(address[0]), port)
+        except ConnectionRefusedError:
+            continue
+        writer.close()
+        return False
+    return bool(found)

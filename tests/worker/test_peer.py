@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc.aio
+import pytest
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos import rpc
@@ -93,6 +95,40 @@ def test_a_refused_connection_proves_that_it_is_gone() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(("listens", "is_gone"), [(False, True), (True, False)])
+def test_a_host_of_two_addresses_is_gone_once_both_refuse(
+    listens: bool, is_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As names do that stand for both an IPv4 and an IPv6 address."""
+
+    async def go() -> None:
+        loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.2", 0)
+        port = server.sockets[0].getsockname()[1]
+        both = [
+            info
+            for address in ("127.0.0.1", "127.0.0.2")
+            for info in await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        ]
+        if not listens:
+            server.close()
+        resolve = loop.getaddrinfo
+
+        async def getaddrinfo(host: str, port: int, **hints: int) -> object:
+            return both if host == "two" else await resolve(host, port, **hints)
+
+        monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+        clock = iter(float(second) for second in range(1000))
+        patience = Patience(call_s=1.0, first_pause_s=0.001, most_pause_s=0.001, lost_after_s=3.0)
+        writer = Writer(f"two:{port}", "life")
+        async with asyncio.timeout(20):
+            await peer.until_gone(writer, ONE, "test", patience=patience, now=lambda: next(clock))
+        assert (next(clock) < 4.0) is is_gone
+        server.close()
+
+    asyncio.run(go())
+
+
 def test_one_that_accepts_and_says_nothing_is_not_gone_until_patience_ends() -> None:
     async def go() -> None:
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,11 +158,12 @@ def test_one_that_accepts_and_says_nothing_is_not_gone_until_patience_ends() -> 
     asyncio.run(go())
 
 
-def test_a_name_that_no_host_can_have_is_no_proof_and_no_harm() -> None:
+@pytest.mark.parametrize("host", ["a" * 70, "a\0b"])
+def test_a_name_that_no_host_can_have_is_no_proof_and_no_harm(host: str) -> None:
     async def go() -> None:
         clock = iter(float(second) for second in range(1000))
         patience = Patience(call_s=0.05, first_pause_s=0.001, most_pause_s=0.001, lost_after_s=3.0)
-        writer = Writer(f"{'a' * 70}:50051", "life")
+        writer = Writer(f"{host}:50051", "life")
         async with asyncio.timeout(20):
             await peer.until_gone(writer, ONE, "test", patience=patience, now=lambda: next(clock))
         assert next(clock) >= 4.0
