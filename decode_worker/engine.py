@@ -182,6 +182,8 @@ class DecodeEngine:
                 self._fail_missed(item)
         late = [r for r in self._seats.by_transfer.values() if self._is_late(r, now)]
         for request in late:
+            if request.attempt.transfer_id not in self._seats.by_transfer:
+                continue  # giving up another one has shown that this one had ended
             message = f"the attempt ran longer than {self._max_request_s:g} s"
             self._fail(request, "DEADLINE_EXCEEDED", message)
         return bool(news or late)

@@ -20,7 +20,7 @@ from effuse.kernels.confidence import Candidates, RowSampling
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
-from effuse.worker.messages import StartDecode
+from effuse.worker.messages import Failed, Finished, StartDecode
 
 PROMPT = tuple(range(20, 33))
 
@@ -170,6 +170,23 @@ def test_a_resumed_answer_goes_on_with_the_same_tokens(model: Transformer) -> No
             assert (*given, *rest) == answer.token_ids
             resumed += 1
     assert resumed > 20
+
+
+def test_of_attempts_that_are_late_together_one_may_end_by_itself(model: Transformer) -> None:
+    """Giving one up reads the step that is ahead, which may hold the end of the other."""
+    ends = set()
+    for steps in range(1, 12):
+        rig = DeviceRig(model, max_request_s=50.0)
+        rig.start(make_request("a", PROMPT, max_tokens=64, stop_token_ids=()))
+        other = rig.start(make_request("b", PROMPT, max_tokens=8, stop_token_ids=()))
+        for _ in range(steps):
+            rig.step()
+        rig.clock.now = 50.5
+        rig.run()
+        last = [event for event in other.events if isinstance(event, Failed | Finished)]
+        ends.add((len(last), type(last[0]), rig.answers["transfer-a"].failed.code))
+        assert rig.pool.num_free == rig.pool.num_pages
+    assert ends == {(1, kind, "DEADLINE_EXCEEDED") for kind in (Failed, Finished)}
 
 
 @pytest.mark.parametrize("on_device", [False, True])
