@@ -36,6 +36,10 @@ class FleetError(Exception):
     """The fleet could not start, or one of its processes ended when it should not have."""
 
 
+class ProcessEnded(FleetError):
+    """A process ended before it was ready."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
     """What to start. Flags are passed on as they stand, so each process checks its own."""
@@ -142,15 +146,18 @@ class Fleet:
         return self._end(name, signal.SIGTERM, timeout_s)
 
     def restart(self, name: str, timeout_s: float = 60.0) -> None:
-        """Start a process that has ended again, under the same name, with the same flags."""
+        """Start a process that has ended again, under the same name, with the same flags.
+
+        Raises ProcessEnded if it ends once more; others that have ended meanwhile are left alone.
+        """
         if name in self.processes:
-            self._ended.append(self.processes.pop(name))
+            self.processes.pop(name).clear()  # now, as its id may be another's process later
         self._spawn(name)
         deadline = time.monotonic() + timeout_s
         if name == "redis":
-            self._await_redis(deadline)
+            self._await_redis(deadline, name)
         else:
-            self._addresses[name] = self._await_address(name, deadline)
+            self._addresses[name] = self._await_address(name, deadline, name)
 
     def dead(self) -> list[Process]:
         """Processes that have ended without being asked to by `kill` or `terminate`."""
@@ -178,11 +185,12 @@ class Fleet:
                     + self.processes["router"].tail()
                 )
 
-    def _wait(self, deadline: float, done: Callable[[], bool]) -> bool:
-        """Whether `done()` came true in time. Raises FleetError if a process ends meanwhile."""
+    def _wait(self, deadline: float, done: Callable[[], bool], only: str | None = None) -> bool:
+        """Whether `done()` came true in time. Raises ProcessEnded if a process ends meanwhile, any
+        or `only` this one."""
         while not done():
-            if dead := self.dead():
-                raise FleetError(f"{dead[0].ending()}; its log ends:\n{dead[0].tail()}")
+            if dead := [one for one in self.dead() if only in (None, one.name)]:
+                raise ProcessEnded(f"{dead[0].ending()}; its log ends:\n{dead[0].tail()}")
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
@@ -207,9 +215,9 @@ class Fleet:
     def _ready_file(self, name: str) -> Path:
         return self._home / f"{name}.ready.json"
 
-    def _await_address(self, name: str, deadline: float) -> str:
+    def _await_address(self, name: str, deadline: float, only: str | None = None) -> str:
         ready = self._ready_file(name)
-        if not self._wait(deadline, ready.exists):
+        if not self._wait(deadline, ready.exists, only):
             process = self.processes[name]
             raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
         return str(json.loads(ready.read_text())["address"])
@@ -222,9 +230,9 @@ class Fleet:
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
 
-    def _await_redis(self, deadline: float) -> None:
+    def _await_redis(self, deadline: float, only: str | None = None) -> None:
         with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:
-            if not self._wait(deadline, lambda: _answers(client)):
+            if not self._wait(deadline, lambda: _answers(client), only):
                 raise FleetError(f"no Redis answers at {self.redis_url}")
 
     def _members(self) -> dict[str, list[str]]:

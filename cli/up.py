@@ -6,6 +6,7 @@ A process that ends by itself is reported and started again, unless it keeps end
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
 from effuse.cli.logs import LogFollower
 from effuse.cli.process import Process
 from effuse.config.flags import add_flags
@@ -212,8 +213,9 @@ def watch_over(fleet: Fleet) -> int:
             if endings.too_many(time.monotonic()):
                 print("effuse up: processes keep ending; giving up", file=sys.stderr)
                 return 1
-            fleet.restart(process.name)
-            print(f"effuse up: {process.name} is back", file=sys.stderr)
+            with contextlib.suppress(ProcessEnded):  # then it is dead again in the next round
+                fleet.restart(process.name)
+                print(f"effuse up: {process.name} is back", file=sys.stderr)
         time.sleep(_POLL_S)
 
 

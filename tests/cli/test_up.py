@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from effuse.cli.fleet import FleetConfig
-from effuse.cli.up import Endings, parse
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.up import Endings, parse, watch_over
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -131,3 +134,40 @@ def test_endings_long_ago_are_forgiven() -> None:
 def test_a_fleet_without_decode_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="decode must be 1 or more workers, got 0"):
         FleetConfig(decode=0)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Two processes that say that they are ready; the first has to be started three times."""
+    fleet = Fleet(FleetConfig())
+    code = (
+        "import pathlib, sys, time; tries = pathlib.Path(sys.argv[2]); tries.open('a').write('x');"
+        " sys.exit(1) if len(tries.read_text()) < int(sys.argv[3]) else None;"
+        ' pathlib.Path(sys.argv[1]).write_text(\'{"address": "a:1"}\'); time.sleep(60)'
+    )
+    for name, tries in (("prefill-0", "3"), ("decode-0", "2")):
+        ready, tried = fleet._ready_file(name), fleet.log_dir / f"{name}.tries"
+        fleet._commands[name] = [sys.executable, "-c", code, str(ready), str(tried), tries]
+    yield fleet
+    fleet.stop(grace_s=0)
+
+
+def test_processes_that_end_together_or_once_more_are_started_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+        def sleep(self, seconds: float) -> None:
+            if not fleet.dead():
+                raise KeyboardInterrupt
+
+    for name in fleet._commands:
+        fleet._spawn(name)
+        assert fleet.processes[name].wait(20) == 1
+    monkeypatch.setattr("effuse.cli.up.time", Clock())
+    with pytest.raises(KeyboardInterrupt):
+        watch_over(fleet)
+    told = capsys.readouterr().err
+    assert (told.count("exited with status 1"), told.count("is back")) == (3, 2)
+    assert not fleet._ended
