@@ -67,7 +67,8 @@ class PrefillLeg:
             self.call, worker_pb2.PrefillRequest(reservation=reservation)
         )
         if not self._is_unheard:
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # A call that ends meanwhile says why to who reads it.
+            with suppress(grpc.aio.InternalError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self.call.done_writing()
 
     async def _listen(self) -> None:
