@@ -118,7 +118,7 @@ def test_idle_is_when_the_last_one_is_closed() -> None:
         await asyncio.sleep(0)
         assert not waiter.done()
         attempts.close(two)
-        await asyncio.wait_for(waiter, 5)
+        await asyncio.wait_for(waiter, 20)
         assert one.ended.is_set()
 
     asyncio.run(go())

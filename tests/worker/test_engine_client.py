@@ -116,7 +116,7 @@ def test_incarnations_differ_and_sort_by_age() -> None:
 
 def _block_until_signalled(descriptor: int) -> None:
     """Keeps the loop from running until something has come."""
-    select.select([descriptor], [], [], 2)
+    assert select.select([descriptor], [], [], 20)[0]
     time.sleep(0.02)  # a send looks for signals only some milliseconds after the last look
 
 
@@ -133,7 +133,7 @@ def test_a_send_swallows_no_signal_for_the_receiver() -> None:
             client.send(ABORT)
             answers = 0
             while answers < 2:
-                heard = await client.receive(5)
+                heard = await client.receive(20)
                 assert heard, f"{answers} of 2 answers were heard"
                 answers += sum(isinstance(message, AbortDone) for message in heard)
 

@@ -7,7 +7,8 @@ import dataclasses
 import json
 import os
 import signal
-import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import fake_engine
@@ -32,11 +33,12 @@ from effuse.protos.errors import (
     from_rpc_error,
 )
 from effuse.v1 import worker_pb2 as pb
+from effuse.worker import front, metrics
 from effuse.worker.config import WorkerConfig
 from effuse.worker.front import Front
 from effuse.worker.supervisor import GaveUp
 
-CONFIG = WorkerConfig(hang_timeout_s=1.0, drain_s=10.0, log_level="error")
+CONFIG = WorkerConfig(hang_timeout_s=60.0, drain_s=10.0, log_level="error")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 DECODE, WORKER = "effuse.v1.DecodeService", "effuse.v1.WorkerService"
@@ -107,7 +109,8 @@ def test_a_crash_fails_what_ran_and_the_next_life_serves(tmp_path: Path) -> None
 @pytest.mark.parametrize("first_token", [fake_engine.HANG, fake_engine.STAND_STILL])
 def test_a_hung_engine_is_noticed_and_replaced(tmp_path: Path, first_token: int) -> None:
     async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one:
+        config = dataclasses.replace(CONFIG, hang_timeout_s=3.0)
+        async with running(make_role(), config, tmp_path) as one:
             old = one.incarnation
             error = await failure(one, decode_request("hang", old, first_token))
             assert isinstance(error, Unavailable)
@@ -175,13 +178,18 @@ def test_a_drain_without_a_time_is_refused(tmp_path: Path, deadline_s: float) ->
     asyncio.run(go())
 
 
-def test_a_worker_announces_itself_its_new_life_and_its_end(tmp_path: Path) -> None:
+def test_a_worker_announces_itself_its_new_life_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A worker would miss a slow answer, and its end would show only once its lease is over.
+    monkeypatch.setattr(front, "Store", partial(Store, timeout_s=20.0))
+
     async def go() -> None:
         with redis_server.running() as server:
             config = dataclasses.replace(
                 CONFIG, redis_url=server.connection_url, fleet="blue", worker_id="d0"
             )
-            async with Store(server.connection_url, "blue", timeout_s=2.0) as store:
+            async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 view = FleetView(store)
 
                 async def shows(incarnation: str) -> bool:
@@ -203,17 +211,25 @@ def test_a_worker_announces_itself_its_new_life_and_its_end(tmp_path: Path) -> N
     asyncio.run(go())
 
 
-def test_metrics_are_served_on_a_port_of_their_own(tmp_path: Path) -> None:
+def test_metrics_are_served_on_a_port_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def go() -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        config = dataclasses.replace(CONFIG, metrics_port=port)
+        served: list[asyncio.Server] = []
+
+        async def serve(host: str, port: int, text: Callable[[], str]) -> asyncio.Server:
+            served.append(await metrics_serve(host, port, text))
+            return served[0]
+
+        metrics_serve = metrics.serve
+        monkeypatch.setattr(metrics, "serve", serve)
+        config = dataclasses.replace(CONFIG, metrics_port=0)
         async with running(make_role(), config, tmp_path) as one:
+            port = served[0].sockets[0].getsockname()[1]
             await answer(one, decode_request("a", one.incarnation))
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 text = (await reader.read()).decode()
             writer.close()
         for line in (

@@ -20,7 +20,7 @@ from effuse.worker.peer import Patience
 from effuse.worker.wire import Writer
 
 ONE = AttemptId("r", 1, "t1")
-QUICK = Patience(call_s=0.2, first_pause_s=0.001, most_pause_s=0.002, lost_after_s=60.0)
+QUICK = Patience(call_s=20.0, first_pause_s=0.001, most_pause_s=0.002, lost_after_s=60.0)
 
 
 class Worker(pb_grpc.WorkerServiceServicer):
