@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from operator import le
 from typing import TypeAlias
 
 import grpc
 import redis
-from e2e.client import Client, connect, load_of
+from e2e.client import Client, connect, load_of, wait_until
 from e2e.processes import open_files, resident_bytes
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import Job, draw_jobs
@@ -22,7 +22,6 @@ Call: TypeAlias = "grpc._CallFuture[GenerateResponse]"
 
 REQUESTS = 500
 IN_FLIGHT = 24
-SETTLE_S = 30.0
 RSS_SLACK_BYTES = 24 << 20
 
 
@@ -33,14 +32,17 @@ def test_five_hundred_requests_a_third_cancelled() -> None:
                 7, REQUESTS + 100, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids
             )
             _storm(client, jobs[:100], seed=1)  # caches, arenas and connections are grown by then
-            _wait(lambda: _idle(fleet), "the warm-up leaves something running")
+            wait_until(lambda: _idle(fleet), "the warm-up leaves something running")
             before = _resources(fleet)
             cancelled, finished = _storm(client, jobs[100:], seed=2)
         assert cancelled >= REQUESTS // 4, "the fault did not happen often enough"
         assert cancelled + finished == REQUESTS
-        _wait(lambda: _idle(fleet), "pages, requests or quarantine are left")
-        _wait(lambda: not _running_keys(fleet), "Redis holds keys of running requests")
-        _wait(lambda: _files_and_tasks(fleet) <= before[0], "tasks or file descriptors are left")
+        wait_until(lambda: _idle(fleet), "pages, requests or quarantine are left")
+        wait_until(lambda: not _running_keys(fleet), "Redis holds keys of running requests")
+        _wait(
+            lambda: all(map(le, _files_and_tasks(fleet), before[0])),
+            "tasks or file descriptors are left",
+        )
         grown = sum(resident_bytes(one.pid) for one in _members(fleet)) - before[1]
         assert grown < RSS_SLACK_BYTES, f"resident memory grew by {grown >> 20} MiB"
 
@@ -101,7 +103,7 @@ def _resources(fleet: Fleet) -> tuple[tuple[int, int], int]:
 
 def _running_keys(fleet: Fleet) -> list[bytes]:
     """Keys of placements that do not say that their request ended; the set of running ones."""
-    with redis.Redis.from_url(fleet.redis_url, socket_timeout=5) as client:
+    with redis.Redis.from_url(fleet.redis_url, socket_timeout=30) as client:
         keys = [key for key in client.scan_iter(match="*request*") if client.type(key) != b"none"]
         assert keys, "no placement was ever written"
         unended = [key for key in keys if b"running" in _content(client, key)]
@@ -117,10 +119,3 @@ def _content(client: redis.Redis, key: bytes) -> bytes:
 def _bytes(answer: bytes | str) -> bytes:
     assert isinstance(answer, bytes)
     return answer
-
-
-def _wait(done: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + SETTLE_S
-    while not done():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.1)
