@@ -71,6 +71,7 @@ class Intake:
         prompt = message.prompt_token_ids
         self._check_length(len(prompt), message.max_tokens)
         self._check_ids("prompt_token_ids", prompt)
+        self._check_ids("stop_token_ids", message.stop_token_ids)
         resume = message.resume or Resume(committed_token_ids=(), frontier=())
         self._check_ids("committed_token_ids", resume.committed_token_ids)
         for block in resume.frontier:

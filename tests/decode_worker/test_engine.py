@@ -119,6 +119,11 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
         pytest.param(make_request("a", ()), "at least one token", id="empty-prompt"),
         pytest.param(make_request("a", (VOCAB_SIZE,)), f"0..{VOCAB_SIZE - 1}", id="token-id"),
         pytest.param(make_request("a", (-1,)), "got -1..-1", id="negative-id"),
+        pytest.param(  # more than a word of a device's slot holds
+            make_request("a", PROMPT, stop_token_ids=((1 << 32) - 1,)),
+            "stop_token_ids must lie in",
+            id="stop-id",
+        ),
         pytest.param(make_request("a", PROMPT, max_tokens=0), "at least 1", id="max-tokens"),
         pytest.param(make_request("a", PROMPT, max_tokens=500), "513 tokens", id="too-long"),
         pytest.param(make_request("a", PROMPT, window=0), "window must be in [1, 64]", id="window"),
