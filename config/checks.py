@@ -19,10 +19,12 @@ def whole(name: str, value: int | None, least: int, most: int | None = None) -> 
     raise ValueError(f"{flag_of(name)}: expected {form}, got {value}")
 
 
-def seconds(name: str, value: float) -> None:
-    """Refuses a time that is not finite and above 0."""
+def seconds(name: str, value: float, most: float | None = None) -> None:
+    """Refuses a time that is not finite and above 0, or beyond `most`."""
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{flag_of(name)}: expected seconds above 0, got {value:g}")
+    if most is not None and value > most:
+        raise ValueError(f"{flag_of(name)}: expected at most {most:g} seconds, got {value:g}")
 
 
 def directory(name: str, path: Path | None) -> None:

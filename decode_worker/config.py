@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from effuse.config import checks
+from effuse.kvtransfer.messages import MAX_LEASE_S
 from effuse.placement.records import Algorithm
 from effuse.worker.config import WorkerConfig
 
@@ -17,4 +18,4 @@ class DecodeConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.seconds("handoff_lease_s", self.handoff_lease_s)
+        checks.seconds("handoff_lease_s", self.handoff_lease_s, MAX_LEASE_S)

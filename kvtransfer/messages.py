@@ -18,6 +18,7 @@ MAX_METADATA_BYTES = 1 << 20
 MAX_HIDDEN_BYTES = 1 << 18
 MAX_TAIL_TOKENS = 1 << 12
 MAX_MANIFEST_BYTES = 8 << 20
+MAX_LEASE_S = 3600
 DIGEST_BYTES = 16
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -72,7 +73,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     page_bytes: PageBytes
     pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_PAGES)]
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
-    lease_s: Annotated[float, Meta(gt=0, le=3600)]
+    lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
     @property
     def transfer_id(self) -> str:

@@ -15,6 +15,7 @@ def test_good_values(tmp_path: Path) -> None:
     checks.whole("max_num_seqs", 1, 1)
     checks.whole("num_pages", None, 1)
     checks.seconds("drain_s", 1e-9)
+    checks.seconds("handoff_lease_s", 60.0, 60.0)
     checks.directory("model", tmp_path)
     checks.directory("model", None)
     checks.redis_url("redis_url", "unix:///run/redis")
@@ -36,6 +37,12 @@ def test_a_number_too_small() -> None:
 def test_a_time_that_is_none(value: float) -> None:
     with pytest.raises(ValueError, match=f"^--drain-s: expected seconds above 0, got {value:g}$"):
         checks.seconds("drain_s", value)
+
+
+def test_a_time_too_long() -> None:
+    form = r"^--handoff-lease-s: expected at most 60 seconds, got 61$"
+    with pytest.raises(ValueError, match=form):
+        checks.seconds("handoff_lease_s", 61.0, 60.0)
 
 
 def test_a_directory_that_is_a_file(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ def test_bad_values_name_their_flag(changes: dict[str, object], told: str) -> No
 def test_roles_check_their_own() -> None:
     with pytest.raises(ValueError, match="--handoff-lease-s"):
         DecodeConfig(handoff_lease_s=0.0)
+    with pytest.raises(ValueError, match="expected at most 3600 seconds, got 7200"):
+        DecodeConfig(handoff_lease_s=7200.0)  # every prefill worker would refuse its reservations
     with pytest.raises(ValueError, match="--reservation-s"):
         PrefillConfig(reservation_s=NAN)
     with pytest.raises(ValueError, match="--page-size"):
