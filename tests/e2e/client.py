@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -33,6 +34,16 @@ class Client:
     ) -> Iterator[generation_pb2.GenerateStreamResponse]:
         return self.stub.GenerateStream(request, timeout=timeout_s)
 
+    def attempt_of(self, name: str) -> int:
+        """The newest attempt at a request; 0 where the router has not seen it yet."""
+        asked = generation_pb2.GetRequestRequest(request_id=name)
+        try:
+            told: generation_pb2.GetRequestResponse = self.stub.GetRequest(asked, timeout=30)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.NOT_FOUND, error
+            return 0
+        return told.attempt
+
     def close(self) -> None:
         self.channel.close()
 
@@ -54,9 +65,17 @@ def all_at_once(
         return list(pool.map(work, items))
 
 
+def wait_until(done: Callable[[], bool], complaint: str, within_s: float = 60.0) -> None:
+    """Returns once it is so; for what another process does and tells nobody."""
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.02)
+
+
 def load_of(address: str) -> worker_pb2.GetLoadResponse:
     """What a worker says of itself."""
     with grpc.insecure_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        load: worker_pb2.GetLoadResponse = stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=10)
+        load: worker_pb2.GetLoadResponse = stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=30)
         return load

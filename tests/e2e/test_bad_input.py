@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
-from e2e.client import Client, connect
-from e2e.processes import pids
+from e2e.client import Client, connect, wait_until
+from e2e.processes import pids, standing_still
 from e2e.tiny import TINY, tiny_fleet
 
 from effuse.cli.fleet import Fleet
@@ -146,7 +146,7 @@ def test_bytes_that_are_no_request(
     before = _all_pids(fleet)
     with pytest.raises(grpc.RpcError) as refused:
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = client.channel.unary_unary(GENERATE)
-        send(payload, timeout=20)
+        send(payload, timeout=60)
     assert refused.value.code() is code, refused.value.details()
     assert "Traceback" not in _details(refused.value)
     assert "Error parsing" not in _details(refused.value)
@@ -155,18 +155,15 @@ def test_bytes_that_are_no_request(
 
 
 def test_the_id_of_a_running_request(fleet: Fleet, client: Client) -> None:
-    """The first request streams and is held open while a second one asks for its id."""
-    long = changed(lambda r: setattr(r.stopping, "max_tokens", TINY.max_model_len - 8))
-    long.stopping.ignore_eos = True
-    long.decoding.confidence_threshold = 1.0  # one token per forward: it takes a while
-    long.request_id = "twice"
+    """The first request cannot go on while a second one asks for its id."""
+    first, second = good(), good()
+    first.request_id = second.request_id = "twice"
     before = _all_pids(fleet)
-    events = client.stream(long)
-    next(events)
-    second = good()
-    second.request_id = "twice"
-    with pytest.raises(grpc.RpcError) as refused:
-        client.generate(second)
+    with standing_still(fleet.processes["decode-0"].pid):
+        events = client.stream(first)
+        wait_until(lambda: client.attempt_of("twice") == 1, "the first request never ran")
+        with pytest.raises(grpc.RpcError) as refused:
+            client.generate(second)
     assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
     assert "twice" in _details(refused.value)
     assert list(events)[-1].HasField("finished")

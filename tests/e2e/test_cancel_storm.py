@@ -39,7 +39,7 @@ def test_five_hundred_requests_a_third_cancelled() -> None:
         assert cancelled + finished == REQUESTS
         wait_until(lambda: _idle(fleet), "pages, requests or quarantine are left")
         wait_until(lambda: not _running_keys(fleet), "Redis holds keys of running requests")
-        _wait(
+        wait_until(
             lambda: all(map(le, _files_and_tasks(fleet), before[0])),
             "tasks or file descriptors are left",
         )
