@@ -25,7 +25,7 @@ def test_it_serves_holds_nothing_and_leaves_nothing(flags: tuple[str, ...]) -> N
         processes = psutil.Process(up.pid).children(recursive=True)
         with grpc.insecure_channel(up.address) as channel:
             models = model_pb2_grpc.ModelServiceStub(channel)
-            listed = models.ListModels(model_pb2.ListModelsRequest(), timeout=10).models
+            listed = models.ListModels(model_pb2.ListModelsRequest(), timeout=30).models
         assert [model.decode_workers for model in listed] == [1]
         assert up.held() == []
     assert not psutil.wait_procs(processes, timeout=30)[1]

@@ -54,7 +54,7 @@ class Up:
 
     async def _workers(self) -> dict[str, str]:
         """Addresses of its workers by their names."""
-        async with Store(self.redis_url, self.fleet) as store:
+        async with Store(self.redis_url, self.fleet, timeout_s=30.0) as store:
             records = [decode_worker(value) for value, _ in await store.workers()]
         return {record.worker_id: record.address for record in records}
 

@@ -74,7 +74,7 @@ async def running() -> AsyncIterator[tuple[rpc.RpcServer, grpc.aio.Channel]]:
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(lacking, server.server)
     port = await server.start("127.0.0.1:0", [SERVICE])
     try:
-        async with rpc.connect(f"127.0.0.1:{port}") as channel:
+        async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
             yield server, channel
     finally:
         await server.stop(0)
@@ -82,7 +82,7 @@ async def running() -> AsyncIterator[tuple[rpc.RpcServer, grpc.aio.Channel]]:
 
 def run(body: Callable[[rpc.RpcServer, grpc.aio.Channel], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), running() as (server, channel):
+        async with asyncio.timeout(60), running() as (server, channel):
             await body(server, channel)
 
     asyncio.run(main())
@@ -233,7 +233,7 @@ def test_sigterm_drains_and_lets_calls_end() -> None:
         async with running() as (server, _), rpc.shutdown_signal() as stop:
             serving = asyncio.create_task(rpc.serve(server, stop, drain_s=5, on_drain=on_drain))
             os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await serving
             assert drained.is_set()
 
