@@ -153,6 +153,7 @@ def launch(
         PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4,
         maxnreg=shape.registers,
+        enable_fp_fusion=True,
     )
     if is_split:
         merge_splits(partial_out, partial_lse, batch, split, out, lse)

@@ -32,6 +32,7 @@ def launch_gather(
         residual.shape[1],
         TILE=TILE,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return outs
 
@@ -40,7 +41,15 @@ def launch_exchange(hidden: Tensor, boundary_slots: Tensor, kept: Tensor, bounda
     """Both directions, of contiguous rows."""
     width = hidden.shape[1]
     _exchange_kernel[(len(hidden), triton.cdiv(width, TILE))](
-        hidden, boundary_slots, kept, boundary, len(boundary_slots), width, TILE=TILE, num_warps=4
+        hidden,
+        boundary_slots,
+        kept,
+        boundary,
+        len(boundary_slots),
+        width,
+        TILE=TILE,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
 
 

@@ -13,11 +13,20 @@ TIMEOUT = 280.0
 
 
 def json_lines(module: str, group: str, **environment: str) -> list[dict[str, object]]:
-    """What ``python -m module group`` prints; AssertionError with its stderr if it fails."""
+    """What ``python -m module group`` prints; AssertionError with its stderr if it fails.
+
+    It fails, too, where a launch leaves Triton a choice that it warns will be made otherwise.
+    """
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-P", "-m", module, group],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "PYTHONWARNINGS": "error:TRITON_DEFAULT_FP_FUSION",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
