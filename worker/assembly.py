@@ -77,22 +77,28 @@ def assemble(
 
 
 def warm_up(runner: ModelRunner, num_rows: int) -> None:
-    """Runs a forward of `num_rows` rows over page 0, all of which want a candidate."""
-    wanted = range(1, num_rows)  # position 0 has no row before it, which shifting models need
-    sampling = PartSampling(denoise_counts=[0] * len(wanted), temperature=1.0, top_p=0.9, top_k=8)
-    runner.run(
-        [
-            Part(
-                token_ids=[0] * num_rows,
-                start=0,
-                pages=[0],
-                num_stored=1,
-                block_origin=0,
-                candidates=wanted,
-                sampling=sampling,
-            )
-        ]
-    )
+    """Runs a forward of `num_rows` rows, nearly all of which want a candidate; writes to page 0.
+
+    A sequence has as many of them as the model has positions: tables end there.
+    """
+    most = runner.model.config.max_position_embeddings
+    parts = []
+    for begin in range(0, num_rows, most):
+        length = min(most, num_rows - begin)
+        wanted = range(1, length)  # position 0 has no row before it, which shifting models need
+        part = Part(
+            token_ids=[0] * length,
+            start=0,
+            pages=[0],
+            num_stored=int(begin == 0),
+            block_origin=0,
+            candidates=wanted,
+            sampling=PartSampling(
+                denoise_counts=[0] * len(wanted), temperature=1.0, top_p=0.9, top_k=8
+            ),
+        )
+        parts.append(part)
+    runner.run(parts)
 
 
 def _device(config: WorkerConfig) -> torch.device:
