@@ -66,7 +66,7 @@ class Running:
         return worker_stub(self.channel)
 
     async def load(self) -> pb.GetLoadResponse:
-        return await self.worker.GetLoad(pb.GetLoadRequest(), timeout=10)
+        return await self.worker.GetLoad(pb.GetLoadRequest(), timeout=30)
 
     async def until_free(self) -> None:
         """Returns when nothing runs and every page is free."""

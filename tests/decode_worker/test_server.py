@@ -257,15 +257,15 @@ def test_an_abort_ends_a_running_attempt_and_refuses_a_late_one(tmp_path: Path) 
             call = one.decode.Decode(request, timeout=20)
             await call.read()
             asked = pb.AbortRequest(attempt=request.attempt, reason="test")
-            answer = await one.worker.Abort(asked, timeout=10)
+            answer = await one.worker.Abort(asked, timeout=30)
             assert (answer.incarnation, answer.was_running) == (one.incarnation, True)
             assert (await one.load()).free_pages == fake_engine.PAGES
             assert isinstance(await failure_of(call), Refused)
-            assert not (await one.worker.Abort(asked, timeout=10)).was_running
+            assert not (await one.worker.Abort(asked, timeout=30)).was_running
 
             early = decode_request("early", one.incarnation)
             asked = pb.AbortRequest(attempt=early.attempt, reason="before it came")
-            assert not (await one.worker.Abort(asked, timeout=10)).was_running
+            assert not (await one.worker.Abort(asked, timeout=30)).was_running
             assert isinstance(await failure_of(one.decode.Decode(early, timeout=20)), Refused)
 
     asyncio.run(go())

@@ -147,13 +147,13 @@ def test_an_abort_ends_a_prefill_before_the_answer(tmp_path: Path) -> None:
             call = await opened(one, [prefill_start("a", one.incarnation)])
             await call.read()
             asked = pb.AbortRequest(attempt=attempt("a"), reason="its decode ended")
-            answer = await one.worker.Abort(asked, timeout=10)
+            answer = await one.worker.Abort(asked, timeout=30)
             assert (answer.was_running, answer.incarnation) == (True, one.incarnation)
             assert (await one.load()).free_pages == fake_engine.PAGES
             assert isinstance(await failure_of(call), Refused)
 
             asked = pb.AbortRequest(attempt=attempt("late"), reason="its decode ended")
-            assert not (await one.worker.Abort(asked, timeout=10)).was_running
+            assert not (await one.worker.Abort(asked, timeout=30)).was_running
             error = await failure_of(await opened(one, [prefill_start("late", one.incarnation)]))
             assert isinstance(error, Refused)
 

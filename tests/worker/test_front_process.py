@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(fronts.__file__).parent)}
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -56,7 +56,7 @@ def test_a_signal_ends_a_worker_with_status_0_and_no_engine_left(
 ) -> None:
     with started(tmp_path) as (process, engine):
         process.send_signal(number)
-        assert process.wait(20) == 0
+        assert process.wait(30) == 0
         assert not engine.is_running()
 
 
@@ -66,7 +66,7 @@ def test_a_signal_while_the_engine_still_starts_ends_both(tmp_path: Path) -> Non
         until(lambda: len(psutil.Process(process.pid).children()) == 1)
         (engine,) = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(30) == 0
         assert not engine.is_running()
 
 
@@ -75,13 +75,13 @@ def test_the_engine_leaves_the_signals_of_a_terminal_to_its_front(tmp_path: Path
         for number in (signal.SIGINT, signal.SIGTERM):
             engine.send_signal(number)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(30) == 0
 
 
 def test_an_engine_dies_with_its_front(tmp_path: Path) -> None:
     with started(tmp_path) as (process, engine):
         process.kill()
-        process.wait(10)
+        process.wait(30)
         until(lambda: not engine.is_running())
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path) -> None:
             (home,) = temporary.iterdir()
             assert home.stat().st_mode & 0o777 == 0o700
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(30) == 0
     finally:
         del ENVIRONMENT["TMPDIR"]
     assert list(temporary.iterdir()) == []
@@ -107,7 +107,7 @@ def test_a_taken_port_is_an_error_and_not_a_share(tmp_path: Path) -> None:
             [sys.executable, "-P", "-c", LAUNCH, "--port", port],
             env=ENVIRONMENT,
             capture_output=True,
-            timeout=30,
+            timeout=60,
             check=False,
         )
     assert second.returncode == 1
@@ -122,7 +122,7 @@ def test_a_front_imports_no_torch(role: str) -> None:
         "heavy = {'torch', 'numpy', 'triton', 'transformers', 'nixl'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,6 @@ def test_wrong_flags_are_told_with_the_accepted_form(
     role: str, flags: list[str], told: bytes
 ) -> None:
     command = [sys.executable, "-P", "-m", f"effuse.{role}_worker", *flags]
-    run = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    run = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert run.returncode == 2
     assert told in run.stderr
