@@ -107,7 +107,7 @@ class Relay:
                     job.life.handle(Event.FINISHED, self._now())
                     state = "finished"
                     return reason
-        except (asyncio.CancelledError, ClientGone):
+        except (asyncio.CancelledError, ClientGone, DeadlineExceeded):
             state = "cancelled"
             raise
         finally:
@@ -181,6 +181,7 @@ class Relay:
         if isinstance(error, Unreserved) and not tries.is_patient:
             # Decode is busy, which is nobody's fault and no loss: next time its pages come first.
             tries.is_patient = True
+            self.num_retries += 1
             return
         if tries.left == 0:
             text = f"gave up after {job.life.attempt} attempts: {error.message}"
