@@ -34,12 +34,16 @@ class Ledger:
         """Requests that are queued or on workers."""
         return len(self._running)
 
+    def check(self, request_id: str) -> None:
+        """Raises `AlreadyRunning` where a request has this id."""
+        if request_id in self._running:
+            raise AlreadyRunning(f"a request with id {request_id!r} is running; choose another id")
+
     @contextmanager
     def running(self, life: Life) -> Iterator[None]:
         """Holds the id of `life`; raises `AlreadyRunning` where another request has it."""
         request_id = life.request_id
-        if request_id in self._running:
-            raise AlreadyRunning(f"a request with id {request_id!r} is running; choose another id")
+        self.check(request_id)
         self._running[request_id] = life
         self.idle.clear()
         try:

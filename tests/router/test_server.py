@@ -18,6 +18,7 @@ from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, pass_time, run, until
 
 from effuse.protos import errors, rpc
+from effuse.router.server import why_gone
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
@@ -161,6 +162,8 @@ def test_an_id_that_is_running_is_refused_and_free_afterwards() -> None:
         await reached.wait()
         error = await failure(ask(fleet, request_id="twin"))
         assert (type(error), "'twin' is running" in error.message) == (errors.AlreadyRunning, True)
+        sample = fleet.router.metrics.registry.get_sample_value
+        assert sample("effuse_refused_total", {"status": "ALREADY_EXISTS"}) == 1
         go.set()
         assert (await first).text == TEXT
         assert (await ask(fleet, request_id="twin")).text == TEXT
@@ -222,11 +225,42 @@ def test_a_deadline_in_the_queue_and_on_a_worker() -> None:
 def test_the_clients_deadline_reaches_the_workers() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].at["reserved"] = holds(asyncio.Event())
-        call = fleet.generation.Generate(request(), timeout=0.3)
+        call = fleet.generation.Generate(request(request_id="slow"), timeout=0.3)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await fleet.idle()
+        state = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="slow"))
+        assert (state.state, state.status) == (pb.REQUEST_STATE_CANCELLED, "DEADLINE_EXCEEDED")
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "limit_s", "kind"),
+    [
+        (0.295, 0.3, errors.DeadlineExceeded),
+        (10.001, 10.097, errors.DeadlineExceeded),  # 10.01 s, as it came out of gRPC's header
+        (12.335, 12.396, errors.DeadlineExceeded),
+        (0.2, 0.3, errors.Cancelled),
+        (9.0, 10.097, errors.Cancelled),
+        (60.0, 3600.0, errors.Cancelled),
+    ],
+)
+def test_a_client_that_leaves_at_its_deadline_did_not_cancel(
+    elapsed_s: float, limit_s: float, kind: type[errors.EffuseError]
+) -> None:
+    assert type(why_gone(elapsed_s, limit_s)) is kind
+
+
+def test_a_deadline_that_a_worker_tells_of_is_no_failure() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["start"] = raises(errors.DeadlineExceeded("too late"))
+        await failure(ask(fleet, request_id="late"))
+        state = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="late"))
+        assert state.state == pb.REQUEST_STATE_CANCELLED
+        assert await fleet.router.flush()
+        assert fleet.store.placements["late"].state == "cancelled"
 
     run(body)
 
