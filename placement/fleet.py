@@ -31,6 +31,7 @@ class Snapshot:
     sightings: dict[str, Sighting]
     is_current: bool  # the last poll was answered; else nothing expires
     malformed: int = 0  # records ignored so far because they broke their schema
+    lost_at: float = 0.0  # since when it is not current
 
 
 def merge(
@@ -39,8 +40,10 @@ def merge(
     """Returns the view after one poll; `answer` is (stored record, lease left in seconds).
 
     A worker that is missing from the answer stays until the lease we knew of runs out: a Redis that
-    was emptied or restarted takes nobody with it. One that has released its lease goes at once.
+    was emptied or restarted takes nobody with it. Leases stand still while Redis is gone, so that
+    workers have time to come back to it. One that has released its lease goes at once.
     """
+    stood_still_s = 0.0 if before.is_current else now - before.lost_at
     found: dict[str, Sighting] = {}
     malformed = before.malformed
     for value, left_s in answer:
@@ -51,7 +54,10 @@ def merge(
             LOG.warning("ignored a %s", error)
             continue
         found[record.worker_id] = Sighting(record, asked_at + left_s)
-    kept = {k: s for k, s in before.sightings.items() if k not in found and s.expires_at > now}
+    known = {
+        k: Sighting(s.record, s.expires_at + stood_still_s) for k, s in before.sightings.items()
+    }
+    kept = {k: s for k, s in known.items() if k not in found and s.expires_at > now}
     merged = {**kept, **found}
     alive = {k: s for k, s in merged.items() if s.record.state != "released"}
     return Snapshot(alive, True, malformed)
@@ -105,7 +111,7 @@ class FleetView:
         try:
             answer = await self._store.workers()
         except StoreUnavailable as error:
-            self._lose(error)
+            self._lose(error, asked_at)
         else:
             if not self._snapshot.is_current:
                 LOG.info("the view of the fleet is current")
@@ -116,8 +122,8 @@ class FleetView:
         """Returns once Redis was asked for the first time."""
         await self._polled.wait()
 
-    def _lose(self, error: StoreUnavailable) -> None:
-        if self._snapshot.is_current:
-            LOG.warning("keeping the last known view of the fleet: %s", error)
+    def _lose(self, error: StoreUnavailable, asked_at: float) -> None:
         view = self._snapshot
-        self._snapshot = Snapshot(view.sightings, False, view.malformed)
+        if view.is_current:
+            LOG.warning("keeping the last known view of the fleet: %s", error)
+            self._snapshot = Snapshot(view.sightings, False, view.malformed, lost_at=asked_at)

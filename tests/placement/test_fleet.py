@@ -42,6 +42,15 @@ def test_a_missing_worker_stays_until_its_known_lease_is_over() -> None:
     assert ids(merge(view, [], 3.0, 3.0)) == []
 
 
+def test_leases_stand_still_while_redis_is_gone() -> None:
+    view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 0.0, 0.0)
+    lost = Snapshot(view.sightings, False, lost_at=1.0)
+    back = merge(lost, [], 60.0, 60.0)  # a new Redis that no worker has found yet
+    assert ids(back) == ["decode-0"]
+    assert ids(merge(back, [], 61.9, 61.9)) == ["decode-0"]
+    assert ids(merge(back, [], 62.0, 62.0)) == []
+
+
 def test_a_released_worker_goes_at_once() -> None:
     view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 0.0, 0.0)
     released = redis_server.worker(state="released")
@@ -87,7 +96,9 @@ def test_against_a_server_that_is_emptied_killed_and_comes_back() -> None:
                 with redis_server.running(port):
                     await view.poll()
                     assert view.is_current
-                    assert view.workers() == (), "and what is over is over when it is back"
+                    assert len(view.workers()) == 2, "nor at once when it is back and empty"
+                    now += 60.0
+                    assert view.workers() == (), "and what does not come back is over"
                 server.start()
 
     asyncio.run(go())
