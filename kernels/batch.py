@@ -74,12 +74,8 @@ def make_attention_batch(
     for length in seq_lens:
         cu_seqlens.append(cu_seqlens[-1] + length)
     padded = [entry for pages in page_table for entry in (*pages, *[0] * (width - len(pages)))]
-    # One int32 tensor, so that a device needs a single copy.
-    packed = torch.tensor([*cu_seqlens, *context_lens, *block_origins, *padded], dtype=torch.int32)
-    if device.type != "cpu":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    cu, contexts, origins, pages_flat = torch.split(
-        packed, [num_seqs + 1, num_seqs, num_seqs, num_seqs * width]
+    cu, contexts, origins, pages_flat = _on_device(
+        (cu_seqlens, context_lens, block_origins, padded), device
     )
     table = pages_flat.view(num_seqs, width)
     gather = None
@@ -103,6 +99,24 @@ def block_end(position: int, block_origin: int, block_size: int) -> int:
     if position < block_origin:
         return block_origin
     return position + block_size - (position - block_origin) % block_size
+
+
+def _on_device(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Columns as int32, brought to the device in a single copy; each begins at 16 bytes.
+
+    Wherever that differs Triton takes a launch for another kernel, and compiles it.
+    """
+    packed: list[int] = []
+    begins: list[int] = []
+    for column in columns:
+        packed += [0] * (-len(packed) % 4)
+        begins.append(len(packed))
+        packed += column
+    joined = torch.tensor(packed, dtype=torch.int32)
+    if device.type != "cpu":
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    pairs = zip(begins, columns, strict=True)
+    return [joined[begin : begin + len(column)] for begin, column in pairs]
 
 
 def _gather_plan(

@@ -71,6 +71,19 @@ def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedP
     )
 
 
+def join_aligned(arrays: Sequence[Integers]) -> tuple[Integers, list[slice]]:
+    """All arrays in one, and where each lies in it: beginning at 16 bytes, whatever their lengths.
+
+    Wherever that differs Triton takes a launch for another kernel, and compiles it.
+    """
+    begins = np.cumsum([0, *(-(-len(array) // 2) * 2 for array in arrays)]).tolist()
+    joined = np.zeros(begins[-1], np.int64)
+    spans = [slice(b, b + len(array)) for b, array in zip(begins[:-1], arrays, strict=True)]
+    for span, array in zip(spans, arrays, strict=True):
+        joined[span] = array
+    return joined, spans
+
+
 def _candidate_rows(part: Part, shift: bool) -> Integers:
     """Row within the part that predicts each candidate; -1 stands for the boundary."""
     offsets = np.asarray(part.candidates, np.int64) - part.start

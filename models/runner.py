@@ -16,7 +16,7 @@ from torch import Tensor
 
 from effuse.kernels.batch import make_attention_batch
 from effuse.kernels.confidence import RowSampling, sample_confidence
-from effuse.models.packing import PackedParts, pack_parts
+from effuse.models.packing import PackedParts, join_aligned, pack_parts
 from effuse.models.part import Part, PartResult, PartSampling
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
@@ -127,9 +127,9 @@ class ModelRunner:
         """int64 arrays as tensors; other devices get them all in a single copy."""
         if self.model.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        joined = torch.from_numpy(np.concatenate(arrays)).pin_memory()
-        copied = joined.to(self.model.device, non_blocking=True)
-        return torch.split(copied, [len(array) for array in arrays])
+        joined, spans = join_aligned(arrays)
+        copied = torch.from_numpy(joined).pin_memory().to(self.model.device, non_blocking=True)
+        return [copied[span] for span in spans]
 
 
 def _results(

@@ -28,6 +28,16 @@ def test_tensors_hold_what_was_given() -> None:
     assert made.cu_seqlens.dtype == made.page_table.dtype == torch.int32
 
 
+@pytest.mark.parametrize("num_seqs", range(1, 9))
+def test_no_number_of_sequences_makes_other_kernels(num_seqs: int) -> None:
+    """Triton compiles a kernel anew for a pointer that is no multiple of 16."""
+    made = batch([1] * num_seqs, [9] * num_seqs, [[4, 2]] * num_seqs, [5] * num_seqs)
+    tensors = (made.cu_seqlens, made.context_lens, made.page_table, made.block_origins)
+    assert [tensor.data_ptr() % 16 for tensor in tensors] == [0] * 4
+    assert made.context_lens.tolist() == [9] * num_seqs
+    assert made.block_origins.tolist() == [5] * num_seqs
+
+
 def test_cached_tokens_are_gathered_in_position_order() -> None:
     made = batch([1, 1], [10, 2], [[4, 2], [7]], [0, 0])
     assert made.gather is not None
