@@ -16,7 +16,8 @@ class LogFollower:
     def __init__(self, directory: Path, out: TextIO) -> None:
         self._directory = directory
         self._out = out
-        self._read: dict[Path, int] = {}
+        # What an earlier fleet has left there is not shown again.
+        self._read = {log: log.stat().st_size for log in directory.glob("*.log")}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs")
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+_TAIL_BYTES = 1 << 16
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
 # option 1), and leaves if the parent died before that was asked.
 _LAUNCH = """
@@ -61,8 +62,12 @@ class Process:
         self._child.wait(10)
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of its log, for an error message."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        """The last lines of its log, for an error message; of a log that may be very long."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+            text = log.read(_TAIL_BYTES).decode(errors="replace")
         return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
 
     def ending(self) -> str:

@@ -27,3 +27,11 @@ def test_what_was_written_before_the_end_is_shown(tmp_path: Path) -> None:
     with LogFollower(tmp_path, out):
         (tmp_path / "router.log").write_text("last words\n")
     assert out.getvalue() == "router     | last words\n"
+
+
+def test_what_an_earlier_fleet_left_is_not_shown(tmp_path: Path) -> None:
+    log, out = tmp_path / "router.log", io.StringIO()
+    log.write_text("an error of last week\n")
+    with LogFollower(tmp_path, out), log.open("a") as more:
+        more.write("news\n")
+    assert out.getvalue() == "router     | news\n"

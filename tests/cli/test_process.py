@@ -64,6 +64,16 @@ def test_output_and_status(spawner: Spawner, tmp_path: Path) -> None:
     process.clear()
 
 
+def test_the_tail_of_a_log_that_no_memory_holds(spawner: Spawner, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(1 << 42)  # takes no room on the disk
+    process = spawner.start("child", _python("print('last\\nwords')"), log=log, env={})
+    assert process.wait(20) == 0
+    assert process.tail(1) == "  words"
+    process.clear()
+
+
 def test_stop_ends_the_obedient_and_kills_the_stubborn(spawner: Spawner, tmp_path: Path) -> None:
     obedient = _start(spawner, tmp_path / "one", OBEDIENT)
     stubborn = _start(spawner, tmp_path / "two", STUBBORN)
