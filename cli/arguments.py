@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from effuse.config.checks import is_redis_url
+
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 
@@ -79,7 +81,7 @@ def new_file(text: str) -> Path:
 
 def redis_url(text: str) -> str:
     """A Redis's address."""
-    if not text.startswith(("redis://", "rediss://", "unix://")):
+    if not is_redis_url(text):
         raise argparse.ArgumentTypeError(f"expected redis://HOST:PORT/DB, got {text!r}")
     return text
 

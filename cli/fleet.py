@@ -72,6 +72,7 @@ class Fleet:
     """A running fleet. Processes are named redis, router, prefill-0, decode-0 and so on."""
 
     def __init__(self, config: FleetConfig) -> None:
+        """Raises OSError where there can be no log directory."""
         self.config = config
         self.name = config.name or f"fleet-{secrets.token_hex(4)}"
         self.redis_url = config.redis_url or ""
@@ -81,9 +82,10 @@ class Fleet:
         self._commands: dict[str, list[str]] = {}
         self._ended: list[Process] = []  # those that the caller ended
         self._spawner = Spawner()
+        if config.log_dir is not None:
+            config.log_dir.mkdir(parents=True, exist_ok=True)
         self._home = Path(tempfile.mkdtemp(prefix="effuse-"))
         self.log_dir = config.log_dir or self._home
-        self.log_dir.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Self:
         self.start()

@@ -79,7 +79,11 @@ def main(argv: Sequence[str]) -> int:
     config, quiet = parse(argv)
     # SIGTERM ends the fleet exactly as Ctrl-C does, also while it starts.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    fleet = Fleet(config)
+    try:
+        fleet = Fleet(config)
+    except OSError as error:
+        print(f"effuse up: {error}", file=sys.stderr)
+        return 2
     if quiet:
         return run(fleet)
     with LogFollower(fleet.log_dir, sys.stderr):

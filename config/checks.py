@@ -5,8 +5,10 @@ Not here: what needs more than one value to judge, which is its config's own.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from effuse.config.flags import flag_of
 
@@ -35,5 +37,13 @@ def directory(name: str, path: Path | None) -> None:
 
 def redis_url(name: str, url: str | None) -> None:
     """Refuses an address, where there is one, that is not a Redis's."""
-    if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
+    if url is not None and not is_redis_url(url):
         raise ValueError(f"{flag_of(name)}: expected redis://host:port/db, got {url!r}")
+
+
+def is_redis_url(url: str) -> bool:
+    """Whether a client of Redis can be made for it."""
+    with contextlib.suppress(ValueError):  # of a port that is no number, or of half a host
+        _ = urlsplit(url).port
+        return url.startswith(("redis://", "rediss://", "unix://"))
+    return False

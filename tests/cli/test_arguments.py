@@ -34,6 +34,11 @@ from effuse.cli import arguments
         (arguments.seconds, "0", "expected a number in (0, 604800], got 0"),
         (arguments.seconds, "1e300", "expected a number in (0, 604800], got 1e300"),
         (arguments.redis_url, "localhost", "expected redis://HOST:PORT/DB, got 'localhost'"),
+        (
+            arguments.redis_url,
+            "redis://h:x/0",
+            "expected redis://HOST:PORT/DB, got 'redis://h:x/0'",
+        ),
     ],
 )
 def test_a_bad_value_names_the_accepted_form(

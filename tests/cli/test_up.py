@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.cli.up import Endings, parse, watch_over
+from effuse.cli.up import Endings, main, parse, watch_over
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -118,6 +119,20 @@ def test_bad_flags(flags: list[str], told: str, capsys: pytest.CaptureFixture[st
         parse(flags)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_log_directory_that_cannot_be_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["--log-dir", str(tmp_path / "taken")]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "File exists" in capsys.readouterr().err
+    assert [left.name for left in tmp_path.iterdir()] == ["taken"]
 
 
 def test_it_gives_up_when_processes_keep_ending() -> None:

@@ -55,3 +55,6 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 def test_a_redis_without_its_scheme() -> None:
     with pytest.raises(ValueError, match=r"^--redis-url: expected redis://.*, got 'localhost'$"):
         checks.redis_url("redis_url", "localhost")
+    for broken in ("redis://host:port/0", "redis://host:70000", "redis://[::1/0"):
+        with pytest.raises(ValueError, match=r"^--redis-url: expected redis://"):
+            checks.redis_url("redis_url", broken)
