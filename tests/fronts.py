@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc.aio
 import pytest
@@ -24,6 +25,7 @@ from effuse.worker.front import Front, Role
 
 FAKE_ENGINE = "fake_engine"
 PROMPT = (5, 6, 7)
+DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse]"
 
 
 def use_fake_engine(role: Role) -> Role:

@@ -33,6 +33,7 @@ LOG = logging.getLogger(__name__)
 
 _WORKER_SERVICE = "effuse.v1.WorkerService"
 _END_S = 10.0  # attempts that are cut off at the end have this long to leave the engine
+_STOP_S = 20.0  # an engine that they do not leave has this long to end, killed if need be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +79,20 @@ class Front:
         self.shell = Shell(role.name, config, attempts, supervisor, tasks)
         self.server = rpc.RpcServer(rpc.FLEET_LIMITS)
         self._announcer: Announcer | None = None
+        self._supervising: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains and leaves nothing behind."""
         async with contextlib.AsyncExitStack() as stack:
             await self._listen(stack)
+            self._supervising = self._tasks.create_task(self.shell.supervisor.run())
             background = [
-                self._tasks.create_task(self.shell.supervisor.run()),
+                self._supervising,
                 self._tasks.create_task(self._follow_changes()),
                 *await self._announce(stack),
             ]
-            await rpc.serve(
-                self.server, stop, drain_s=self._config.drain_s + _END_S, on_drain=self._end_all
-            )
+            drain_s = self._config.drain_s + _END_S + _STOP_S
+            await rpc.serve(self.server, stop, drain_s=drain_s, on_drain=self._end_all)
             if self._announcer is not None:
                 await self._announcer.release()
             for task in background:
@@ -126,7 +128,14 @@ class Front:
             return []
         store = await stack.enter_async_context(Store(self._config.redis_url, self._config.fleet))
         self._announcer = Announcer(store, self.shell.record)
-        return [self._tasks.create_task(self._announcer.run())]
+        return [self._tasks.create_task(self._keep_lease(self._announcer))]
+
+    async def _keep_lease(self, announcer: Announcer) -> None:
+        try:
+            await announcer.run()
+        except Superseded:
+            await self._end_engine()
+            raise
 
     async def _follow_changes(self) -> None:
         """Tells health, the lease and the ready file whether work can be done."""
@@ -145,6 +154,21 @@ class Front:
         self.shell.is_draining = True
         self._changed.set()
         await self._end_after(self._config.drain_s)
+        if len(self.shell.attempts):
+            await self._end_engine()
+
+    async def _end_engine(self) -> None:
+        """Ends an engine with what runs in it. It is still reachable meanwhile: whoever finds the
+        port closed takes the engine for dead (`peer.py`)."""
+        if self._announcer is not None:
+            await self._announcer.release()
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait({self._supervising}, timeout=_STOP_S)
+        self.shell.attempts.lose_engine(Draining("this worker has ended", retry_after_s=0.1))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self.shell.attempts.wait_idle()
 
     async def _end_after(self, deadline_s: float) -> None:
         attempts = self.shell.attempts

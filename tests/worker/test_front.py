@@ -15,6 +15,8 @@ import fake_engine
 import fronts
 import grpc
 import grpc.aio
+import msgspec
+import psutil
 import pytest
 import redis_server
 from eventually import eventually
@@ -22,8 +24,10 @@ from fronts import decode_request, event_of, running
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.decode_worker.server import make_role
+from effuse.placement.announcer import Superseded
 from effuse.placement.fleet import FleetView
 from effuse.placement.store import Store
+from effuse.protos import rpc
 from effuse.protos.errors import (
     Draining,
     EffuseError,
@@ -33,7 +37,7 @@ from effuse.protos.errors import (
     from_rpc_error,
 )
 from effuse.v1 import worker_pb2 as pb
-from effuse.worker import front, metrics
+from effuse.worker import front, metrics, supervisor
 from effuse.worker.config import WorkerConfig
 from effuse.worker.front import Front
 from effuse.worker.supervisor import GaveUp
@@ -47,7 +51,7 @@ DECODE, WORKER = "effuse.v1.DecodeService", "effuse.v1.WorkerService"
 async def health(channel: grpc.aio.Channel, service: str) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=service)
-    answer: health_pb2.HealthCheckResponse = await stub.Check(request, timeout=10)
+    answer: health_pb2.HealthCheckResponse = await stub.Check(request, timeout=30)
     return int(answer.status)
 
 
@@ -152,7 +156,7 @@ def test_a_drain_refuses_new_requests_and_lets_running_ones_end(tmp_path: Path) 
                 decode_request("endless", one.incarnation, fake_engine.ENDLESS), timeout=20
             )
             assert (await event_of(endless)).HasField("reservation")
-            answered = await one.worker.Drain(pb.DrainRequest(deadline_s=0.3), timeout=10)
+            answered = await one.worker.Drain(pb.DrainRequest(deadline_s=0.3), timeout=30)
             assert answered.running == 1
             assert isinstance(await failure(one, decode_request("new", one.incarnation)), Draining)
             await eventually(lambda: is_not_serving(one))
@@ -166,12 +170,89 @@ def test_a_drain_refuses_new_requests_and_lets_running_ones_end(tmp_path: Path) 
     asyncio.run(go())
 
 
+async def until_refused(one: fronts.Running) -> None:
+    """Returns when nobody listens at the front's port."""
+    host, _, port = one.front.shell.identity.address.rpartition(":")
+
+    async def is_refused() -> bool:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except ConnectionRefusedError:
+            return True
+        writer.close()
+        return False
+
+    await eventually(is_refused)
+
+
+async def hang(one: fronts.Running) -> tuple[fronts.DecodeCall, int]:
+    """A request that its engine never lets go of, and the engine's process."""
+    life = one.front.shell.supervisor.life
+    assert life is not None
+    call = one.decode.Decode(decode_request("hung", one.incarnation, fake_engine.HANG), timeout=50)
+    await eventually(lambda: len(one.front.shell.attempts) == 1)
+    return call, life.client.pid
+
+
+# Whoever finds the port closed takes the engine for dead, and reuses pages that it may write to.
+def test_the_port_of_a_worker_that_ends_outlives_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "_END_S", 0.2)
+    monkeypatch.setattr(supervisor, "_STOP_GRACE_S", 1.0)
+    config = dataclasses.replace(CONFIG, hang_timeout_s=60.0, drain_s=0.2)
+
+    async def go() -> None:
+        async with running(make_role(), config, tmp_path) as one:
+            hung, engine = await hang(one)
+            one.stop.set()
+            await until_refused(one)
+            assert not psutil.pid_exists(engine)
+            assert isinstance(await fronts.failure_of(hung), Draining)
+
+    asyncio.run(go())
+
+
+def test_the_port_of_a_worker_that_is_superseded_outlives_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_STOP_GRACE_S", 1.0)
+
+    async def serve(config: WorkerConfig, made: asyncio.Future[Front]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            made.set_result(Front(config, fronts.use_fake_engine(make_role()), tasks))
+            await made.result().run(asyncio.Event())
+
+    async def go(url: str, ready: Path) -> None:
+        config = dataclasses.replace(CONFIG, hang_timeout_s=60.0, redis_url=url, ready_file=ready)
+        made: asyncio.Future[Front] = asyncio.get_running_loop().create_future()
+        done = asyncio.ensure_future(serve(config, made))
+        await eventually(ready.exists)
+        shell = (await made).shell
+        async with rpc.connect(shell.identity.address) as channel, Store(url, "effuse") as store:
+            one = fronts.Running(await made, channel, asyncio.Event(), done, ready)
+            hung, engine = await hang(one)
+            record = shell.record()
+            assert record is not None
+            other = msgspec.structs.replace(record, incarnation="another")
+            assert await store.register(other, 60.0, "") == "registered"
+            await until_refused(one)
+            assert not psutil.pid_exists(engine)
+            assert isinstance(await fronts.failure_of(hung), Draining)
+        with pytest.raises(ExceptionGroup) as caught:
+            await done
+        assert caught.group_contains(Superseded)
+
+    with fronts.importable(), redis_server.running() as server:
+        asyncio.run(go(server.connection_url, tmp_path / "ready.json"))
+
+
 @pytest.mark.parametrize("deadline_s", [-1.0, float("nan")])
 def test_a_drain_without_a_time_is_refused(tmp_path: Path, deadline_s: float) -> None:
     async def go() -> None:
         async with running(make_role(), CONFIG, tmp_path) as one:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await one.worker.Drain(pb.DrainRequest(deadline_s=deadline_s), timeout=10)
+                await one.worker.Drain(pb.DrainRequest(deadline_s=deadline_s), timeout=30)
             assert isinstance(from_rpc_error(caught.value, "w"), InvalidRequest)
             assert await answer(one, decode_request("good", one.incarnation))
 
@@ -247,8 +328,8 @@ def test_an_engine_that_cannot_start_ends_the_worker() -> None:
     async def go() -> None:
         config = dataclasses.replace(CONFIG, served_model_name="missing")
         async with asyncio.TaskGroup() as tasks:
-            front = Front(config, fronts.use_fake_engine(make_role()), tasks)
-            tasks.create_task(front.run(asyncio.Event()))
+            one = Front(config, fronts.use_fake_engine(make_role()), tasks)
+            tasks.create_task(one.run(asyncio.Event()))
 
     with fronts.importable(), pytest.raises(ExceptionGroup) as caught:
         asyncio.run(go())
