@@ -32,6 +32,15 @@ class Port:
     connector: ZmqConnector
     memory: PageMemory
     socket: zmq.Socket[bytes]
+    lost: zmq.Socket[bytes]  # tells that its connection was closed
+
+    def until_taken(self) -> None:
+        """Returns once what was said before was taken, or has cost the connection."""
+        self.socket.send(FALSE_BEGIN)  # this is answered
+        poller = zmq.Poller()
+        for one in (self.socket, self.lost):
+            poller.register(one, zmq.POLLIN)
+        assert poller.poll(int(DEADLINE_S * 1000)), "nothing came of it"
 
     def is_honest(self, number: int) -> bool:
         """Whether an honest push still arrives."""
@@ -58,8 +67,11 @@ def port() -> Iterator[Port]:
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+    lost = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     dealer.connect(connector.describe().endpoint)
-    yield Port(connector, memory, dealer)
+    yield Port(connector, memory, dealer, lost)
+    dealer.disable_monitor()
+    lost.close(linger=0)
     dealer.close()
     context.term()
     connector.close()
@@ -67,6 +79,7 @@ def port() -> Iterator[Port]:
 
 ATTEMPT = AttemptId("request-7", 1, "transfer-7")
 BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-1", print_of(SMALL)))
+FALSE_BEGIN = encode(Begin(ATTEMPT, "prefill-1", "decode-0", print_of(SMALL)))
 PAGES = encode(Pages(ATTEMPT, "prefill-1", "decode-1", 0, (PageRef(0, 1),)))
 
 JUNK: dict[str, list[bytes]] = {
@@ -86,6 +99,7 @@ JUNK: dict[str, list[bytes]] = {
 @pytest.mark.parametrize("name", JUNK)
 def test_junk_changes_nothing(port: Port, name: str) -> None:
     port.socket.send_multipart(JUNK[name])
+    port.until_taken()
     assert port.is_honest(number=2)
     assert not port.memory.tensor[[0, 2, 3]].any()
 
@@ -102,7 +116,7 @@ def test_bytes_that_are_not_even_zmq_change_nothing(port: Port) -> None:
     [
         (PAGES, "unknown transfer"),
         (encode(Landed(ATTEMPT, "prefill-1", 0, 1)), "malformed"),
-        (encode(Begin(ATTEMPT, "prefill-1", "decode-0", print_of(SMALL))), "incarnation"),
+        (FALSE_BEGIN, "incarnation"),
     ],
     ids=["pages", "landed", "begin"],
 )
