@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from grpc.aio._call import StreamStreamCall
 from router.fake_model import BLOCK_SIZE, byte_tokenizer, ids_of
-from router.fake_workers import holds, once, raises
+from router.fake_workers import FakeDecode, Point, holds, once, raises
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
@@ -43,6 +43,17 @@ def text_of(events: list[pb.GenerateStreamResponse]) -> str:
     return "".join(event.commit.text for event in events)
 
 
+def finds_no_pages(decode: FakeDecode, attempts: int) -> Point:
+    """A point that the first attempts never pass. Were a reservation written just as prefill's call
+    ends, grpcio might lose how that ended, and the router would try once more."""
+
+    async def wait() -> None:
+        if decode.requests[-1].attempt.attempt <= attempts:
+            await asyncio.Event().wait()
+
+    return wait
+
+
 # What breaks, and the rung that follows.
 
 
@@ -50,6 +61,7 @@ def test_another_prefill_worker_takes_over() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.prefill[0].at["start"] = raises(errors.Overloaded("the queue is full"))
         fleet.prefill[1].at["start"] = fleet.prefill[0].at["start"]
+        fleet.decode[0].at["start"] = finds_no_pages(fleet.decode[0], attempts=2)
         answer = await ask(fleet)
         assert answer.text == TEXT
         assert answer.stats.prefill_worker == ""  # both refused: decode did it itself
@@ -68,6 +80,8 @@ def test_a_prefill_worker_that_dies_is_replaced(point: str) -> None:
     async def body(fleet: FakeFleet) -> None:
         victim = fleet.prefill[0]
         victim.at[point] = victim.crash
+        if point != "reservation":
+            fleet.decode[0].at["start"] = finds_no_pages(fleet.decode[0], attempts=1)
         answer = await ask(fleet)
         assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p1")
         await fleet.decode[0].idle.wait()
@@ -84,6 +98,7 @@ def test_a_prefill_worker_that_dies_is_replaced(point: str) -> None:
 def test_without_another_prefill_worker_and_local_forbidden_it_is_unavailable() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.prefill[0].at["computed"] = raises(errors.TransferFailed("no route to the pool"))
+        fleet.decode[0].at["start"] = finds_no_pages(fleet.decode[0], attempts=1)
         error = await failure(fleet)
         assert type(error) is errors.Unavailable
         assert "no route to the pool" in error.message
