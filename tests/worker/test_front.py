@@ -179,6 +179,8 @@ async def until_refused(one: fronts.Running) -> None:
             _, writer = await asyncio.open_connection(host, int(port))
         except ConnectionRefusedError:
             return True
+        except ConnectionResetError:  # it is being closed
+            return False
         writer.close()
         return False
 
@@ -229,7 +231,10 @@ def test_the_port_of_a_worker_that_is_superseded_outlives_its_engine(
         done = asyncio.ensure_future(serve(config, made))
         await eventually(ready.exists)
         shell = (await made).shell
-        async with rpc.connect(shell.identity.address) as channel, Store(url, "effuse") as store:
+        async with (
+            rpc.connect(shell.identity.address, keepalive=None) as channel,
+            Store(url, "effuse", timeout_s=20.0) as store,
+        ):
             one = fronts.Running(await made, channel, asyncio.Event(), done, ready)
             hung, engine = await hang(one)
             record = shell.record()
