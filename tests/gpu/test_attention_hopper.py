@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from operators import attention
+from operators.attention import Row
 from operators.paths import triton_kernels
 
 from effuse.kernels import attention_hopper
@@ -32,6 +33,28 @@ def test_equals_explicit_mask(name: str, head_dim: int, dtype: torch.dtype) -> N
     attention.check(case, triton_kernels(CUDA), dtype)
 
 
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("tokens_per_split", [None, 256])
+@pytest.mark.parametrize("most_rows", [64, 130])
+def test_heads_that_share_no_keys_equal_explicit_mask(
+    most_rows: int, tokens_per_split: int | None, page_size: int
+) -> None:
+    """Both launch shapes, over more tiles than there are stages, odd and even numbers of them."""
+    contexts = (0, 1, 63, 64, 65, 320, 577, 1024)
+    rows = tuple(Row(most_rows - 9 * i, context) for i, context in enumerate(contexts[:-1]))
+    rows += (Row(1, contexts[-1]),)
+    case = attention.Case(
+        rows,
+        q_heads=3,
+        kv_heads=3,
+        head_dim=128,
+        page_size=page_size,
+        block_size=32,
+        tokens_per_split=tokens_per_split,
+    )
+    attention.check(case, triton_kernels(CUDA), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["ragged", "heads_7_to_1", "split_context", "one_head_each"])
 def test_alone_and_from_other_pages_is_bitwise_equal(name: str, dtype: torch.dtype) -> None:
@@ -41,7 +64,7 @@ def test_alone_and_from_other_pages_is_bitwise_equal(name: str, dtype: torch.dty
 
 def test_many_runs_of_many_tiles_agree() -> None:
     """A race between the warpgroups would show as results that differ."""
-    rows = tuple(attention.Row(32 + 16 * (i % 5), 640 + 37 * i) for i in range(40))
+    rows = tuple(Row(32 + 16 * (i % 5), 640 + 37 * i) for i in range(40))
     case = attention.Case(rows, q_heads=28, kv_heads=4, head_dim=128, page_size=32, block_size=32)
     call = attention.build(case, CUDA, torch.bfloat16)
     ops = triton_kernels(CUDA)

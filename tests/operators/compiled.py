@@ -47,6 +47,7 @@ class Shape:
     page_size: int
     dtype: torch.dtype = BF16
     sequences: int = 16
+    rows: int = 64  # of each
 
 
 SHAPES = {
@@ -57,6 +58,11 @@ SHAPES = {
     "head_dim_64": Shape(16, 2, 64, 32),
     "bundled_bf16": Shape(6, 2, 32, 16),
     "bundled_fp32": Shape(6, 2, 32, 16, dtype=FP32),
+}
+# Where heads share no keys, longer sequences have launch parameters of their own.
+HOPPER_SHAPES = {
+    **{name: shape for name, shape in SHAPES.items() if shape.head_dim in (64, 128)},
+    "llada_long": Shape(32, 32, 128, 32, sequences=1, rows=96),
 }
 
 
@@ -75,7 +81,7 @@ def distinct_cache(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = False) -> None:
-    rows, context = 64, 2048
+    rows, context = shape.rows, 2048
     heads = shape.q_heads + 2 * shape.kv_heads
     fused = meta(shape.sequences * rows, heads, shape.head_dim, dtype=shape.dtype)
     q, k, v = torch.split(fused, [shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -126,10 +132,9 @@ def attention_variants() -> Variants:
 
 
 def hopper_variants() -> Variants:
-    for name, shape in SHAPES.items():
-        if shape.head_dim in (64, 128):
-            launch = partial(launch_attention, shape, hopper=True)
-            yield name, device_code([attention_gluon, merge_triton], launch)
+    for name, shape in HOPPER_SHAPES.items():
+        launch = partial(launch_attention, shape, hopper=True)
+        yield name, device_code([attention_gluon, merge_triton], launch)
 
 
 def distinct_variants() -> Variants:
