@@ -90,6 +90,10 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0  # tokens of the answer, known at its end
 
 
+# msgspec's own, a string that is not UTF-8, values nested too deeply.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
 class MalformedRecord(ValueError):
     """A stored value does not follow its schema."""
 
@@ -103,7 +107,7 @@ def decode_worker(value: bytes) -> WorkerRecord:
     """Reads a worker's stored form; raises `MalformedRecord` naming the field at fault."""
     try:
         return msgspec.json.decode(value, type=WorkerRecord)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise MalformedRecord(f"worker record: {error}") from error
 
 
@@ -111,5 +115,5 @@ def decode_placement(value: bytes) -> PlacementRecord:
     """Reads a placement's stored form; raises `MalformedRecord` naming the field at fault."""
     try:
         return msgspec.json.decode(value, type=PlacementRecord)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise MalformedRecord(f"placement record: {error}") from error

@@ -28,6 +28,8 @@ def test_a_field_of_a_newer_release_is_ignored() -> None:
         b"null",
         b"\xff\xfe",
         b'{"worker_id": "a"}',
+        b'{"worker_id": "\xff"}',
+        b'{"more": ' + b"[" * 100_000,
         encode(redis_server.RECORD).replace(b'"decode"', b'"router"'),
         encode(redis_server.RECORD).replace(b'"free_pages":64', b'"free_pages":"64"'),
     ],
