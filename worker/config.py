@@ -60,7 +60,7 @@ class WorkerConfig:
     advertise_host: Annotated[str | None, "name or address that others reach this worker by"] = None
     connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
     connector_host: Annotated[
-        str | None, "address of the connector; advertise-host where absent"
+        str | None, "address of the zmq connector; advertise-host where absent"
     ] = None
     metrics_port: Annotated[
         int | None, "serve Prometheus text on this port; 0 takes a free one"
