@@ -33,6 +33,10 @@ FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 # What `make eval` measures.
 SEED ?= 1
 COUNT ?= 2000
+# What compute-sanitizer runs: each operator in one small shape, and whole steps without graphs.
+SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
+  or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
+  or (sampling_equals and top_p_and_top_k))) or last_rows or whole_pages or 130-256 or (late_pages and cuda)
 # For `make k8s-try`: BUILD="docker build -t" builds the images first, on the base image BASE.
 BUILD ?=
 BASE ?=
@@ -59,6 +63,22 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 .PHONY: test
 test: $(VENV)/.dev ## Run every test; only those marked gpu may be skipped
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+.PHONY: gpu
+gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) view ## Run the tests for a GPU, small ones under compute-sanitizer too (PYTHON=.. takes one as it is)
+	@run="$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m pytest -m gpu -p no:cacheprovider"
+	export PYTHONPATH="$(CURDIR)/build/view$${PYTHONPATH:+:$$PYTHONPATH}"
+	$${run%% *} -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "PyTorch finds no GPU here")'
+	$$run $$(grep -rl 'mark\.gpu' tests --include='test_*.py') $(PYTEST_FLAGS)
+	PATH="$$PATH:/usr/local/cuda/bin"
+	if ! command -v compute-sanitizer; then
+	  echo "compute-sanitizer is not installed: nothing was run under it"
+	  exit
+	fi
+	export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+	sanitize() { compute-sanitizer --tool "$$1" --error-exitcode 9 $$run -p no:xdist "$${@:2}" -k "$(SMALL)"; }
+	sanitize memcheck tests/gpu tests/decode_worker/test_device_stepper.py
+	sanitize racecheck tests/gpu/test_kernels.py tests/gpu/test_distinct.py
 
 .PHONY: check
 check: format lint types arrows protos-lint protos-same overlays ## Format, lint, types, imports, stubs, manifests
@@ -110,12 +130,16 @@ format: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 
-# Type checkers cannot follow an editable install's import finder; links show them the same tree.
-types: $(VENV)/.dev
+types: $(VENV)/.dev view
+	$(BIN)/mypy build/view/effuse k8s tests
+
+# The package as links, for type checkers, which cannot follow an editable install's import finder,
+# and for a Python that it is not installed in.
+.PHONY: view
+view:
 	@mkdir -p build/view/effuse
 	for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/view/effuse/$$folder; done
 	ln -sfn ../../../protos/effuse/v1 build/view/effuse/v1
-	$(BIN)/mypy build/view/effuse k8s tests
 
 arrows: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
