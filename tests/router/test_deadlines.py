@@ -1,4 +1,4 @@
-"""Deadlines, the client's and ours: where they end a request, and what is told and recorded of it."""
+"""Deadlines, the client's and ours: where they end a request, and what is recorded of it."""
 
 from __future__ import annotations
 
