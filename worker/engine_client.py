@@ -121,7 +121,8 @@ class EngineClient:
     async def kill(self) -> None:
         """Ends the process, if it has not ended, and frees what was held for it."""
         if not self._exited.done():
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended a moment ago
+                self._process.kill()
             await asyncio.wait({self._exited}, timeout=_KILL_TIMEOUT_S)
         if self._receiving is not None:
             self._receiving.cancel()

@@ -152,3 +152,23 @@ def test_a_directory_too_deep_for_a_socket_is_told(
     with pytest.raises(OSError, match="TMPDIR: expected a path short enough"):
         asyncio.run(EngineClient.spawn(fronts.FAKE_ENGINE, WorkerConfig()))
     assert list(deep.iterdir()) == []
+
+
+def test_an_engine_that_ends_while_it_is_killed_is_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio may know of an end before whoever waits for it does."""
+
+    async def go() -> None:
+        async with spawned() as client:
+            await client.ready(20)
+            pid = client.pid
+
+            def kill() -> None:
+                os.kill(pid, signal.SIGKILL)
+                raise ProcessLookupError
+
+            monkeypatch.setattr(client._process, "kill", kill)
+            await client.kill()
+            assert not psutil.pid_exists(pid)
+            assert not client.home.exists()
+
+    asyncio.run(go())
