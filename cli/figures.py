@@ -111,9 +111,13 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def as_json(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Figures and samples of every run, for a file."""
+    """Figures and samples of every run, for a file; null for a NaN, which JSON has not."""
     return [
-        {"name": run.name, **figures(run), "requests": [asdict(one) for one in run.samples]}
+        {
+            "name": run.name,
+            **{name: None if math.isnan(value) else value for name, value in figures(run).items()},
+            "requests": [asdict(one) for one in run.samples],
+        }
         for run in runs
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -62,3 +63,8 @@ def test_json_holds_every_request() -> None:
         {"tokens": 10, "forward_passes": 2, "first_block_s": 0.1, "total_s": 1.0},
         {"tokens": 30, "forward_passes": 6, "first_block_s": 0.3, "total_s": 3.0},
     ]
+
+
+def test_a_run_in_which_every_request_failed_is_json_too() -> None:
+    (entry,) = json.loads(json.dumps(as_json([Run("fleet", 1.0, [], failed=3)]), allow_nan=False))
+    assert (entry["failed"], entry["latency_p50_s"]) == (3, None)
