@@ -70,8 +70,9 @@ def _sweep(waiting: list[tuple[Call, float | None]]) -> list[Call]:
     for call, when in waiting:
         if when is not None and time.monotonic() >= when:
             call.cancel()
-    ended = [call for call, _ in waiting if call.done()]
-    waiting[:] = [(call, when) for call, when in waiting if not call.done()]
+    seen = [(call, when, call.done()) for call, when in waiting]  # once: calls end meanwhile
+    ended = [call for call, _, is_done in seen if is_done]
+    waiting[:] = [(call, when) for call, when, is_done in seen if not is_done]
     for call in ended:
         if not call.cancelled() and call.exception(timeout=0) is not None:
             raise AssertionError(f"a request failed: {call.code()} {call.details()}")
