@@ -22,7 +22,7 @@ def request(**fields: object) -> pb.GenerateRequest:
 
 
 async def ask(fleet: FakeFleet, **fields: object) -> pb.GenerateResponse:
-    return await fleet.generation.Generate(request(**fields), timeout=10)
+    return await fleet.generation.Generate(request(**fields), timeout=30)
 
 
 async def failure(call: Awaitable[object]) -> errors.EffuseError:
