@@ -126,7 +126,9 @@ def test_a_prefill_worker_that_dies_after_its_push_is_not_missed() -> None:
 
 def test_a_prefill_worker_that_never_ends_its_call_holds_nobody_up() -> None:
     async def body(fleet: FakeFleet) -> None:
-        fleet.prefill[0].at["pushed"] = holds(asyncio.Event())
+        pushed = asyncio.Event()
+        fleet.prefill[0].at["pushed"] = holds(asyncio.Event(), pushed)
+        fleet.decode[0].at["commit 0"] = holds(pushed)
         assert (await ask(fleet)).text == TEXT
         await fleet.idle()
         assert not fleet.prefill[0].aborted
