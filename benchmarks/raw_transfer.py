@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from typing import IO
 
 import numpy as np
+import numpy.typing as npt
 import zmq
+
+from effuse.kvtransfer.huge_pages import huge_pages
 
 DEADLINE_S = 30.0
 MODULE = "effuse.benchmarks.raw_transfer"
@@ -29,7 +32,7 @@ def raw_nixl_round_s(num_bytes: int, rounds: int, piece: int) -> list[float]:
     answered."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    buffer = np.random.default_rng(0).integers(0, 255, num_bytes, dtype=np.uint8)
+    buffer = _memory(num_bytes)
     agent = nixl_agent("raw-sender", nixl_agent_config(backends=["UCX"]))
     agent.register_memory([(buffer.ctypes.data, num_bytes, 0, "")], "DRAM")
     with receiving(MODULE, "nixl", str(num_bytes)) as (process, said):
@@ -62,7 +65,7 @@ def raw_nixl_round_s(num_bytes: int, rounds: int, piece: int) -> list[float]:
 
 def raw_zmq_round_s(num_bytes: int, rounds: int) -> list[float]:
     """Seconds of each push of ``num_bytes`` in frames of 4 MiB, copied into place where they go."""
-    buffer = np.random.default_rng(0).integers(0, 255, num_bytes, dtype=np.uint8)
+    buffer = _memory(num_bytes)
     view = buffer.data
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -80,6 +83,13 @@ def raw_zmq_round_s(num_bytes: int, rounds: int) -> list[float]:
     socket.close()
     context.term()
     return times
+
+
+def _memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Bytes at random, in the kind of memory that pools are in."""
+    buffer = np.frombuffer(huge_pages(num_bytes), np.uint8)
+    buffer[:] = np.random.default_rng(0).integers(0, 255, num_bytes, dtype=np.uint8)
+    return buffer
 
 
 @contextlib.contextmanager
@@ -125,7 +135,7 @@ def _check(start: float) -> None:
 def _receive_nixl(num_bytes: int) -> None:
     from nixl._api import nixl_agent, nixl_agent_config
 
-    buffer = np.zeros(num_bytes, dtype=np.uint8)
+    buffer = _memory(num_bytes)
     agent = nixl_agent("raw-receiver", nixl_agent_config(backends=["UCX"]))
     agent.register_memory([(buffer.ctypes.data, num_bytes, 0, "")], "DRAM")
     hello = {"metadata": agent.get_agent_metadata().hex(), "address": buffer.ctypes.data}
@@ -139,7 +149,7 @@ def _receive_nixl(num_bytes: int) -> None:
 
 
 def _receive_zmq(num_bytes: int) -> None:
-    buffer = np.zeros(num_bytes, dtype=np.uint8)
+    buffer = _memory(num_bytes)
     socket = zmq.Context().socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     print(json.dumps({"endpoint": f"tcp://127.0.0.1:{port}"}), flush=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -115,25 +113,5 @@ def test_consecutive_runs() -> None:
     assert consecutive_runs([]) == []
 
 
-def test_memory_on_the_host_is_in_huge_pages_where_the_kernel_has_them() -> None:
-    memory = PageMemory(LAYOUT, 5)
-    assert not memory.tensor.count_nonzero()
-    has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()
-    assert ("hg" in advice_at(memory.address)) is has_them
-
-
 def test_a_pool_may_be_empty() -> None:
     assert PageMemory(LAYOUT, 0).num_bytes == 0
-
-
-def advice_at(address: int) -> list[str]:
-    """What the kernel was told of the mapping that holds an address, in its two-letter words."""
-    is_there = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if "-" in first and not first.endswith(":"):
-            low, high = (int(end, 16) for end in first.split("-"))
-            is_there = low <= address < high
-        elif is_there and first == "VmFlags:":
-            return rest
-    raise AssertionError(f"no mapping holds {address:#x}")
