@@ -68,14 +68,14 @@ def hopper_attention_kernel(
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
     MAX_SEQS: gl.constexpr,
-    SPLIT_TOKENS: gl.constexpr,
+    SPLIT_STEP: gl.constexpr,
     HAS_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     kv_head = gl.program_id(0)
     sequence, first, first_row, num_rows, context, origin = _find_rows(
-        cu_seqlens, context_lens, block_origins, num_seqs, gl.program_id(1), GROUPS,
+        cu_seqlens, context_lens, block_origins, num_seqs, gl.program_id(2), GROUPS,
         ROWS * CONSUMERS, MAX_SEQS,
     )  # fmt: skip
     if sequence >= num_seqs:
@@ -85,14 +85,17 @@ def hopper_attention_kernel(
     begin = 0
     end = _seen_end(last // GROUPS, num_rows, context, origin, BLOCK_SIZE)
     num_splits = 1
-    if SPLIT_TOKENS > 0:
-        split = gl.program_id(2)
-        num_splits = gl.maximum(1, (context + SPLIT_TOKENS - 1) // SPLIT_TOKENS)
+    if SPLIT_STEP > 0:
+        # As `splits.tokens_per_split`.
+        split = gl.program_id(1)
+        steps = gl.num_programs(1) * SPLIT_STEP
+        share = (context + num_rows + steps - 1) // steps * SPLIT_STEP
+        num_splits = gl.maximum(1, (context + share - 1) // share)
         if split >= num_splits:
             return
-        begin = split * SPLIT_TOKENS
+        begin = split * share
         if split < num_splits - 1:
-            end = begin + SPLIT_TOKENS
+            end = begin + share
     num_tiles = (end - begin + TILE_KEYS - 1) // TILE_KEYS
     # From this position on a consumer must mask.
     whole = _seen_end(first // GROUPS, num_rows, context, origin, BLOCK_SIZE)
@@ -124,12 +127,14 @@ def hopper_attention_kernel(
         kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
     )  # fmt: skip
     results = (out, lse, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits)
+    _await_kernel_before()
+    _allow_kernel_after()
     consumer = (memory, barriers, rows, span, q, q_token, q_head, results, scale)
     producer = (memory, barriers, rows, span, sources, boxes, strides)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, GROUPS, BLOCK_SIZE, SPLIT_TOKENS, HAS_LSE) + consumer),
+                (_consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP, HAS_LSE) + consumer),
                 (produce, (PAGE_SIZE, CHUNK) + producer),
             ],
             [4],
@@ -138,13 +143,28 @@ def hopper_attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, GROUPS, BLOCK_SIZE, SPLIT_TOKENS, HAS_LSE) + consumer),
-                (_consume, (1, GROUPS, BLOCK_SIZE, SPLIT_TOKENS, HAS_LSE) + consumer),
+                (_consume, (0, GROUPS, BLOCK_SIZE, SPLIT_STEP, HAS_LSE) + consumer),
+                (_consume, (1, GROUPS, BLOCK_SIZE, SPLIT_STEP, HAS_LSE) + consumer),
                 (produce, (PAGE_SIZE, CHUNK) + producer),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+
+
+@gluon.jit
+def _await_kernel_before():
+    """This program may have begun before that one's end (`early_start`)."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _allow_kernel_after():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -208,7 +228,7 @@ def _consume(
     which: gl.constexpr,
     GROUPS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    SPLIT_TOKENS: gl.constexpr,
+    SPLIT_STEP: gl.constexpr,
     HAS_LSE: gl.constexpr,
     memory,
     barriers,
@@ -283,8 +303,8 @@ def _consume(
     row_token = (first_row + row // GROUPS).to(gl.int64)
     row_head = kv_head * GROUPS + row % GROUPS
     row_valid = row < num_rows * GROUPS
-    if SPLIT_TOKENS > 0 and num_splits > 1:
-        part = (gl.program_id(2).to(gl.int64) * num_tokens + row_token) * num_heads + row_head
+    if SPLIT_STEP > 0 and num_splits > 1:
+        part = (gl.program_id(1).to(gl.int64) * num_tokens + row_token) * num_heads + row_head
         gl.store(partial_lse + part, row_lse, mask=row_valid)
         column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, result_layout))
         part = gl.convert_layout(part * HEAD_DIM, gl.SliceLayout(1, result_layout))

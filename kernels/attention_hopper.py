@@ -4,7 +4,7 @@
 `attention_gluon`. Launch parameters depend on shapes alone.
 
 Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence
-once for each tile of 128 packed rows.
+once for each tile of 64 or 128 packed rows.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from effuse.kernels.batch import AttentionBatch
-from effuse.kernels.merge_triton import merge_splits
+from effuse.kernels.merge_triton import merge_splits, partial_results
+from effuse.kernels.splits import SPLIT_STEP, most_splits
 
 LOG2_E = 1.4426950408889634
 PROCESSORS = 132
-# The most keys of a tile.
-SPLIT_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +46,12 @@ LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 def shape_of(groups: int, max_seqlen: int) -> Shape:
     """The shape class for ``groups`` query heads a KV head and at most ``max_seqlen`` rows.
 
-    Rounding depends on the number of keys in a tile, so this depends on the model alone: a row
-    gets the same result whatever shares its forward, unless its cache is split differently.
+    Rounding depends on the number of keys in a tile, and that on the model alone: a row gets the
+    same result whatever shares its forward, unless its cache is split differently.
     """
     if groups > 1:
         return GROUPED
     return ALONE_SHORT if max_seqlen <= 64 else ALONE_TALL
-
-
-def split_tokens(num_programs: int, max_context: int, shape: Shape) -> int:
-    """Cached tokens for each program, a multiple of `SPLIT_STEP`: what fills one wave."""
-    wanted = max(1, PROCESSORS * shape.programs_per_processor // max(1, num_programs))
-    share = -(-max_context // wanted)
-    return max(-(-share // SPLIT_STEP), 1) * SPLIT_STEP
 
 
 def is_supported(q: Tensor, others: tuple[Tensor, ...], page_size: int) -> bool:
@@ -89,7 +81,7 @@ def launch(
     scale: float,
     out: Tensor,
     lse: Tensor | None = None,
-    tokens_per_split: int | None = None,
+    splits: int | None = None,
 ) -> None:
     """`attention_triton.launch` for arguments that `is_supported` accepts."""
     from effuse.kernels.attention_gluon import hopper_attention_kernel
@@ -102,18 +94,16 @@ def launch(
     tile_rows = 64 * shape.consumers
     # The most tiles that so many rows in so many sequences can make; the rest leaves at once.
     num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
-    # Graphs are captured for as many sequences as there could be; splits suit the usual case.
-    usual_tiles = max(-(-tokens * groups // tile_rows), num_seqs // 2)
-    split = tokens_per_split or split_tokens(usual_tiles * kv_heads, batch.max_context, shape)
-    num_splits = max(1, -(-batch.max_context // split))
-    is_split = num_splits > 1
+    # Graphs are captured for as many sequences as there could be, with a block each; splits suit
+    # the usual case of a window of four.
+    usual_tiles = max(-(-tokens * groups // tile_rows), num_seqs // 4)
+    wave = PROCESSORS * shape.programs_per_processor
+    num_splits = splits or most_splits(usual_tiles * kv_heads, wave, batch.max_context)
     chunk = 32 if batch.page_size % 32 == 0 else 16
     boxes = _boxes(k_cache, v_cache, chunk) if batch.max_context else None
-    # Splits leave fp32 results behind, which the second kernel merges in split order.
-    parts = (num_splits, tokens, q_heads) if is_split else (0, 1, 1)
-    partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-    hopper_attention_kernel[(kv_heads, num_tiles, num_splits)](
+    partial_out, partial_lse = partial_results(q, num_splits)
+    # Tiles come last, so that those that are not there do not take a processor from others.
+    hopper_attention_kernel[(kv_heads, num_splits, num_tiles)](
         q,
         k,
         v,
@@ -147,16 +137,17 @@ def launch(
         CHUNK=chunk,
         STAGES=shape.stages,
         MAX_SEQS=max(64, 1 << (num_seqs - 1).bit_length()),
-        SPLIT_TOKENS=split if is_split else 0,
+        SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
         HAS_LSE=lse is not None,
         CONSUMER_REGISTERS=shape.consumer_registers,
         PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4,
         maxnreg=shape.registers,
         enable_fp_fusion=True,
+        launch_pdl=True,
     )
-    if is_split:
-        merge_splits(partial_out, partial_lse, batch, split, out, lse)
+    if num_splits > 1:
+        merge_splits(partial_out, partial_lse, batch, out, lse)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.attention_triton import LOG2_E, split_tokens, tile_shape
+from effuse.kernels.attention_triton import LOG2_E, PROGRAMS_PER_WAVE, tile_shape
 from effuse.kernels.batch import AttentionBatch
-from effuse.kernels.merge_triton import merge_splits
+from effuse.kernels.merge_triton import merge_splits, partial_results
+from effuse.kernels.splits import SPLIT_STEP, most_splits
 
 
 def launch(
@@ -29,12 +30,12 @@ def launch(
     scale: float,
     out: Tensor,
     lse: Tensor | None = None,
-    tokens_per_split: int | None = None,
+    splits: int | None = None,
 ) -> None:
     """Fill ``out`` [T, Hq, D] and, if given, ``lse`` [T, Hq] fp32 (natural log).
 
     k_cache is [pages, Hkv, D / x, page_size, x], v_cache [pages, Hkv, D, page_size].
-    ``tokens_per_split`` overrides `split_tokens`; a multiple of 64.
+    ``splits`` overrides `splits.most_splits`.
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -48,12 +49,8 @@ def launch(
     tile = tile_shape(q.dtype, head_dim)
     # At most one tile of a sequence is ragged, so this bounds the number of tiles.
     num_tiles = tokens * groups // tile.rows + num_seqs
-    split = tokens_per_split or split_tokens(num_tiles * kv_heads, batch.max_context)
-    num_splits = max(1, -(-batch.max_context // split))
-    is_split = num_splits > 1
-    shape = (num_splits, tokens, q_heads) if is_split else (0, 1, 1)
-    partial_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    num_splits = splits or most_splits(num_tiles * kv_heads, PROGRAMS_PER_WAVE, batch.max_context)
+    partial_out, partial_lse = partial_results(q, num_splits)
     _distinct_attention_kernel[(num_tiles, kv_heads, num_splits)](
         q,
         k,
@@ -85,15 +82,15 @@ def launch(
         BLOCK_SIZE=batch.block_size,
         TILE_ROWS=tile.rows,
         TILE_KEYS=tile.keys,
-        SPLIT_TOKENS=split if is_split else 0,
+        SPLIT_STEP=SPLIT_STEP if num_splits > 1 else 0,
         HAS_LSE=lse is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )
-    if is_split:
-        merge_splits(partial_out, partial_lse, batch, split, out, lse)
+    if num_splits > 1:
+        merge_splits(partial_out, partial_lse, batch, out, lse)
 
 
 @triton.jit
@@ -193,7 +190,7 @@ def _distinct_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
+    SPLIT_STEP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -210,13 +207,16 @@ def _distinct_attention_kernel(
     cached_end = context
     is_last = True
     num_splits = 1
-    if SPLIT_TOKENS > 0:
+    if SPLIT_STEP > 0:
+        # As `splits.tokens_per_split`.
         split = tl.program_id(2)
-        num_splits = tl.maximum(1, (context + SPLIT_TOKENS - 1) // SPLIT_TOKENS)
+        steps = tl.num_programs(2) * SPLIT_STEP
+        share = (context + num_rows + steps - 1) // steps * SPLIT_STEP
+        num_splits = tl.maximum(1, (context + share - 1) // share)
         if split >= num_splits:
             return
-        cached_begin = split * SPLIT_TOKENS
-        cached_end = tl.minimum(context, cached_begin + SPLIT_TOKENS)
+        cached_begin = split * share
+        cached_end = tl.minimum(context, cached_begin + share)
         is_last = split == num_splits - 1
     origin = tl.load(block_origins + sequence)
     pages = page_table + sequence.to(tl.int64) * table_stride
@@ -290,7 +290,7 @@ def _distinct_attention_kernel(
     # Stage 3: normalise; every valid row has seen a key, except in no split at all.
     result = accumulator / total[:, None]
     row_lse = peak + tl.log2(total)
-    if SPLIT_TOKENS > 0 and num_splits > 1:
+    if SPLIT_STEP > 0 and num_splits > 1:
         place = tl.program_id(2).to(tl.int64) * num_tokens + token
         place = place * (tl.num_programs(1) * GROUPS) + head
         tl.store(

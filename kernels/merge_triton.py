@@ -2,54 +2,79 @@
 """The second half of split attention: one output from the parts that splits of the cache left.
 
 Parts are combined in split order, so the result does not depend on which finished first.
+
+Bytes: the parts that a sequence has, fp32, once; the output once. A merge is short and waiting is
+most of it: a program asks for its parts before it knows which sequence they are of.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.early_start import may_start_early
+from effuse.kernels.splits import SPLIT_STEP
 
-# Splits whose loads are under way together: a merge is short, and waiting is most of it. One
-# number for all launches, so that a result does not depend on what else is merged with it.
+# Splits whose loads are under way together. One number for all launches, so that a result does not
+# depend on what else is merged with it.
 SPLITS_AT_ONCE = 8
+HEADS_AT_ONCE = 8
+
+
+def partial_results(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Memory for what `merge_splits` merges, uninitialised; next to none without splits.
+
+    ([splits, T, Hq, D] and [splits, T, Hq], both fp32) for ``q`` [T, Hq, D].
+    """
+    tokens, heads, head_dim = q.shape
+    shape = (num_splits, tokens, heads) if num_splits > 1 else (0, 1, 1)
+    partial_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    return partial_out, torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def merge_splits(
     partial_out: Tensor,
     partial_lse: Tensor,
     batch: AttentionBatch,
-    tokens_per_split: int,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
     """Fill ``out`` [T, Hq, D] and ``lse`` [T, Hq] for sequences of more than one split.
 
     ``partial_out`` [splits, T, Hq, D] fp32 holds normalised outputs, ``partial_lse``
-    [splits, T, Hq] fp32 their base-2 log-sum-exp.
+    [splits, T, Hq] fp32 their base-2 log-sum-exp, of as many splits as `splits` gives a sequence.
     """
-    _, tokens, heads, head_dim = partial_out.shape
-    _merge_kernel[(tokens, heads)](
+    splits, tokens, heads, head_dim = partial_out.shape
+    num_seqs = len(batch.context_lens)
+    starts_early = may_start_early(partial_out.device)
+    _merge_kernel[(tokens, triton.cdiv(heads, HEADS_AT_ONCE))](
         partial_out,
         partial_lse,
         out,
         lse if lse is not None else out,
         batch.cu_seqlens,
         batch.context_lens,
-        len(batch.context_lens),
+        num_seqs,
         tokens,
+        splits,
         *out.stride()[:2],
+        HEADS=heads,
         HEAD_DIM=head_dim,
-        SPLIT_TOKENS=tokens_per_split,
+        MAX_SEQS=max(64, triton.next_power_of_2(num_seqs)),
+        SPLIT_STEP=SPLIT_STEP,
         SPLITS_AT_ONCE=SPLITS_AT_ONCE,
+        HEADS_AT_ONCE=HEADS_AT_ONCE,
         HAS_LSE=lse is not None,
-        num_warps=2,
+        STARTS_EARLY=starts_early,
+        num_warps=4,
         enable_fp_fusion=True,
+        launch_pdl=starts_early,
     )
 
 
 # One kernel for all of them: a new kind of count must not compile while requests wait.
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "splits"])
 def _merge_kernel(
     partial_out,
     partial_lse,
@@ -59,51 +84,104 @@ def _merge_kernel(
     context_lens,
     num_seqs,
     num_tokens,
+    splits,
     out_token,
     out_head,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
+    MAX_SEQS: tl.constexpr,
+    SPLIT_STEP: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
-    """Combine one (token, head) over its splits, a fixed number at a time and in split order."""
+    """Combine some heads of a token over its splits, a fixed number at a time, in split order.
+
+    An element of the result never meets another: a thread needs no other one to get its own.
+    """
     token = tl.program_id(0)
-    head = tl.program_id(1)
-    num_heads = tl.num_programs(1)
-    low = 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens + middle) <= token:
-            low = middle
-        else:
-            high = middle
-    context = tl.load(context_lens + low)
-    num_splits = (context + SPLIT_TOKENS - 1) // SPLIT_TOKENS
+    head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
+    dim = tl.arange(0, HEAD_DIM)
+    exists = head < HEADS
+    step = num_tokens.to(tl.int64) * HEADS
+    place = token.to(tl.int64) * HEADS + head
+    parts_lse = partial_lse + place
+    parts = partial_out + place[:, None] * HEAD_DIM + dim[None, :]
+    limit = tl.where(exists, splits, 0)
+    if STARTS_EARLY:
+        tl.extra.cuda.gdc_wait()
+    weights, values = _load_parts(parts_lse, parts, limit, step, HEAD_DIM, SPLITS_AT_ONCE)
+    num_splits = _count_splits(
+        cu_seqlens, context_lens, num_seqs, token, splits, MAX_SEQS, SPLIT_STEP
+    )
     if num_splits <= 1:
         return
-    dim = tl.arange(0, HEAD_DIM)
-    split = tl.arange(0, SPLITS_AT_ONCE)
-    place = token.to(tl.int64) * num_heads + head
-    step = num_tokens.to(tl.int64) * num_heads
-    peak = -1.0e30
-    total = 0.0
-    result = tl.zeros([HEAD_DIM], dtype=tl.float32)
-    for begin in range(0, num_splits, SPLITS_AT_ONCE):
-        present = begin + split < num_splits
-        parts = (begin + split) * step + place
-        split_lse = tl.load(partial_lse + parts, mask=present, other=float("-inf"))
-        rows = partial_out + parts[:, None] * HEAD_DIM + dim[None, :]
-        values = tl.load(rows, mask=present[:, None], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(split_lse, 0))
-        shrink = tl.exp2(peak - new_peak)
-        weights = tl.exp2(split_lse - new_peak)
-        result = result * shrink + tl.sum(values * weights[:, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        peak = new_peak
-    result = result / total
-    row = out + token.to(tl.int64) * out_token + head * out_head
-    tl.store(row + dim, result.to(out.dtype.element_ty))
+    peak = tl.full([HEADS_AT_ONCE], -1.0e30, dtype=tl.float32)
+    total = tl.zeros([HEADS_AT_ONCE], dtype=tl.float32)
+    result = tl.zeros([HEADS_AT_ONCE, HEAD_DIM], dtype=tl.float32)
+    held = tl.zeros([HEADS_AT_ONCE], dtype=tl.int32) + num_splits
+    result, total, peak = _combine(weights, values, held, result, total, peak)
+    for begin in range(SPLITS_AT_ONCE, num_splits, SPLITS_AT_ONCE):
+        parts_lse += SPLITS_AT_ONCE * step
+        parts += SPLITS_AT_ONCE * step * HEAD_DIM
+        limit = tl.where(exists, num_splits - begin, 0)
+        weights, values = _load_parts(parts_lse, parts, limit, step, HEAD_DIM, SPLITS_AT_ONCE)
+        result, total, peak = _combine(weights, values, held - begin, result, total, peak)
+    rows = out + token.to(tl.int64) * out_token + head * out_head
+    result = (result / total[:, None]).to(out.dtype.element_ty)
+    tl.store(rows[:, None] + dim[None, :], result, mask=exists[:, None])
     if HAS_LSE:
-        place = token.to(tl.int64) * num_heads + head
-        tl.store(lse + place, (peak + tl.log2(total)) * 0.6931471805599453)
+        tl.store(lse + place, (peak + tl.log2(total)) * 0.6931471805599453, mask=exists)
+
+
+@triton.jit
+def _load_parts(
+    parts_lse, parts, limit, step, HEAD_DIM: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr
+):
+    """([heads], [heads, HEAD_DIM]) of each of the first splits, as two tuples."""
+    weights = ()
+    values = ()
+    for split in tl.static_range(SPLITS_AT_ONCE):
+        present = split < limit
+        split_lse = tl.load(parts_lse + split * step, mask=present, other=0.0)
+        weights += (split_lse,)  # type: ignore[assignment]
+        pointers = parts + split * step * HEAD_DIM
+        value = tl.load(pointers, mask=present[:, None], other=0.0)
+        values += (value,)  # type: ignore[assignment]
+    return weights, values
+
+
+@triton.jit
+def _count_splits(
+    cu_seqlens, context_lens, num_seqs, token, splits, MAX_SEQS: tl.constexpr,
+    SPLIT_STEP: tl.constexpr,
+):  # fmt: skip
+    """The splits of the sequence that ``token`` is of, as `splits.tokens_per_split` has it."""
+    sequence = tl.arange(0, MAX_SEQS)
+    present = sequence < num_seqs
+    begins = tl.load(cu_seqlens + sequence, mask=present, other=0)
+    ends = tl.load(cu_seqlens + sequence + 1, mask=present, other=0)
+    contexts = tl.load(context_lens + sequence, mask=present, other=0)
+    steps = splits * SPLIT_STEP
+    # Of every sequence, so that one sum is all that threads exchange.
+    shares = tl.maximum(1, (contexts + ends - begins + steps - 1) // steps) * SPLIT_STEP
+    counts = (contexts + shares - 1) // shares
+    return tl.sum(tl.where((begins <= token) & (token < ends), counts, 0), 0)
+
+
+@triton.jit
+def _combine(weights, values, held, result, total, peak):
+    """One step of online softmax; splits from ``held`` on may be anything."""
+    new_peak = peak
+    for split in tl.static_range(len(weights)):
+        new_peak = tl.maximum(new_peak, tl.where(split < held, weights[split], -1.0e30))
+    shrink = tl.exp2(peak - new_peak)
+    result *= shrink[:, None]
+    total *= shrink
+    for split in tl.static_range(len(weights)):
+        present = split < held
+        weight = tl.where(present, tl.exp2(weights[split] - new_peak), 0.0)
+        result += weight[:, None] * tl.where(present[:, None], values[split], 0.0)
+        total += weight
+    return result, total, new_peak

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from effuse.kernels.early_start import may_start_early
 from effuse.kernels.kv_pages_triton import slot_offset
 
 
@@ -64,7 +65,10 @@ def _rotary_kernel(
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STORES: tl.constexpr,
+    ALLOWS_NEXT: tl.constexpr,
 ):
+    if ALLOWS_NEXT:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     dim = tl.arange(0, HALF)[None, :]
@@ -135,6 +139,7 @@ def launch(
         HALF=dim // 2,
         PAGE_SIZE=k_cache.shape[1],
         STORES=stored is not None,
+        ALLOWS_NEXT=may_start_early(q.device),
         num_warps=4,
         enable_fp_fusion=True,
     )

@@ -34,12 +34,12 @@ def test_equals_explicit_mask(name: str, head_dim: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
-@pytest.mark.parametrize("tokens_per_split", [None, 256])
-@pytest.mark.parametrize("most_rows", [64, 130])
+@pytest.mark.parametrize("splits", [None, 4])
+@pytest.mark.parametrize("most_rows", [64, 96, 160, 300])
 def test_heads_that_share_no_keys_equal_explicit_mask(
-    most_rows: int, tokens_per_split: int | None, page_size: int
+    most_rows: int, splits: int | None, page_size: int
 ) -> None:
-    """Both launch shapes, over more tiles than there are stages, odd and even numbers of them."""
+    """Every launch shape, over more tiles than there are stages, odd and even numbers of them."""
     contexts = (0, 1, 63, 64, 65, 320, 577, 1024)
     rows = tuple(Row(most_rows - 9 * i, context) for i, context in enumerate(contexts[:-1]))
     rows += (Row(1, contexts[-1]),)
@@ -50,7 +50,7 @@ def test_heads_that_share_no_keys_equal_explicit_mask(
         head_dim=128,
         page_size=page_size,
         block_size=32,
-        tokens_per_split=tokens_per_split,
+        splits=splits,
     )
     attention.check(case, triton_kernels(CUDA), torch.bfloat16)
 

@@ -34,7 +34,7 @@ class Case:
     block_size: int = 16
     keys_token_major: bool = False
     values_token_major: bool = False
-    tokens_per_split: int | None = None
+    splits: int | None = None
     magnitude: float = 1.0
 
 
@@ -53,7 +53,8 @@ CASES = {
     "block_1_is_causal": Case((Row(20, 9),), block_size=1),
     "block_larger_than_rows": Case((Row(20, 9),), block_size=64),
     "long_context": Case(LONG),
-    "split_context": Case(LONG, tokens_per_split=64),
+    "split_context": Case(LONG, splits=4),
+    "many_splits": Case((Row(3, 1300), Row(2, 90), Row(5, 1150)), q_heads=6, splits=11),
     "heads_7_to_1": Case(RAGGED, q_heads=7, kv_heads=1),
     "heads_14_to_2": Case((Row(33, 70), Row(9, 3)), q_heads=14, kv_heads=2),
     "one_head_each": Case(RAGGED, q_heads=3, kv_heads=3),
@@ -125,7 +126,7 @@ def build(case: Case, device: torch.device, dtype: torch.dtype) -> Attention:
         scale=case.head_dim**-0.5,
         out=torch.full((total, case.q_heads, case.head_dim), float("nan")).to(device, dtype),
         lse=torch.full((total, case.q_heads), float("nan"), device=device),
-        tokens_per_split=case.tokens_per_split,
+        splits=case.splits,
     )
 
 

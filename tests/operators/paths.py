@@ -32,7 +32,7 @@ class Attention:
     scale: float
     out: Tensor
     lse: Tensor | None
-    tokens_per_split: int | None
+    splits: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
             scale=a.scale,
             out=a.out,
             lse=a.lse,
-            tokens_per_split=a.tokens_per_split,
+            splits=a.splits,
         )
 
     def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
