@@ -35,10 +35,13 @@ def median_us(calls: Sequence[Call], repeats: int = 7) -> float:
 
 
 def copy_bytes_per_us(num_bytes: int = 1 << 30) -> float:
-    """Bytes read plus bytes written in a microsecond of a large copy on the device."""
+    """Bytes read plus bytes written in a microsecond of a large copy on the device.
+
+    By a kernel: a copy node of a graph reached 2.7 TB/s where kernels reach 4.2.
+    """
     source = torch.randn(num_bytes // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * num_bytes / median_us([lambda: target.copy_(source)] * 3)
+    return 2 * num_bytes / median_us([lambda: torch.neg(source, out=target)] * 3)
 
 
 def _event() -> torch.cuda.Event:

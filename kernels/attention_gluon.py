@@ -89,7 +89,8 @@ def hopper_attention_kernel(
         # As `splits.tokens_per_split`.
         split = gl.program_id(1)
         steps = gl.num_programs(1) * SPLIT_STEP
-        share = (context + num_rows + steps - 1) // steps * SPLIT_STEP
+        counted = context + num_rows // SPLIT_STEP * SPLIT_STEP
+        share = gl.maximum(1, (counted + steps - 1) // steps) * SPLIT_STEP
         num_splits = gl.maximum(1, (context + share - 1) // share)
         if split >= num_splits:
             return

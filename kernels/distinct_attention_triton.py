@@ -211,7 +211,8 @@ def _distinct_attention_kernel(
         # As `splits.tokens_per_split`.
         split = tl.program_id(2)
         steps = tl.num_programs(2) * SPLIT_STEP
-        share = (context + num_rows + steps - 1) // steps * SPLIT_STEP
+        counted = context + num_rows // SPLIT_STEP * SPLIT_STEP
+        share = tl.maximum(1, (counted + steps - 1) // steps) * SPLIT_STEP
         num_splits = tl.maximum(1, (context + share - 1) // share)
         if split >= num_splits:
             return

@@ -165,7 +165,8 @@ def _count_splits(
     contexts = tl.load(context_lens + sequence, mask=present, other=0)
     steps = splits * SPLIT_STEP
     # Of every sequence, so that one sum is all that threads exchange.
-    shares = tl.maximum(1, (contexts + ends - begins + steps - 1) // steps) * SPLIT_STEP
+    counted = contexts + (ends - begins) // SPLIT_STEP * SPLIT_STEP
+    shares = tl.maximum(1, (counted + steps - 1) // steps) * SPLIT_STEP
     counts = (contexts + shares - 1) // shares
     return tl.sum(tl.where((begins <= token) & (token < ends), counts, 0), 0)
 

@@ -21,5 +21,6 @@ def tokens_per_split(context: int, num_rows: int, splits: int) -> int:
 
     The sequence has ``max(1, ceil(context / tokens_per_split))`` splits. Kernels compute the same.
     """
-    steps = splits * SPLIT_STEP
-    return max(1, -(-(context + num_rows) // steps)) * SPLIT_STEP
+    # Fewer rows than a step are no reason for longer splits.
+    counted = context + num_rows // SPLIT_STEP * SPLIT_STEP
+    return max(1, -(-counted // (splits * SPLIT_STEP))) * SPLIT_STEP

@@ -30,4 +30,5 @@ def test_shares_are_even_and_no_more_than_allowed(context: int, num_rows: int, s
     assert share % SPLIT_STEP == 0
     assert used <= splits
     assert 0 < last <= share + num_rows
+    assert used < splits or last < share + SPLIT_STEP
     assert share < -(-(context + num_rows) // splits) + SPLIT_STEP
