@@ -129,7 +129,6 @@ def hopper_attention_kernel(
     )  # fmt: skip
     results = (out, lse, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits)
     _await_kernel_before()
-    _allow_kernel_after()
     consumer = (memory, barriers, rows, span, q, q_token, q_head, results, scale)
     producer = (memory, barriers, rows, span, sources, boxes, strides)
     if CONSUMERS == 1:
@@ -151,6 +150,8 @@ def hopper_attention_kernel(
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+    # Not earlier: what follows would gather on the few processors that are free.
+    _allow_kernel_after()
 
 
 @gluon.jit
