@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from effuse.kernels.attention_copies_gluon import produce
+from effuse.kernels.early_start_gluon import allow_kernel_after, await_kernel_before
 
 ROWS = gl.constexpr(64)
 
@@ -128,7 +129,7 @@ def hopper_attention_kernel(
         kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
     )  # fmt: skip
     results = (out, lse, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits)
-    _await_kernel_before()
+    await_kernel_before()
     consumer = (memory, barriers, rows, span, q, q_token, q_head, results, scale)
     producer = (memory, barriers, rows, span, sources, boxes, strides)
     if CONSUMERS == 1:
@@ -151,22 +152,7 @@ def hopper_attention_kernel(
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     # Not earlier: what follows would gather on the few processors that are free.
-    _allow_kernel_after()
-
-
-@gluon.jit
-def _await_kernel_before():
-    """This program may have begun before that one's end (`early_start`)."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _allow_kernel_after():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    allow_kernel_after()
 
 
 @gluon.jit

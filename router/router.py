@@ -82,6 +82,8 @@ class Router:
             ]
             await self.view.first_poll()
             with self._metrics_served() as self.metrics_port:
+                if self.metrics_port:
+                    LOG.info("metrics are on %s:%d", config.host, self.metrics_port)
                 async with self.aborts, self.endings:
                     await self._start(rpc)
                     loops += [

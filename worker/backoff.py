@@ -1,16 +1,22 @@
 """How long to wait before an engine is started again, and when to give up. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Counts engines that ended without ever becoming ready; durations in seconds."""
+    """Counts engines in a row that never became ready or ended soon after; durations in seconds.
+
+    Only the former are a reason to give up: what ends a ready engine may be a request, which will
+    be over, or a device that is mended while the worker lives.
+    """
 
     first_s: float = 0.2
     most_s: float = 10.0
     most_failures: int = 5
+    steady_s: float = 60.0
     failures: int = 0
+    early_ends: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -20,12 +26,15 @@ class Backoff:
     @property
     def pause_s(self) -> float:
         """The wait before the next start."""
-        return min(self.first_s * 2.0**self.failures, self.most_s)
+        # Bounded, for an engine may end early as often as it takes.
+        doublings = min(self.failures + self.early_ends, 32)
+        return min(self.first_s * 2.0**doublings, self.most_s)
 
     def failed(self) -> "Backoff":
         """An engine did not become ready."""
-        return Backoff(self.first_s, self.most_s, self.most_failures, self.failures + 1)
+        return replace(self, failures=self.failures + 1)
 
-    def recovered(self) -> "Backoff":
-        """An engine became ready."""
-        return Backoff(self.first_s, self.most_s, self.most_failures)
+    def ended(self, lived_s: float) -> "Backoff":
+        """An engine ended that had been ready for so long."""
+        early_ends = 0 if lived_s >= self.steady_s else self.early_ends + 1
+        return replace(self, failures=0, early_ends=early_ends)

@@ -122,6 +122,8 @@ class Front:
         if config.metrics_port is not None:
             scraped = await metrics.serve(config.host, config.metrics_port, self.shell.metrics_text)
             stack.callback(scraped.close)
+            port = scraped.sockets[0].getsockname()[1]
+            LOG.info("metrics are on %s:%d", config.host, port)
 
     async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
         if not self._config.redis_url:

@@ -38,6 +38,7 @@ class Life:
     ready: Ready
     load: Load
     progress: Progress
+    began: float  # when it was ready, by the supervisor's clock
 
     @property
     def incarnation(self) -> str:
@@ -62,7 +63,7 @@ class Supervisor:
         self._config = config
         self._attempts = attempts
         self._on_change = on_change  # called whenever `life` has come or gone
-        self._backoff = backoff or Backoff()
+        self.backoff = backoff or Backoff()
         self._now = now
         self.life: Life | None = None
         self.restarts = 0
@@ -86,14 +87,15 @@ class Supervisor:
                 await client.stop(0.0 if self.life is None else _STOP_GRACE_S)
                 self.life = None
                 raise
-            await asyncio.sleep(self._backoff.pause_s)
+            await asyncio.sleep(self.backoff.pause_s)
             self.restarts += 1
 
     async def _follow(self, client: EngineClient) -> None:
         """Follows an engine from its start to its end, which raises `EngineLost`."""
         ready = await client.ready(self._config.startup_timeout_s)
         load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
-        life = Life(client, ready, load, Progress.begin(self._now()))
+        began = self._now()
+        life = Life(client, ready, load, Progress.begin(began), began)
         self.life = life
         LOG.info("engine %s is ready", client.incarnation)
         self._on_change()
@@ -116,7 +118,10 @@ class Supervisor:
     async def _lose(self, client: EngineClient, lost: EngineLost) -> None:
         """Buries an engine; only once its memory is gone do its attempts hear of it."""
         LOG.error("engine %s is lost: %s", client.incarnation, lost)
-        self._backoff = self._backoff.recovered() if self.life else self._backoff.failed()
+        if self.life is None:
+            self.backoff = self.backoff.failed()
+        else:
+            self.backoff = self.backoff.ended(self._now() - self.life.began)
         self.life = None
         self._on_change()
         await client.kill()
@@ -127,5 +132,5 @@ class Supervisor:
                 labels={"incarnation": client.incarnation},
             )
         )
-        if lost.permanent or self._backoff.is_over:
+        if lost.permanent or self.backoff.is_over:
             raise GaveUp(str(lost))

@@ -14,7 +14,23 @@ def test_pauses_grow_to_a_bound_and_end() -> None:
     assert pauses == [1.0, 2.0, 4.0, 4.0, 4.0]
 
 
-def test_a_ready_engine_clears_the_count() -> None:
-    backoff = Backoff(most_failures=2).failed().recovered().failed()
+def test_a_ready_engine_clears_the_count_of_failures() -> None:
+    backoff = Backoff(most_failures=2).failed().ended(lived_s=1.0).failed()
     assert not backoff.is_over
     assert backoff.failures == 1
+
+
+def test_engines_that_end_soon_are_replaced_for_ever_but_ever_more_slowly() -> None:
+    backoff = Backoff(first_s=1.0, most_s=8.0, most_failures=2, steady_s=60.0)
+    pauses = []
+    for _ in range(2000):
+        backoff = backoff.ended(lived_s=59.9)
+        pauses.append(backoff.pause_s)
+    assert pauses[:4] == [2.0, 4.0, 8.0, 8.0]
+    assert pauses[-1] == 8.0
+    assert not backoff.is_over
+
+
+def test_an_engine_that_lived_long_is_replaced_at_once() -> None:
+    backoff = Backoff(first_s=1.0, steady_s=60.0).ended(lived_s=3.0).ended(lived_s=60.0)
+    assert backoff.pause_s == 1.0

@@ -66,6 +66,8 @@ def test_an_engine_that_was_ready_is_replaced_as_often_as_it_takes() -> None:
             if turn < 3:
                 os.kill(one.life.client.pid, signal.SIGKILL)
         assert changes == [True, False, True, False, True, False, True]
+        assert one.backoff.early_ends == 3
+        assert one.backoff.failures == 0
         task.cancel()
         await asyncio.wait({task}, timeout=20)
         assert task.cancelled()
