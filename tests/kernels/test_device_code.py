@@ -91,6 +91,8 @@ def test_attention_for_hopper_multiplies_on_wgmma_and_copies_boxes(hopper: Codes
         assert code.count("HMMA") == 0, (variant, str(code))
         assert code.count("USETMAXREG") > 0, (variant, str(code))
         assert code.count("UTMALDG") > 0, (variant, str(code))
+        # It awaits the kernel before, and allows the one after, once each.
+        assert (code.count("ACQBULK"), code.count("PREEXIT")) == (1, 1), (variant, str(code))
         assert code.count("LDGSTS.E.BYPASS.128") > 0, (variant, str(code))
 
 
