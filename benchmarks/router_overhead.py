@@ -3,7 +3,8 @@
 The same short request goes through the router and straight to the workers, in pairs whose order
 alternates; the figure is the median of the pairs' differences. A pair takes 40 ms: a machine that
 becomes slower meanwhile does so for both. What one request leaves to be done, a status to be read
-or a placement to be written, meets either kind as often.
+or a placement to be written, meets either kind as often. Health checks, each after a request sent
+straight to the workers, say what a call costs for which the router does nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import cast
 
 import grpc.aio
 import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.benchmarks.direct import CONFIDENCE_THRESHOLD, DEADLINE_S, DirectClient
 from effuse.benchmarks.report import Figure
@@ -23,6 +25,7 @@ from effuse.v1 import generation_pb2, generation_pb2_grpc
 
 REQUESTS = 300
 WARM_UP = 40
+HEALTH_CHECKS = 60
 MAX_TOKENS = 1
 PROMPT = tuple(range(600, 632))
 MOST_ADDED_MS = 1.5
@@ -33,7 +36,7 @@ MOST_RSS_MB = 200.0
 def measure() -> tuple[list[Figure], list[str]]:
     """The figures of one fleet of one prefill and one decode worker."""
     with Fleet(FleetConfig(prefill=1, decode=1, connector="zmq")) as fleet:
-        direct, routed = asyncio.run(_alternate(fleet))
+        direct, routed, hops = asyncio.run(_alternate(fleet))
         router = psutil.Process(fleet.processes["router"].pid)
         rss_mb = router.memory_info().rss / 1e6
         ready_s = fleet.ready_s
@@ -67,12 +70,13 @@ def measure() -> tuple[list[Figure], list[str]]:
     note = (
         f"router: median of {REQUESTS} requests {1e3 * statistics.median(routed):.2f} ms through "
         f"it, {1e3 * statistics.median(direct):.2f} ms without; the middle half of the pairs "
-        f"differs by {_quartiles_ms(direct, routed)}"
+        f"differs by {_quartiles_ms(direct, routed)}; a health check of the router takes "
+        f"{1e3 * statistics.median(hops):.2f} ms"
     )
     return figures, [note]
 
 
-async def _alternate(fleet: Fleet) -> tuple[list[float], list[float]]:
+async def _alternate(fleet: Fleet) -> tuple[list[float], list[float], list[float]]:
     client = DirectClient(fleet.address_of("prefill-0"), fleet.address_of("decode-0"))
     request = generation_pb2.GenerateRequest(
         prompt_token_ids=generation_pb2.TokenIds(ids=PROMPT),
@@ -81,11 +85,13 @@ async def _alternate(fleet: Fleet) -> tuple[list[float], list[float]]:
     )
     direct: list[float] = []
     routed: list[float] = []
+    hops: list[float] = []
     async with grpc.aio.insecure_channel(fleet.address) as channel:
         stub = cast(
             "generation_pb2_grpc.GenerationServiceAsyncStub",
             generation_pb2_grpc.GenerationServiceStub(channel),
         )
+        health = health_pb2_grpc.HealthStub(channel)
         await client.connect()
 
         async def ask_workers() -> None:
@@ -98,11 +104,19 @@ async def _alternate(fleet: Fleet) -> tuple[list[float], list[float]]:
             await stub.Generate(request, timeout=DEADLINE_S)
             routed.append(time.perf_counter() - start)
 
+        async def ask_nothing() -> None:
+            start = time.perf_counter()
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+            hops.append(time.perf_counter() - start)
+
         for pair in range(WARM_UP + REQUESTS):
             for ask in (ask_workers, ask_router) if pair % 2 else (ask_router, ask_workers):
                 await ask()
+        for _ in range(HEALTH_CHECKS):
+            await client.generate(PROMPT, MAX_TOKENS)
+            await ask_nothing()
         await client.close()
-    return direct[WARM_UP:], routed[WARM_UP:]
+    return direct[WARM_UP:], routed[WARM_UP:], hops
 
 
 def _quartiles_ms(direct: list[float], routed: list[float]) -> str:

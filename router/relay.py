@@ -121,7 +121,7 @@ class Relay:
         job.costs.connector = ""
         transfer_id = secrets.token_hex(16)
         tries.record = self._record(job, placement, transfer_id)
-        self._placements.put(tries.record)
+        self._put(tries.record)
         with self._fleet.counted(placement, len(job.prompt_token_ids), job.max_tokens):
             attempt = Attempt(
                 job,
@@ -208,7 +208,11 @@ class Relay:
     ) -> None:
         if record is not None:
             ended = msgspec.structs.replace(record, state=state, num_tokens=num_tokens)
-            self._placements.put(ended)
+            self._put(ended)
+
+    def _put(self, record: PlacementRecord) -> None:
+        """In the order of calls, once the request has gone on its way."""
+        asyncio.get_running_loop().call_soon(self._placements.put, record)
 
 
 def _blamed(placement: Placement, failure: LegFailed) -> WorkerRecord:
