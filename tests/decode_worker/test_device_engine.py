@@ -60,6 +60,17 @@ def test_it_says_what_the_hosts_engine_says(
 
 
 @pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
+def test_pages_of_the_distinct_layout_change_no_token(model: Transformer, algorithm: str) -> None:
+    requests = asked(algorithm)
+    host, device = Rig(model), DeviceRig(model, page_size=16, kv_layout="distinct")
+    run(host, requests)
+    run(device, requests)
+    assert device.layout.kind == "distinct"
+    for name, answer in host.answers.items():
+        assert device.answers[name].token_ids == answer.token_ids
+
+
+@pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
 def test_preemption_changes_no_token(model: Transformer, algorithm: str) -> None:
     requests = asked(algorithm, max_tokens=24, stop_token_ids=())
     host = Rig(model)

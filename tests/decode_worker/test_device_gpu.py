@@ -42,12 +42,23 @@ class Solid:
     answers: list[OracleResult]
 
 
-@pytest.mark.parametrize("num_pages", [512, 14], ids=["roomy", "preempted"])
+@pytest.mark.parametrize(
+    ("num_pages", "kv_layout"),
+    [(512, "unified"), (14, "unified"), (512, "distinct")],
+    ids=["roomy", "preempted", "distinct"],
+)
 @pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
-def test_the_bundled_model_gives_the_oracles_tokens(algorithm: str, num_pages: int) -> None:
+def test_the_bundled_model_gives_the_oracles_tokens(
+    algorithm: str, num_pages: int, kv_layout: str
+) -> None:
     solid = _solid(algorithm)
     rig = DeviceRig(
-        load_tiny(BUNDLED, "cuda"), num_pages=num_pages, page_size=16, budget=512, max_num_seqs=16
+        load_tiny(BUNDLED, "cuda"),
+        num_pages=num_pages,
+        page_size=16,
+        budget=512,
+        max_num_seqs=16,
+        kv_layout=kv_layout,
     )
     for number, request in enumerate(solid.requests):
         rig.start(request)

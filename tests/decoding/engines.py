@@ -90,10 +90,11 @@ class Rig:
         forward: Forward | None = None,
         lease_s: float = 10.0,
         max_request_s: float = 1000.0,
+        kv_layout: str = "unified",
     ) -> None:
         config = model.config
         self.clock = Clock()
-        self.layout = layout_of(model, page_size)
+        self.layout = layout_of(model, page_size, kv_layout)
         self.memory = PageMemory(self.layout, num_pages, model.device)
         self.pool = PagePool(num_pages)
         self.fingerprint = fingerprint_of(model, self.layout)
@@ -163,10 +164,10 @@ class Rig:
             self.answers.setdefault(attempt.transfer_id, Answer()).events.append(event)
 
 
-def layout_of(model: Transformer, page_size: int) -> KVLayout:
+def layout_of(model: Transformer, page_size: int, kind: str = "unified") -> KVLayout:
     config = model.config
     return KVLayout(
-        "unified", config.num_layers, config.num_kv_heads, config.head_dim, page_size, "float32"
+        kind, config.num_layers, config.num_kv_heads, config.head_dim, page_size, "float32"
     )
 
 
