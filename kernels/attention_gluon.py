@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from effuse.kernels.attention_copies_gluon import produce
 from effuse.kernels.early_start_gluon import allow_kernel_after, await_kernel_before
+from effuse.kernels.splits_triton import tokens_per_split
 
 ROWS = gl.constexpr(64)
 
@@ -87,11 +88,8 @@ def hopper_attention_kernel(
     end = _seen_end(last // GROUPS, num_rows, context, origin, BLOCK_SIZE)
     num_splits = 1
     if SPLIT_STEP > 0:
-        # As `splits.tokens_per_split`.
         split = gl.program_id(1)
-        steps = gl.num_programs(1) * SPLIT_STEP
-        counted = context + num_rows // SPLIT_STEP * SPLIT_STEP
-        share = gl.maximum(1, (counted + steps - 1) // steps) * SPLIT_STEP
+        share = tokens_per_split(context, num_rows, gl.num_programs(1), SPLIT_STEP)
         num_splits = gl.maximum(1, (context + share - 1) // share)
         if split >= num_splits:
             return

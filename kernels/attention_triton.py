@@ -22,6 +22,7 @@ from effuse.kernels import attention_hopper
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.merge_triton import merge_splits, partial_results
 from effuse.kernels.splits import SPLIT_STEP, most_splits
+from effuse.kernels.splits_triton import tokens_per_split
 
 # Two resident programs on each of the 132 processors of an H100 or H200.
 PROGRAMS_PER_WAVE = 264
@@ -274,11 +275,8 @@ def _attention_kernel(
     is_last = True
     num_splits = 1
     if SPLIT_STEP > 0:
-        # As `splits.tokens_per_split`.
         split = tl.program_id(2)
-        steps = tl.num_programs(2) * SPLIT_STEP
-        counted = context + num_rows // SPLIT_STEP * SPLIT_STEP
-        share = tl.maximum(1, (counted + steps - 1) // steps) * SPLIT_STEP
+        share = tokens_per_split(context, num_rows, tl.num_programs(2), SPLIT_STEP)
         num_splits = tl.maximum(1, (context + share - 1) // share)
         if split >= num_splits:
             return

@@ -15,6 +15,7 @@ from torch import Tensor
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.early_start import may_start_early
 from effuse.kernels.splits import SPLIT_STEP
+from effuse.kernels.splits_triton import tokens_per_split
 
 # Splits whose loads are under way together. One number for all launches, so that a result does not
 # depend on what else is merged with it.
@@ -157,16 +158,14 @@ def _count_splits(
     cu_seqlens, context_lens, num_seqs, token, splits, MAX_SEQS: tl.constexpr,
     SPLIT_STEP: tl.constexpr,
 ):  # fmt: skip
-    """The splits of the sequence that ``token`` is of, as `splits.tokens_per_split` has it."""
+    """The splits of the sequence that ``token`` is of."""
     sequence = tl.arange(0, MAX_SEQS)
     present = sequence < num_seqs
     begins = tl.load(cu_seqlens + sequence, mask=present, other=0)
     ends = tl.load(cu_seqlens + sequence + 1, mask=present, other=0)
     contexts = tl.load(context_lens + sequence, mask=present, other=0)
-    steps = splits * SPLIT_STEP
     # Of every sequence, so that one sum is all that threads exchange.
-    counted = contexts + (ends - begins) // SPLIT_STEP * SPLIT_STEP
-    shares = tl.maximum(1, (counted + steps - 1) // steps) * SPLIT_STEP
+    shares = tokens_per_split(contexts, ends - begins, splits, SPLIT_STEP)
     counts = (contexts + shares - 1) // shares
     return tl.sum(tl.where((begins <= token) & (token < ends), counts, 0), 0)
 

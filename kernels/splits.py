@@ -1,7 +1,7 @@
 """How the cached tokens of a sequence are split over programs when there are too few of them.
 
 A launch fixes the most splits there can be; every sequence is cut by its own lengths, on the
-device, so that a captured launch suits whatever context its sequences have.
+device (`splits_triton`), so that a captured launch suits whatever context its sequences have.
 """
 
 # The most keys of any kernel's tile, and what a split's tokens are a multiple of.
@@ -14,13 +14,3 @@ def most_splits(num_programs: int, wave: int, max_context: int) -> int:
     A pure function of the launch shape: the same forward is always split the same way.
     """
     return max(1, min(wave // max(1, num_programs), -(-max_context // SPLIT_STEP)))
-
-
-def tokens_per_split(context: int, num_rows: int, splits: int) -> int:
-    """Tokens of each split but the last, which also has the in-flight rows: as even as steps allow.
-
-    The sequence has ``max(1, ceil(context / tokens_per_split))`` splits. Kernels compute the same.
-    """
-    # Fewer rows than a step are no reason for longer splits.
-    counted = context + num_rows // SPLIT_STEP * SPLIT_STEP
-    return max(1, -(-counted // (splits * SPLIT_STEP))) * SPLIT_STEP

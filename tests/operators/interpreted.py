@@ -23,6 +23,8 @@ import triton.language as tl
 from effuse.kernels import last_rows_triton
 from effuse.kernels.philox import gumbel_of_words
 from effuse.kernels.philox_triton import gumbel_of_high_bits
+from effuse.kernels.splits import SPLIT_STEP
+from effuse.kernels.splits_triton import tokens_per_split
 from operators import attention, distinct, rows, sampling
 from operators.paths import Operators, triton_kernels
 
@@ -50,6 +52,7 @@ def attention_checks() -> Iterator[tuple[str, Check]]:
     ragged = attention.CASES["ragged"]
     alone = partial(attention.check_alone_and_shuffled, ragged, OPS, torch.float32)
     yield "alone_and_shuffled", alone
+    yield "splits_are_even", check_splits
 
 
 def distinct_checks() -> Iterator[tuple[str, Check]]:
@@ -117,6 +120,29 @@ def check_gumbel() -> None:
     out = torch.full((4096,), float("nan"))
     _gumbel_kernel[(1,)](bits, out, COUNT=4096)
     torch.testing.assert_close(out, gumbel_of_words(bits.long() << 8), rtol=2e-6, atol=1e-6)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _share_kernel(contexts, rows, out, splits, STEP: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.arange(0, COUNT)
+    share = tokens_per_split(tl.load(contexts + place), tl.load(rows + place), splits, STEP)
+    tl.store(out + place, share)
+
+
+def check_splits() -> None:
+    """No more splits than allowed, and none longer than the others by a step or more."""
+    lengths = (0, 1, 127, 128, 129, 640, 2080, 8191)
+    pairs = torch.cartesian_prod(torch.tensor(lengths), torch.tensor([1, 31, 128, 160])).int()
+    contexts, rows = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+    for splits in (1, 2, 3, 4, 11):
+        share = torch.zeros_like(contexts)
+        _share_kernel[(1,)](contexts, rows, share, splits, STEP=SPLIT_STEP, COUNT=len(contexts))
+        used = (-(-contexts // share)).clamp(min=1)
+        last = contexts + rows - (used - 1) * share
+        assert not (share % SPLIT_STEP).any()
+        assert (used <= splits).all()
+        assert ((last > 0) & ((used < splits) | (last < share + SPLIT_STEP))).all()
+        assert (share < -(-(contexts + rows) // splits) + SPLIT_STEP).all()
 
 
 def main() -> None:

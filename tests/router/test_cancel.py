@@ -7,16 +7,13 @@ import random
 
 import grpc.aio
 import pytest
+from router.asking import request
 from router.fake_workers import holds
 from router.fakes import FakeFleet, run, until
 
 from effuse.v1 import generation_pb2 as pb
 
 POINTS = ["start", "reserved", "verified", "commit 0", "commit 3", "finish"]
-
-
-def request(**fields: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(prompt="how many?", **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("point", POINTS)

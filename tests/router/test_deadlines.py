@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 
 import grpc.aio
 import pytest
+from router.asking import ask, failure, request
 from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, pass_time, run
 
@@ -15,20 +15,6 @@ from effuse.router.server import why_gone
 from effuse.v1 import generation_pb2 as pb
 
 TEXT = "the answer is three"
-
-
-def request(**fields: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(prompt="how many?", **fields)  # type: ignore[arg-type]
-
-
-async def ask(fleet: FakeFleet, **fields: object) -> pb.GenerateResponse:
-    return await fleet.generation.Generate(request(**fields), timeout=30)
-
-
-async def failure(call: Awaitable[object]) -> errors.EffuseError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return errors.from_rpc_error(caught.value, "router")
 
 
 def test_a_deadline_in_the_queue_and_on_a_worker() -> None:

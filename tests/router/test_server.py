@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Awaitable
 
 import grpc
 import grpc.aio
@@ -13,6 +12,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from router.asking import ask, failure, request
 from router.fake_model import MASK, MAX_MODEL_LEN
 from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, run, until
@@ -24,20 +24,6 @@ from effuse.v1 import model_pb2
 TEXT = "the answer is three"
 GENERATE = "/effuse.v1.GenerationService/Generate"
 STREAM = "/effuse.v1.GenerationService/GenerateStream"
-
-
-def request(**fields: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(**{"prompt": "how many?", **fields})  # type: ignore[arg-type]
-
-
-async def ask(fleet: FakeFleet, **fields: object) -> pb.GenerateResponse:
-    return await fleet.generation.Generate(request(**fields), timeout=30)
-
-
-async def failure(call: Awaitable[object]) -> errors.EffuseError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return errors.from_rpc_error(caught.value, "router")
 
 
 async def is_serving(fleet: FakeFleet, service: str) -> bool:
