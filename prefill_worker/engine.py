@@ -327,6 +327,8 @@ class PrefillEngine:
     def _apply(self, chunk: Chunk, boundary: bytes | None) -> None:
         prompt = chunk.prompt
         prompt.num_computed += chunk.part.num_stored
+        if prompt.is_unread and not prompt.is_in_flight:
+            self._release(prompt)
         if prompt not in self._computing:
             return  # given up meanwhile
         if boundary is not None:
@@ -369,11 +371,18 @@ class PrefillEngine:
             self._computing.remove(prompt)
 
     def _end(self, attempt: AttemptId) -> None:
-        """Nothing reads the prompt's pages any more; what writes them lands first."""
+        """Nothing reads the prompt's pages any more. What still writes them lands first, later:
+        other prompts of that forward may have news in the same list."""
+        prompt = self._prompts[attempt.transfer_id]
+        self._leave(attempt.transfer_id)
+        prompt.is_unread = True
+        if not prompt.is_in_flight:
+            self._release(prompt)
+
+    def _release(self, prompt: Prompt) -> None:
+        """Nothing reads or writes the prompt's pages any more."""
+        attempt = prompt.attempt
         transfer_id = attempt.transfer_id
-        if self._prompts[transfer_id].is_in_flight:
-            self._land(leave=0)
-        self._leave(transfer_id)
         self._pool.release(self._prompts.pop(transfer_id).pages)
         if transfer_id in self._aborting:
             was_running = self._aborting.pop(transfer_id)

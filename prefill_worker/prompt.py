@@ -26,6 +26,7 @@ class Prompt:
     num_ready: int = 0  # pages that are final
     hidden: bytes | None = None  # boundary row, for models that need it
     pages: tuple[PageRef, ...] = ()
+    is_unread: bool = False  # its handoff is over: only a forward in flight may touch its pages
 
     @property
     def num_left(self) -> int:

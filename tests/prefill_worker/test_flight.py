@@ -10,8 +10,9 @@ import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
+from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.prefill_worker.flight import Wait, mark_of
-from effuse.worker.messages import AbortDone, PrefillDone, Pushed
+from effuse.worker.messages import AbortDone, Failed, PrefillDone, Pushed
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 BLOCK = 4
@@ -116,6 +117,21 @@ def test_no_page_is_free_while_a_forward_may_write_it(rig: Rig, device: Device) 
     assert (device.landed, rig.pool.num_free) == ([], rig.pool.num_pages - 6)
     rig.step()
     assert (device.landed, rig.pool.num_free) == ([0], rig.pool.num_pages)
+
+
+def test_a_push_that_fails_beside_one_that_ends_costs_only_its_own_prompt(rig: Rig) -> None:
+    """Both are told of at once, the end first, while one forward still writes for both."""
+    for name in "ab":
+        rig.push_to(rig.start(name, PROMPT[:11]), 3)
+    rig.step()
+    rig.abort(attempt_of("a"))
+    rig.source._emit(PushFailed("transfer-b", Cause.PEER, "the decode worker died"))
+    rig.settle()
+    assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of("a"), was_running=True)]
+    (failed,) = rig.take(Failed)
+    assert (failed.attempt, failed.code) == (attempt_of("b"), "UNAVAILABLE")
+    assert rig.take(PrefillDone) == []
+    rig.check_idle()
 
 
 def test_the_cpu_needs_no_mark() -> None:
