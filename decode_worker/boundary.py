@@ -1,6 +1,6 @@
 """What a prefill worker hands over beside pages, checked against the request it is for.
 
-The prompt's length and tail must be the request's; shifting models need one hidden vector.
+The prompt must be the request's, by its length, digest and tail; shifting models need one hidden vector.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from effuse.decode_worker.sequence import Sequence
+from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import BoundaryState
 
 
@@ -31,6 +32,9 @@ class Boundary:
                 f"a prompt of {state.prompt_len} tokens was handed over, "
                 f"the request's has {sequence.prompt_len}"
             )
+        prompt = sequence.token_ids[: sequence.prompt_len]
+        if state.prompt_digest != prompt_digest(prompt):
+            raise BoundaryError("the KV of another prompt was handed over")
         tail = sequence.token_ids[sequence.first_block_start : sequence.prompt_len].tolist()
         if list(state.tail_token_ids) != tail:
             raise BoundaryError("the prompt's last tokens differ from those that were handed over")

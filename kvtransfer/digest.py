@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import xxhash
 
 from effuse.kvtransfer.messages import Manifest, encode
@@ -32,6 +33,11 @@ def page_digest(data: memoryview) -> bytes:
 def page_digests(memory: ReadablePages, page_ids: Sequence[int]) -> list[bytes]:
     """One digest per page, in order, over the memory that holds it."""
     return [page_digest(memory.read_pages(page_id)) for page_id in page_ids]
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """Digest of a prompt's ids: whose KV a handoff brings."""
+    return xxhash.xxh3_128_digest(np.asarray(token_ids, dtype="<i8").data)
 
 
 def seal_of(manifest: Manifest) -> bytes:

@@ -84,14 +84,15 @@ class Reservation(Struct, frozen=True, kw_only=True):
 class BoundaryState(Struct, frozen=True, kw_only=True):
     """What decode needs beside pages.
 
-    tail_token_ids are the prompt's tokens whose KV is not in the pages. hidden (shifting models) is
-    the last paged position's row after the final norm: [hidden_size] in the model's dtype.
+    prompt_digest (digest.prompt_digest) says whose KV this is. tail_token_ids are the prompt's
+    tokens whose KV is not in the pages. hidden (shifting models) is the last paged position's row
+    after the final norm: [hidden_size] in the model's dtype.
     """
 
     prompt_len: U32
+    prompt_digest: Digest
     tail_token_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_TAIL_TOKENS)]
     hidden: Annotated[bytes, Meta(max_length=MAX_HIDDEN_BYTES)] | None = None
-    seed: Annotated[int, Meta(ge=0)] = 0
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
 
 
@@ -56,6 +57,7 @@ class Prompt:
         """What goes with the pages."""
         return BoundaryState(
             prompt_len=len(self.token_ids),
+            prompt_digest=prompt_digest(self.token_ids),
             tail_token_ids=self.token_ids[self.num_paged :],
             hidden=self.hidden,
         )

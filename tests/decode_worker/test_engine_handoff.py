@@ -238,6 +238,17 @@ def test_a_wrong_boundary_state_is_data_loss(
     assert pair.rig.pool.num_free == pair.rig.pool.num_pages
 
 
+def test_another_prompt_of_the_same_length_and_end_is_data_loss(pair: Pair) -> None:
+    """Its pages arrive whole and its boundary fits: only its digest says whose KV it is."""
+    answer, reservation = pair.reserve(remote())
+    other = msgspec.structs.replace(remote(), prompt_token_ids=(19, *PROMPT[1:]))
+    pair.source.push(other, reservation)
+    pair.rig.run()
+    assert (answer.failed.code, answer.failed.retryable) == ("DATA_LOSS", True)
+    assert "KV of another prompt" in answer.failed.message
+    assert pair.rig.pool.num_free == pair.rig.pool.num_pages
+
+
 def test_a_dream_handoff_without_its_hidden_vector_is_data_loss(tmp_path: Path) -> None:
     pair = Pair(load_tiny(write_tiny_checkpoint(tmp_path / "model", "dream")))
     answer, reservation = pair.reserve(remote())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from decoding.engines import Clock, fingerprint_of, layout_of
+from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
@@ -74,6 +75,7 @@ class Source:
             self.memory.zero_tail(self.layout.pages_for(count) - 1, used)
         return BoundaryState(
             prompt_len=len(prompt),
+            prompt_digest=prompt_digest(prompt),
             tail_token_ids=prompt[count:],
             hidden=None if hidden is None else hidden.numpy().tobytes(),
         )

@@ -5,13 +5,22 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from effuse.kvtransfer.connector import Connector, ConnectorEvent
+from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, Field, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import (
+    AttemptId,
+    BoundaryState,
+    Field,
+    PageRef,
+    ReceiverAddress,
+    Reservation,
+)
 
 SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
 LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page
@@ -70,6 +79,15 @@ def reservation(
         fingerprint=fields if fields is not None else print_of(memory.layout),
         lease_s=lease_s,
     )
+
+
+def boundary(prompt_len: int = 25, **changes: Any) -> BoundaryState:
+    """The boundary state of some prompt."""
+    words: dict[str, Any] = {
+        "prompt_digest": prompt_digest(range(prompt_len)),
+        "tail_token_ids": (9,),
+    }
+    return BoundaryState(prompt_len=prompt_len, **(words | changes))
 
 
 def next_event(connector: Connector, transfer_id: str) -> ConnectorEvent:

@@ -16,6 +16,7 @@ import pytest
 from kvtransfer.fixtures import (
     DEADLINE_S,
     SMALL,
+    boundary,
     changed,
     filled,
     next_event,
@@ -39,13 +40,12 @@ from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
-    BoundaryState,
     PageRef,
     ReceiverAddress,
     Reservation,
 )
 
-BOUNDARY = BoundaryState(prompt_len=25, tail_token_ids=(9,), hidden=b"\x01" * 64)
+BOUNDARY = boundary(hidden=b"\x01" * 64)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvtransfer.fixtures import SMALL, changed, filled, print_of, reservation
+from kvtransfer.fixtures import SMALL, boundary, changed, filled, print_of, reservation
 
 import effuse.kvtransfer.incoming as incoming_module
 from effuse.kvtransfer.connector import Cause, HandoffRefused
@@ -18,7 +18,6 @@ from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
-    BoundaryState,
     Manifest,
     PageRef,
     ReceiverAddress,
@@ -62,7 +61,7 @@ class Scene:
             pages=self.reserved.pages,
             page_digests=tuple(page_digests(self.source, range(3))),
             num_bytes=3 * self.source.page_bytes,
-            boundary=BoundaryState(prompt_len=20, tail_token_ids=(7, 8)),
+            boundary=boundary(20, tail_token_ids=(7, 8)),
         )
         return sealed(msgspec.structs.replace(honest, **changes))
 
@@ -267,10 +266,10 @@ def test_false_claims_of_a_manifest_are_refused(
 @pytest.mark.parametrize(
     "spoil",
     [
-        {"boundary": BoundaryState(prompt_len=21, tail_token_ids=(7, 8))},
-        {"boundary": BoundaryState(prompt_len=20, tail_token_ids=(7, 9))},
-        {"boundary": BoundaryState(prompt_len=20, tail_token_ids=(7, 8), hidden=b"x")},
-        {"boundary": BoundaryState(prompt_len=20, tail_token_ids=(7, 8), seed=1)},
+        {"boundary": boundary(21, tail_token_ids=(7, 8))},
+        {"boundary": boundary(20, tail_token_ids=(7, 9))},
+        {"boundary": boundary(20, tail_token_ids=(7, 8), hidden=b"x")},
+        {"boundary": boundary(20, tail_token_ids=(7, 8), prompt_digest=bytes(16))},
         {"seal": b""},
         {"seal": b"x" * 16},
     ],

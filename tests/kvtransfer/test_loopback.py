@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
-from kvtransfer.fixtures import SMALL, filled, print_of, reservation
+from kvtransfer.fixtures import SMALL, boundary, filled, print_of, reservation
 
 from effuse.kvtransfer.connector import Cancelled, Cause, Pushed, PushFailed, Received, Refused
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import BoundaryState, PageRef, Reservation
+from effuse.kvtransfer.messages import PageRef, Reservation
 
-BOUNDARY = BoundaryState(prompt_len=25, tail_token_ids=(9,))
+BOUNDARY = boundary()
 PAGES = (PageRef(4, 1), PageRef(2, 3))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from kvtransfer.fixtures import boundary
 
 from effuse.kvtransfer.digest import seal_of, sealed
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
     AttemptId,
-    BoundaryState,
     Field,
     MalformedMessage,
     Manifest,
@@ -42,7 +42,7 @@ MANIFEST = sealed(
         pages=(PageRef(3, 1), PageRef(4, 7)),
         page_digests=(b"a" * 16, b"b" * 16),
         num_bytes=8192,
-        boundary=BoundaryState(prompt_len=37, tail_token_ids=(1, 2), hidden=b"h" * 8, seed=1 << 63),
+        boundary=boundary(37, tail_token_ids=(1, 2), hidden=b"h" * 8),
     )
 )
 
@@ -66,7 +66,7 @@ def test_the_seal_covers_every_field() -> None:
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, tail_token_ids=(1, 3))},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=b"g" * 8)},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=None)},
-        {"boundary": msgspec.structs.replace(MANIFEST.boundary, seed=0)},
+        {"boundary": msgspec.structs.replace(MANIFEST.boundary, prompt_digest=bytes(16))},
     ]
     assert {name for change in changes for name in change} == set(MANIFEST.__struct_fields__) - {
         "seal"

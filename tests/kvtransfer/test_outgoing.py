@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from kvtransfer.fixtures import SMALL, filled, print_of, reservation
+from kvtransfer.fixtures import SMALL, boundary, filled, print_of, reservation
 
 from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.digest import page_digests, seal_of
-from effuse.kvtransfer.messages import BoundaryState, PageRef, ReceiverAddress
+from effuse.kvtransfer.messages import PageRef, ReceiverAddress
 from effuse.kvtransfer.outgoing import Origin, Push, checked_push, split
 
 SOURCE = filled(SMALL, 6)
@@ -19,7 +19,7 @@ ORIGIN = Origin("prefill-1", print_of(SMALL), SMALL.page_bytes)
 RESERVED = reservation(
     SOURCE, ReceiverAddress(connector="zmq"), tuple(PageRef(page, 2) for page in (4, 5, 1))
 )
-BOUNDARY = BoundaryState(prompt_len=25, tail_token_ids=(9,))
+BOUNDARY = boundary()
 
 
 @pytest.fixture

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from kvtransfer.fixtures import SMALL, filled, print_of
+from kvtransfer.fixtures import SMALL, boundary, filled, print_of
 
 from effuse.kvtransfer.connector import Cause
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
+from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import AuditError, PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, HandoffVerified
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
-BOUNDARY = BoundaryState(prompt_len=25, tail_token_ids=(9,))
+BOUNDARY = boundary()
 
 
 class Desk:

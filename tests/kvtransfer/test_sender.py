@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from kvtransfer.fixtures import SMALL, reservation
+from kvtransfer.fixtures import SMALL, boundary, reservation
 
 from effuse.kvtransfer.connector import (
     Cancelled,
@@ -34,7 +34,7 @@ from effuse.kvtransfer.sender import (
 )
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
-BOUNDARY = BoundaryState(prompt_len=25, tail_token_ids=(9,))
+BOUNDARY = boundary()
 RESERVED = reservation(
     PageMemory(SMALL, 8),
     ReceiverAddress(connector="scripted"),

@@ -9,21 +9,28 @@ from dataclasses import dataclass
 
 import pytest
 import zmq
-from kvtransfer.fixtures import DEADLINE_S, SMALL, filled, next_event, print_of, reservation
+from kvtransfer.fixtures import (
+    DEADLINE_S,
+    SMALL,
+    boundary,
+    filled,
+    next_event,
+    print_of,
+    reservation,
+)
 
 from effuse.kvtransfer.connector import Received
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
     AttemptId,
-    BoundaryState,
     PageRef,
     encode,
 )
 from effuse.kvtransfer.wire import Begin, Landed, Pages, Rejected, decode_to_sender
 from effuse.kvtransfer.zmq_connector import ZmqConnector
 
-BOUNDARY = BoundaryState(prompt_len=9, tail_token_ids=(9,))
+BOUNDARY = boundary(9)
 
 
 @dataclass

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from kvtransfer.fixtures import SMALL, filled, next_event, print_of, reservation
+from kvtransfer.fixtures import SMALL, boundary, filled, next_event, print_of, reservation
 
 from effuse.kvtransfer import zmq_sender
 from effuse.kvtransfer.connector import Cancelled, Cause, Pushed, PushFailed
-from effuse.kvtransfer.messages import BoundaryState, PageRef, ReceiverAddress, encode
+from effuse.kvtransfer.messages import PageRef, ReceiverAddress, encode
 from effuse.kvtransfer.wire import Accepted, Placed
 from effuse.kvtransfer.zmq_connector import ZmqConnector
 
@@ -44,7 +44,7 @@ def test_what_was_not_claimed_yet_is_not_accepted(
         receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
         receiver.send_multipart([peer, encode(Placed(held.transfer_id, 0))])
         receiver.recv_multipart()  # the second page: what was said before Placed has been heard
-        sender.finish(held, BoundaryState(prompt_len=16, tail_token_ids=(), hidden=None))
+        sender.finish(held, boundary(16, tail_token_ids=()))
         receiver.send_multipart([peer, encode(Placed(held.transfer_id, 1))])
         receiver.recv_multipart()  # the manifest: the push went on
         assert not sender.poll()
