@@ -26,6 +26,7 @@ from effuse.kernels import (
     kv_pages_triton,
     merge_triton,
     norm_triton,
+    piece_digests_triton,
     rotary_triton,
     swiglu_triton,
 )
@@ -167,12 +168,27 @@ def sampling_variants() -> Variants:
     yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
 
 
+def digest_variants() -> Variants:
+    """Scattered pages of Dream-7B and LLaDA-8B, a layer of them, and pieces of an odd length."""
+    for name, page_bytes, num_bytes, piece_bytes in (
+        ("dream", 28 << 16, 28 << 16, 16384),
+        ("llada_layer", 32 << 19, 1 << 19, 16384),
+        ("bundled_bf16", 7 << 13, 7 << 13, 8192),
+        ("odd_length", 3 * 2112, 3 * 2112, 2112),
+    ):
+        pages, ids, key = meta(64, page_bytes // 2), meta(64, dtype=INT64), meta(49, dtype=INT64)
+        out = meta(64, num_bytes // piece_bytes, dtype=INT64)
+        launch = partial(piece_digests_triton.launch, pages, ids, key, piece_bytes, 0, out)
+        yield name, device_code([piece_digests_triton], launch)
+
+
 GROUPS = {
     "attention": attention_variants,
     "hopper": hopper_variants,
     "distinct": distinct_variants,
     "rows": row_variants,
     "sampling": sampling_variants,
+    "digests": digest_variants,
 }
 
 

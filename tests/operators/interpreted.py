@@ -20,12 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from effuse.kernels import last_rows_triton
+from effuse.kernels import last_rows_triton, piece_digests_triton
 from effuse.kernels.philox import gumbel_of_words
 from effuse.kernels.philox_triton import gumbel_of_high_bits
 from effuse.kernels.splits import SPLIT_STEP
 from effuse.kernels.splits_triton import tokens_per_split
-from operators import attention, distinct, rows, sampling
+from operators import attention, digests, distinct, rows, sampling
 from operators.paths import Operators, triton_kernels
 
 OPS = triton_kernels(torch.device("cpu"), max_chunk=32)
@@ -93,12 +93,20 @@ def sampling_checks() -> Iterator[tuple[str, Check]]:
     yield "gumbel_of_every_kind_of_uniform", check_gumbel
 
 
+def digest_checks() -> Iterator[tuple[str, Check]]:
+    launch, cpu = piece_digests_triton.launch, torch.device("cpu")
+    for length in digests.LENGTHS:
+        for kind in digests.KINDS:
+            yield f"{length}-{kind}", partial(digests.check, launch, cpu, length, kind)
+
+
 # Each group runs in a process of its own.
 GROUPS = {
     "attention": attention_checks,
     "distinct": distinct_checks,
     "rows": row_checks,
     "sampling": sampling_checks,
+    "digests": digest_checks,
 }
 
 

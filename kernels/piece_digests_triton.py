@@ -1,0 +1,187 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The Triton kernel of digests of pieces; `piece_digests` is the way in.
+
+xxh3_64 of 256 bytes and more, as xxHash's specification has it: eight accumulators of 64 bits take
+in stripes of 64 bytes, and are scrambled after each round of 16 stripes. What a stripe adds depends
+on its bytes and its place in the round alone, so a warp shares out a round: each thread sums what
+two of its stripes add to one pair of accumulators, and only sums and scrambles have an order.
+
+Bytes: every piece read once, in loads of 16 bytes. The rounds after those in work are under way.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from effuse.kernels.piece_digests import LAST_WORD, MERGE_WORD, START_WORD, STRIPE_BYTES
+
+# Rounds that are loaded together.
+AHEAD = 4
+
+_LAST, _MERGE, _START = tl.constexpr(LAST_WORD), tl.constexpr(MERGE_WORD), tl.constexpr(START_WORD)
+_SCRAMBLE = tl.constexpr(16)
+_STRIPES = tl.constexpr(16)  # of a round
+_ROUND = tl.constexpr(128)  # words of a round
+_SHARERS = tl.constexpr(8)  # of a round's stripes, four threads each
+_PRIME_32 = tl.constexpr(0x9E3779B1)
+_PRIME_64 = tl.constexpr(0x9E3779B185EBCA87)
+_PRIME_END = tl.constexpr(0x165667919E3779F9)
+
+
+def launch(
+    pages: Tensor, page_ids: Tensor, key: Tensor, piece_bytes: int, first_byte: int, out: Tensor
+) -> Tensor:
+    """Fills ``out`` [N, pieces] contiguous int64, as `piece_digests` says.
+
+    Pieces, the range and the distance of pages are multiples of 64 bytes.
+    """
+    if out.numel():
+        words = pages.view(torch.int64)
+        _digest_kernel[(out.numel(),)](
+            words,
+            page_ids,
+            key,
+            out,
+            words.stride(0) // 8,
+            first_byte // STRIPE_BYTES,
+            out.shape[1],
+            PIECE_STRIPES=piece_bytes // STRIPE_BYTES,
+            AHEAD=AHEAD,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+@triton.jit(
+    do_not_specialize=["page_stripes", "first_stripe", "num_pieces"],
+    do_not_specialize_on_alignment=["page_ids", "key", "out"],
+)
+def _digest_kernel(
+    pages,
+    page_ids,
+    key,
+    out,
+    page_stripes,
+    first_stripe,
+    num_pieces,
+    PIECE_STRIPES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    ROUNDS: tl.constexpr = (PIECE_STRIPES - 1) // _STRIPES  # that end in a scramble
+    LOOPED: tl.constexpr = ROUNDS // AHEAD * AHEAD
+    REST: tl.constexpr = PIECE_STRIPES - ROUNDS * _STRIPES
+    ENDING: tl.constexpr = PIECE_STRIPES - LOOPED * _STRIPES
+    thread = tl.arange(0, _SHARERS * 4)
+    sharer, pair = thread // 4, thread % 4 * 2
+    piece = tl.program_id(0)
+    page = tl.load(page_ids + piece // num_pieces).to(tl.int64)
+    stripe = page * page_stripes + first_stripe + (piece % num_pieces) * PIECE_STRIPES
+    source = pages + (stripe + sharer) * 8 + pair
+    keys = _round_keys(key, sharer, pair, _STRIPES, False)
+    word = tl.arange(0, 4) * 2
+    even, odd = _words(key + _START + word)
+    scramble = _words(key + _SCRAMBLE + word)
+    if LOOPED > 0:
+        tiles = _load_stripes(source, AHEAD * _STRIPES, sharer)
+        for first in range(AHEAD, LOOPED, AHEAD):
+            coming = _load_stripes(source + first * _ROUND, AHEAD * _STRIPES, sharer)
+            even, odd = _rounds(even, odd, tiles, AHEAD, keys, scramble)
+            tiles = coming
+        coming = _load_stripes(source + LOOPED * _ROUND, ENDING, sharer)
+        even, odd = _rounds(even, odd, tiles, AHEAD, keys, scramble)
+    else:
+        coming = _load_stripes(source, ENDING, sharer)
+    even, odd = _rounds(even, odd, coming, ROUNDS - LOOPED, keys, scramble)
+    keys = _round_keys(key, sharer, pair, REST, True)
+    even_sum, odd_sum = _sums(coming, ROUNDS - LOOPED, keys, REST, sharer)
+    merge = _words(key + _MERGE + word)
+    digest = _merged(even + even_sum, odd + odd_sum, merge, PIECE_STRIPES)
+    tl.store(out + piece, digest.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _words(source):
+    """The words at even and at odd places, from pointers [N] to the even ones."""
+    even, odd = tl.load(source), tl.load(source + 1)
+    return even.to(tl.uint64, bitcast=True), odd.to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _round_keys(key, sharer, pair, COUNT: tl.constexpr, IS_LAST: tl.constexpr):
+    """The secret's words for stripes below COUNT: of each of a thread's an even and an odd [32]."""
+    keys = ()
+    for first in tl.static_range(0, COUNT, _SHARERS):
+        stripe = first + sharer
+        if IS_LAST:
+            # The last stripe of all takes words of its own.
+            stripe = tl.where(stripe == COUNT - 1, _LAST, stripe)
+        keys += (_words(key + stripe + pair),)  # type: ignore[assignment]
+    return keys
+
+
+@triton.jit
+def _load_stripes(source, COUNT: tl.constexpr, sharer):
+    """Stripes below COUNT, counted from ``source``: of each of a thread's its pair, [32, 2]."""
+    tiles = ()
+    for first in tl.static_range(0, COUNT, _SHARERS):
+        words = (source + first * 8)[:, None] + tl.arange(0, 2)[None, :]
+        if first + _SHARERS <= COUNT:
+            tile = tl.load(words)
+        else:
+            tile = tl.load(words, mask=(first + sharer < COUNT)[:, None], other=0)
+        tiles += (tile,)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def _rounds(even, odd, tiles, COUNT: tl.constexpr, keys, scramble):
+    """The accumulators after the first COUNT whole rounds of ``tiles``."""
+    for index in tl.static_range(COUNT):
+        even_sum, odd_sum = _sums(tiles, index, keys, _STRIPES, 0)
+        even, odd = _scramble(even + even_sum, scramble[0]), _scramble(odd + odd_sum, scramble[1])
+    return even, odd
+
+
+@triton.jit
+def _sums(tiles, ROUND: tl.constexpr, keys, COUNT: tl.constexpr, sharer):
+    """What the first COUNT stripes of a round add to the even and to the odd accumulators [4]."""
+    even_sum, odd_sum = tl.zeros_like(keys[0][0]), tl.zeros_like(keys[0][0])
+    for first in tl.static_range(0, COUNT, _SHARERS):
+        tile = tiles[(ROUND * _STRIPES + first) // _SHARERS].to(tl.uint64, bitcast=True)
+        even, odd = tl.split(tile)
+        even_key, odd_key = keys[first // _SHARERS]
+        # Each word goes to its neighbour's accumulator, its product to its own.
+        even_more, odd_more = odd + _product(even ^ even_key), even + _product(odd ^ odd_key)
+        if first + _SHARERS > COUNT:
+            even_more = tl.where(first + sharer < COUNT, even_more, 0)
+            odd_more = tl.where(first + sharer < COUNT, odd_more, 0)
+        even_sum += even_more
+        odd_sum += odd_more
+    return _over_sharers(even_sum), _over_sharers(odd_sum)
+
+
+@triton.jit
+def _product(word):
+    return (word & 0xFFFFFFFF) * (word >> 32)
+
+
+@triton.jit
+def _over_sharers(value):
+    return tl.sum(tl.reshape(value, (_SHARERS, 4)), 0)
+
+
+@triton.jit
+def _scramble(value, key):
+    return (value ^ (value >> 47) ^ key) * tl.full((), _PRIME_32, tl.uint64)
+
+
+@triton.jit
+def _merged(even, odd, key, PIECE_STRIPES: tl.constexpr):
+    """The digest of the accumulators."""
+    even, odd = even ^ key[0], odd ^ key[1]
+    length: tl.constexpr = PIECE_STRIPES * 64 * _PRIME_64 % 2**64
+    digest = tl.sum((even * odd) ^ tl.umulhi(even, odd), 0) + tl.full((), length, tl.uint64)
+    digest = (digest ^ (digest >> 37)) * tl.full((), _PRIME_END, tl.uint64)
+    return digest ^ (digest >> 32)

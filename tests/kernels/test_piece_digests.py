@@ -1,0 +1,203 @@
+"""Digests of pieces: the CPU's path, what they catch, how likely they miss, and the kernel's code.
+
+The kernel in Triton's interpreter is held to xxhash by `test_interpreter.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from operators import child, digests
+from operators.device_code import DeviceCode
+from torch import Tensor
+
+from effuse.kernels.piece_digests import digest_key, piece_bytes_of, piece_digests
+
+CPU = torch.device("cpu")
+
+
+def launch(
+    pages: Tensor, ids: Tensor, key: Tensor, piece_bytes: int, first_byte: int, out: Tensor
+) -> Tensor:
+    """The public operator with the arguments of the kernel's launcher."""
+    return piece_digests(pages, ids, key, piece_bytes=piece_bytes, first_byte=first_byte, out=out)
+
+
+@pytest.mark.parametrize("kind", digests.KINDS)
+@pytest.mark.parametrize("length", digests.LENGTHS)
+def test_digests_are_those_of_xxhash(length: int, kind: str) -> None:
+    digests.check(launch, CPU, length, kind)
+
+
+@pytest.mark.parametrize("length", [1, 63, 240, 241, 1000])
+def test_a_cpu_takes_any_length(length: int) -> None:
+    digests.check(launch, CPU, length, "random")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_pages_of_any_dtype_and_distance(dtype: torch.dtype) -> None:
+    """Pages 4096 bytes apart of which 3072 are looked at: layers of a group, as they are final."""
+    memory = digests.filled("random", 7, 4096, 1024, 0)
+    pages = memory.view(dtype)[:, : 3072 // dtype.itemsize]
+    ids = torch.tensor([6, 2, 2, 0])
+    for first, count in ((0, 3), (1024, 2), (2048, 1)):
+        found = piece_digests(
+            pages, ids, digest_key(5), piece_bytes=1024, first_byte=first, num_bytes=count * 1024
+        )
+        assert torch.equal(found, digests.expected(memory, ids, 5, 1024, first, count))
+
+
+def test_the_range_ends_with_the_page_by_default_and_pages_may_be_none() -> None:
+    pages = digests.filled("random", 3, 2048, 512, 0)
+    some = partial(piece_digests, pages, key=digest_key(1), piece_bytes=512)
+    assert some(page_ids=torch.tensor([1, 2]), first_byte=512).shape == (2, 3)
+    assert some(page_ids=torch.tensor([], dtype=torch.int64)).shape == (0, 4)
+
+
+def test_other_seeds_give_other_digests() -> None:
+    pages = digests.filled("zeros", 1, 1024, 256, 0)
+    ids = torch.tensor([0])
+    found = {
+        tuple(piece_digests(pages, ids, digest_key(seed), piece_bytes=256)[0].tolist())
+        for seed in (0, 1, 2, 2**63, 2**64 - 1)
+    }
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("layer_bytes", "piece_bytes"),
+    [
+        (65536, 16384),  # Dream-7B, 32 tokens a page
+        (524288, 16384),  # LLaDA-8B, 32 tokens
+        (8192, 8192),  # the bundled model
+        (16384, 16384),
+        (16448, 64 * 257),  # 257 stripes, a prime number of them
+        (49152, 16384),
+        (49216, 64 * 769),  # a prime number again
+        (64 * 3 * 257, 64 * 3 * 257),  # in pieces of 192 bytes at most
+        (64 * 4 * 257, 256),
+        (3 * 7168, 10752),
+        (128, 128),
+        (1000, 1000),
+        (100_000, 100_000),
+    ],
+)
+def test_layers_are_cut_into_equal_pieces(layer_bytes: int, piece_bytes: int) -> None:
+    assert piece_bytes_of(layer_bytes) == piece_bytes
+    assert layer_bytes % piece_bytes == 0
+
+
+def test_bad_requests_are_refused() -> None:
+    pages, ids, key = torch.zeros(2, 1024, dtype=torch.uint8), torch.tensor([0]), digest_key(0)
+    refused = partial(pytest.raises, ValueError)
+    for piece, first, count in ((0, 0, 512), (256, 0, 300), (256, 768, 512), (256, -256, 512)):
+        with refused(match="no whole pieces"):
+            piece_digests(pages, ids, key, piece_bytes=piece, first_byte=first, num_bytes=count)
+    with refused(match="two dimensions"):
+        piece_digests(pages[0], ids, key, piece_bytes=256)
+    with refused(match="page ids"):
+        piece_digests(pages, ids.float(), key, piece_bytes=256)
+    with refused(match="a key"):
+        piece_digests(pages, ids, key[:-1], piece_bytes=256)
+    with refused(match="out must"):
+        piece_digests(pages, ids, key, piece_bytes=256, out=torch.zeros(1, 3, dtype=torch.int64))
+    with refused(match="one device"):
+        piece_digests(pages, ids, key.to("meta"), piece_bytes=256)
+    with pytest.raises(IndexError, match="page 2"):
+        piece_digests(pages, ids + 2, key, piece_bytes=256)
+    for seed in (-1, 2**64):
+        with refused(match="seed"):
+            digest_key(seed)
+
+
+def test_a_device_is_told_which_pieces_it_can_take() -> None:
+    """Before anything is launched."""
+    ids, key = torch.zeros(1, dtype=torch.int64, device="meta"), digest_key(0).to("meta")
+    for page_bytes, piece_bytes, first in ((1024, 128, 0), (1000, 500, 0), (1024, 256, 32)):
+        pages = torch.zeros(2, page_bytes, dtype=torch.uint8, device="meta")
+        with pytest.raises(ValueError, match="at least 256 bytes"):
+            piece_digests(
+                pages, ids, key, piece_bytes=piece_bytes, first_byte=first, num_bytes=piece_bytes
+            )
+
+
+def test_ten_thousand_corruptions_are_noticed_and_placed() -> None:
+    def digests_of(pages: Tensor) -> Tensor:
+        return piece_digests(pages, torch.arange(len(pages)), digest_key(77), piece_bytes=512)
+
+    digests.check_corruptions(digests_of, 10_000, num_pieces=8, piece_bytes=512)
+
+
+@pytest.fixture(scope="module")
+def versions() -> dict[str, Tensor]:
+    """By kind of corruption, 4000 versions of a piece of 1088 bytes, or as many as there are."""
+    found = dict(digests.versions_of_a_piece(4000, 1088))
+    assert all(len(pieces) > 500 for pieces in found.values())
+    return found
+
+
+def digests_of_pieces(pieces: Tensor, seed: int) -> Tensor:
+    ids = torch.arange(len(pieces))
+    return piece_digests(pieces, ids, digest_key(seed), piece_bytes=pieces.shape[1])[:, 0]
+
+
+@pytest.mark.parametrize("seed", digests.SEEDS)
+def test_digests_of_like_pieces_agree_as_often_as_by_chance(
+    seed: int, versions: dict[str, Tensor]
+) -> None:
+    found = {name: digests_of_pieces(pieces, seed) for name, pieces in versions.items()}
+    odd = {name: said for name, one in found.items() if (said := digests.chance_of(one))}
+    assert not odd
+    assert not digests.chance_of(torch.cat(list(found.values())))
+
+
+def test_another_seed_parts_pieces_that_agreed(versions: dict[str, Tensor]) -> None:
+    """In 16 bits, of which some thousand pairs agree by chance under each seed."""
+    pieces = torch.cat(list(versions.values()))
+    pairs = [agreeing_pairs(digests_of_pieces(pieces, seed) & 0xFFFF) for seed in (1, 2)]
+    assert min(map(len, pairs)) > 1000
+    assert len(pairs[0] & pairs[1]) <= 3
+
+
+def agreeing_pairs(digests_cut: Tensor) -> set[tuple[int, int]]:
+    order = digests_cut.argsort(stable=True)
+    same = (digests_cut[order][1:] == digests_cut[order][:-1]).nonzero().flatten()
+    return {(int(order[i]), int(order[i + 1])) for i in same.tolist()}
+
+
+def sum_of_words(pieces: Tensor) -> Tensor:
+    return pieces.view(torch.int64).sum(1)
+
+
+def xor_of_words(pieces: Tensor) -> Tensor:
+    return torch.from_numpy(np.bitwise_xor.reduce(pieces.numpy().view(np.int64), axis=1))
+
+
+def with_dead_bits(pieces: Tensor) -> Tensor:
+    return digests_of_pieces(pieces, 1) & ~0b11
+
+
+@pytest.mark.parametrize("weak", [sum_of_words, xor_of_words, with_dead_bits])
+def test_weak_digests_are_found_out(
+    weak: Callable[[Tensor], Tensor], versions: dict[str, Tensor]
+) -> None:
+    assert digests.chance_of(weak(torch.cat(list(versions.values()))))
+    assert digests.chance_of(weak(versions["swapped_words"]))
+    assert digests.chance_of(weak(versions["flipped_bit"]))
+
+
+def test_the_kernel_keeps_to_registers_and_loads_16_bytes() -> None:
+    lines = child.json_lines("operators.compiled", "digests", TRITON_INTERPRET="0")
+    assert len(lines) == 4
+    for line in lines:
+        variant = line.pop("variant")
+        code = DeviceCode(**line)  # type: ignore[arg-type]
+        print(f"{variant}: {code}, LDG.E.128 {code.count('LDG.E.128')}")
+        spilled = code.stack_bytes + code.count("LDL") + code.count("STL")
+        assert spilled == 0, (variant, str(code))
+        assert code.count("LDG.E.128") > 0, (variant, str(code))
+        assert code.count("LDG.E.U") + code.count("BAR.SYNC") == 0, (variant, str(code))

@@ -1,0 +1,218 @@
+"""Digests against xxhash, pages that went wrong, and how often digests should agree by chance.
+
+Used on the CPU, in Triton's interpreter and on a GPU alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from effuse.kernels.piece_digests import LAST_WORD, digest_key
+
+Bytes = NDArray[np.uint8]
+Launch = Callable[[Tensor, Tensor, Tensor, int, int, Tensor], Tensor]
+Corruption = Callable[[Bytes, Bytes, int, np.random.Generator], None]
+
+# One stripe more or less than a round of 16, no whole round, several, and what models have.
+LENGTHS = (256, 320, 1024, 1088, 2 * 1024 + 64, 16384)
+SEEDS = (0, 1, 2**64 - 1, 0x9C6E5F0A3B21D487)
+KINDS = ("random", "zeros", "ones", "secret")
+
+
+def filled(kind: str, num_pages: int, page_bytes: int, piece_bytes: int, seed: int) -> Tensor:
+    """Pages [num_pages, page_bytes] uint8; "secret" is what the hash mixes in, so that every
+    product in it is of zeros."""
+    if kind == "random":
+        generator = torch.Generator().manual_seed(piece_bytes)
+        return torch.randint(256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+    if kind == "secret":
+        key, stripes = digest_key(seed), piece_bytes // 64
+        words = torch.arange(8) + torch.arange(stripes)[:, None] % 16
+        words[-1] = LAST_WORD + torch.arange(8)
+        piece = key[words].view(torch.uint8).flatten()
+        return piece.repeat(num_pages, page_bytes // piece_bytes)
+    value = 0 if kind == "zeros" else 255
+    return torch.full((num_pages, page_bytes), value, dtype=torch.uint8)
+
+
+def expected(
+    pages: Tensor, page_ids: Tensor, seed: int, piece_bytes: int, first_byte: int, count: int
+) -> Tensor:
+    """[N, count] by the library, piece by piece."""
+    data = pages.view(torch.uint8).numpy()
+    digests = [
+        [
+            xxhash.xxh3_64_intdigest(data[page, begin : begin + piece_bytes].tobytes(), seed)
+            for begin in range(first_byte, first_byte + count * piece_bytes, piece_bytes)
+        ]
+        for page in page_ids.tolist()
+    ]
+    return torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
+
+
+def check(launch: Launch, device: torch.device, piece_bytes: int, kind: str) -> None:
+    """The last two of three pieces of scattered pages, under every seed."""
+    ids = torch.tensor([4, 0, 4], dtype=torch.int32)
+    for seed in SEEDS:
+        pages = filled(kind, 5, 3 * piece_bytes, piece_bytes, seed)
+        out = torch.full((3, 2), -1, dtype=torch.int64, device=device)
+        key = digest_key(seed).to(device)
+        launch(pages.to(device), ids.to(device), key, piece_bytes, piece_bytes, out)
+        assert torch.equal(out.cpu(), expected(pages, ids, seed, piece_bytes, piece_bytes, 2))
+
+
+def kv_like(num_bytes: int, seed: int) -> Bytes:
+    """bf16 numbers as a page holds them; the last eighth was never written and is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(num_bytes // 2, generator=generator).bfloat16()
+    values[-(num_bytes // 16) :] = 0
+    data: Bytes = values.view(torch.uint8).numpy()
+    return data
+
+
+def flipped_bit(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator) -> None:
+    page[rng.integers(len(page))] ^= np.uint8(1 << rng.integers(8))
+
+
+def swapped_words(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator) -> None:
+    words = page.view(np.uint64)
+    a, b = rng.integers(len(words), size=2)
+    words[[a, b]] = words[[b, a]]
+
+
+def swapped_stripes_of_a_lane(
+    page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator
+) -> None:
+    """Words that enter one accumulator in one round, where their sum stays what it was."""
+    words = page.view(np.uint64)
+    first = int(rng.integers(max(1, len(words) // 128))) * 128 + int(rng.integers(8))
+    places = np.arange(first, min(len(words), first // 128 * 128 + 128), 8)
+    a, b = rng.choice(places, 2, replace=False)
+    words[[a, b]] = words[[b, a]]
+
+
+def swapped_pieces(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator) -> None:
+    pieces = page.reshape(-1, piece_bytes)
+    a, b = rng.choice(len(pieces), 2, replace=False)
+    pieces[[a, b]] = pieces[[b, a]]
+
+
+def zeroed_run(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator) -> None:
+    page[_run(page, rng)] = 0
+
+
+def shifted_run(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator) -> None:
+    """A run written one word too far."""
+    run = _run(page[:-8], rng)
+    page[run.start + 8 : run.stop + 8] = page[run].copy()
+
+
+def stale_run(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator) -> None:
+    run = _run(page, rng)
+    page[run] = other[run]
+
+
+def truncated_tail(page: Bytes, other: Bytes, piece_bytes: int, rng: np.random.Generator) -> None:
+    """A write that ended early: behind it lies what was there before, or nothing."""
+    cut = int(rng.integers(len(page)))
+    page[cut:] = other[cut:] if rng.integers(2) else 0
+
+
+CORRUPTIONS: dict[str, Corruption] = {
+    function.__name__: function
+    for function in (
+        *(flipped_bit, swapped_words, swapped_stripes_of_a_lane, swapped_pieces),
+        *(zeroed_run, shifted_run, stale_run, truncated_tail),
+    )
+}
+
+
+def _run(page: Bytes, rng: np.random.Generator) -> slice:
+    length = int(2 ** rng.uniform(0, math.log2(len(page))))
+    begin = int(rng.integers(len(page) - length + 1))
+    return slice(begin, begin + length)
+
+
+def corrupted(
+    page: Bytes, other: Bytes, piece_bytes: int, corruption: Corruption, count: int, seed: int
+) -> Bytes:
+    """[count, bytes] versions of a page, none equal to it."""
+    rng = np.random.default_rng(seed)
+    versions = np.repeat(page[None], count, axis=0)
+    for version in versions:
+        while np.array_equal(version, page):
+            corruption(version, other, piece_bytes, rng)
+    return versions
+
+
+def batches_of_corruptions(
+    count: int, num_pieces: int, piece_bytes: int
+) -> Iterator[tuple[Bytes, Bytes]]:
+    """(page, versions of it that went wrong), ``count`` versions in all, every kind alike often."""
+    share, rest = divmod(count, len(CORRUPTIONS))
+    for index, corruption in enumerate(CORRUPTIONS.values()):
+        page, other = (kv_like(num_pieces * piece_bytes, 2 * index + k) for k in (0, 1))
+        wanted = share + (rest if index == 0 else 0)
+        yield page, corrupted(page, other, piece_bytes, corruption, wanted, index)
+
+
+def check_corruptions(
+    digests_of: Callable[[Tensor], Tensor], count: int, num_pieces: int, piece_bytes: int
+) -> None:
+    """Of ``count`` corrupted pages, exactly the pieces that changed have other digests.
+
+    ``digests_of`` takes pages [N, bytes] uint8 on the CPU to digests [N, pieces].
+    """
+    seen = 0
+    for page, versions in batches_of_corruptions(count, num_pieces, piece_bytes):
+        clean = digests_of(torch.from_numpy(page)[None]).cpu()
+        found = digests_of(torch.from_numpy(versions)).cpu() != clean
+        changed = (versions != page).reshape(len(versions), num_pieces, piece_bytes).any(2)
+        assert changed.any(1).all()
+        assert torch.equal(found, torch.from_numpy(changed))
+        seen += len(versions)
+    assert seen == count
+
+
+def versions_of_a_piece(count: int, piece_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    """For each kind of corruption inside one piece, versions of it that all differ."""
+    for index, (name, corruption) in enumerate(CORRUPTIONS.items()):
+        if corruption is swapped_pieces:
+            continue
+        piece, other = (kv_like(piece_bytes, 100 + 2 * index + k) for k in (0, 1))
+        piece[-piece_bytes // 8 :] = kv_like(piece_bytes, 99)[: piece_bytes // 8]
+        versions = corrupted(piece, other, piece_bytes, corruption, count, index)
+        yield name, torch.from_numpy(np.unique(versions, axis=0))
+
+
+def chance_of(digests: Tensor) -> str:
+    """What is unlike a random function in digests [N] int64 of different data; "" for nothing.
+
+    Pairs that agree in 16 or 20 bits of a digest are counted, at its low end, its high end and
+    between. For a random function they are about Poisson distributed; what would happen to it less
+    than once in a million such counts is told.
+    """
+    unsigned = digests.numpy().view(np.uint64)
+    for bits in (16, 20):
+        mean = len(digests) * (len(digests) - 1) / 2 / 2**bits
+        for shift in (0, 22, 64 - bits):
+            low = (unsigned >> np.uint64(shift)) & np.uint64(2**bits - 1)
+            counts = np.unique(low, return_counts=True)[1].astype(np.int64)
+            pairs = int((counts * (counts - 1) // 2).sum())
+            if _tail(pairs, mean) < 5e-7:
+                return f"{pairs} pairs agree in {bits} bits from bit {shift}, not {mean:.0f}"
+    return ""
+
+
+def _tail(count: int, mean: float) -> float:
+    """An upper bound of the Poisson probability of a count as far from the mean (Chernoff)."""
+    if count == 0:
+        return math.exp(-mean)
+    return math.exp(count - mean - count * math.log(count / mean))
