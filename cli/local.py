@@ -12,12 +12,12 @@ import torch
 
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.engine import Forward
-from effuse.decode_worker.handoffs import Handoffs, Identity
 from effuse.decode_worker.scheduler import Limits
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.receiver import HandoffReceiver, Identity
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import Committed, Failed, Finished, Sampling, Settings, StartDecode
@@ -85,7 +85,7 @@ class LocalEngine:
             observe(runner),
             pool,
             limits,
-            Handoffs(pool, _IDENTITY, None),
+            HandoffReceiver(pool, None, _IDENTITY),
             on_device=model.device.type == "cuda",
             now=time.monotonic,
             max_request_s=_MAX_REQUEST_S,

@@ -7,6 +7,7 @@ A process that ends by itself is reported and started again, unless it keeps end
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from effuse.cli.arguments import command, directory, redis_url, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
+from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.logs import LogFollower
 from effuse.cli.process import Process
 from effuse.config.flags import add_flags
@@ -96,12 +98,23 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
     _add_own(parser)
     found, rest = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     groups = _groups(set(vars(found)))
-    _check_flags(parser, argv, rest, groups.all())
+    found = _check_flags(parser, argv, rest, groups.all())
+    try:
+        return _config(found, rest, groups), found.quiet
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) -> FleetConfig:
+    """The fleet that the flags describe. Raises ValueError where GPUs do not suffice."""
 
     def words(*wanted: FlagGroup) -> tuple[str, ...]:
         return _words_of(wanted, rest, groups.all())
 
-    config = FleetConfig(
+    asked = _asks_for_gpus(found)
+    # Who names a GPU that cannot be used is told so, not served by the CPU; their --device wins.
+    device = ("--device", "cuda") if asked else ()
+    return FleetConfig(
         prefill=found.prefill,
         decode=found.decode,
         connector=found.connector,
@@ -112,12 +125,35 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
         redis_url=found.redis_url,
         name=found.fleet,
         router_flags=words(groups.every, groups.router),
-        worker_flags=words(groups.every, groups.workers),
+        worker_flags=(*device, *words(groups.every, groups.workers)),
         prefill_flags=words(groups.prefill),
         decode_flags=words(groups.decode),
+        gpus=_gpus(found, asked),
+        prefill_gpus=found.prefill_gpus,
+        decode_gpus=found.decode_gpus,
+        gpu_sharing=found.gpu_sharing,
         log_dir=found.log_dir,
     )
-    return config, found.quiet
+
+
+def _asks_for_gpus(found: argparse.Namespace) -> bool:
+    return bool(found.gpus or found.prefill_gpus or found.decode_gpus)
+
+
+def _gpus(found: argparse.Namespace, asked: bool) -> tuple[str, ...] | None:
+    """The GPUs that the fleet may use; None on the CPU, as on a machine without GPUs.
+
+    Raises ValueError where there are none of those asked for.
+    """
+    if found.device == "cpu" and not asked:
+        return None
+    here = gpus_here()
+    if not here and not asked:
+        return None
+    if not here:
+        hidden = f" ({VARIABLE} is {os.environ[VARIABLE]!r})" if VARIABLE in os.environ else ""
+        raise ValueError(f"--gpus: no GPU was found on this machine{hidden}")
+    return fleet_gpus(here, found.gpus, (*(found.prefill_gpus or ()), *(found.decode_gpus or ())))
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +173,21 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--fleet", metavar="NAME", help="namespace in Redis; a new one if absent")
     add("--log-dir", type=Path, metavar="DIR", help="keep one log file a process here")
     add("--quiet", action="store_true", help="do not show the processes' logs")
+    _add_gpus(parser)
+
+
+def _add_gpus(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "GPUs, by number or id as in CUDA_VISIBLE_DEVICES", "Each worker gets one of its own."
+    )
+    add = group.add_argument
+    add("--gpus", type=gpu_list, metavar="0,1,..",
+        help="GPUs to use, prefill workers first (default: all that are here)")  # fmt: skip
+    add("--prefill-gpus", type=gpu_list, metavar="0,..", help="one for each prefill worker")
+    add("--decode-gpus", type=gpu_list, metavar="1,..", help="one for each decode worker")
+    add("--gpu-sharing", action="store_true",
+        help="let several workers share a GPU where there are too few, and divide "
+        "--gpu-memory-utilization among them")  # fmt: skip
 
 
 def _groups(own: set[str]) -> FlagGroups:
@@ -165,19 +216,21 @@ def _check_flags(
     argv: Sequence[str],
     rest: Sequence[str],
     groups: Sequence[FlagGroup],
-) -> None:
-    """Let `parser` know these flags too, so that help and errors show all that is taken."""
+) -> argparse.Namespace:
+    """Let `parser` know these flags too, so that help and errors show all that is taken; what all
+    flags say, or the end with status 2."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
             parser.error(f"{flag}: the fleet gives each process its own")
     for group in groups:
         add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
-    found = vars(parser.parse_args(argv))
+    found = parser.parse_args(argv)
     try:
         for group in groups:
-            group.config(**{name: found[name] for name in group.names})
+            group.config(**{name: getattr(found, name) for name in group.names})
     except ValueError as error:
         parser.error(str(error))
+    return found
 
 
 def _words_of(
@@ -195,7 +248,7 @@ def run(fleet: Fleet) -> int:
     """Start the fleet, watch over it until it is told to end; the exit status."""
     try:
         fleet.start()
-        print(_greeting(fleet), flush=True)
+        print(greeting(fleet), flush=True)
         return watch_over(fleet)
     except FleetError as error:
         print(f"effuse up: {error}", file=sys.stderr)
@@ -227,9 +280,12 @@ def _report(process: Process) -> None:
     print(f"effuse up: {process.ending()}; its log ends:\n{process.tail()}", file=sys.stderr)
 
 
-def _greeting(fleet: Fleet) -> str:
+def greeting(fleet: Fleet) -> str:
+    """What is said of a fleet that is ready, on one line."""
     config = fleet.config
+    places = "".join(f", {name} on {gpu}" for name, gpu in fleet.gpus.items())
     return (
         f"effuse is ready on {fleet.address} after {fleet.ready_s:.1f} s: {config.prefill} prefill "
-        f"and {config.decode} decode workers, {config.connector}, Redis at {fleet.redis_url}"
+        f"and {config.decode} decode workers{places}, {config.connector}, "
+        f"Redis at {fleet.redis_url}"
     )

@@ -15,12 +15,22 @@ from pathlib import Path
 import pytest
 
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.cli.up import Endings, main, parse, watch_over
+from effuse.cli.up import Endings, greeting, main, parse, watch_over
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.router.config import RouterConfig
 from effuse.router.config import parse as router_config
+
+TWO = ("0", "1")
+
+
+@pytest.fixture(autouse=True)
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has no GPU unless a test says which."""
+    here: tuple[str, ...] = getattr(request, "param", ())
+    monkeypatch.setattr("effuse.cli.up.gpus_here", lambda: here)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def test_defaults() -> None:
@@ -112,13 +122,114 @@ def _help() -> str:
         (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
         (["--max-ques", "1"], "unrecognized arguments: --max-ques 1"),
         (["--max-ques", "1"], "[--max-queue N]"),
+        (["--gpus", "a"], "argument --gpus: expected GPUs such as 0,1 or GPU-.., got 'a'"),
+        (["--gpus", "0"], "--gpus: no GPU was found on this machine"),
+        (["--decode-gpus", "0"], "--gpus: no GPU was found on this machine"),
     ],
 )
 def test_bad_flags(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _refused(flags, told, capsys)
+
+
+def _refused(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(flags)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus", [TWO], indirect=True)
+def test_each_worker_gets_a_gpu_of_its_own() -> None:
+    config, _ = parse([])
+    assert config == FleetConfig(port=50051, gpus=TWO)
+    fleet = Fleet(config)
+    assert {name: one.gpu for name, one in fleet.gpus.items()} == {
+        "prefill-0": "0",
+        "decode-0": "1",
+    }
+    assert "1 decode workers, prefill-0 on GPU 0, decode-0 on GPU 1, zmq" in _greeting(fleet, "a:1")
+    fleet.stop()
+
+
+@pytest.mark.parametrize("gpus", [TWO], indirect=True)
+def test_gpus_that_are_asked_for_are_used_or_the_workers_say_why_not() -> None:
+    config, _ = parse(["--gpus", "1,0", "--max-num-seqs", "4"])
+    assert config.gpus == ("1", "0")
+    assert config.worker_flags == ("--device", "cuda", "--max-num-seqs", "4")
+    config, _ = parse(["--prefill-gpus", "1", "--decode-gpus=0", "--device", "auto"])
+    assert {name: one.gpu for name, one in config.assignments().items()} == {
+        "prefill-0": "1",
+        "decode-0": "0",
+    }
+    assert config.worker_flags == ("--device", "cuda", "--device", "auto")  # the last one holds
+
+
+@pytest.mark.parametrize("gpus", [("0",)], indirect=True)
+def test_workers_that_share_a_gpu_divide_what_they_may_use_of_it() -> None:
+    fleet = Fleet(parse(["--gpu-sharing"])[0])
+    assert _memory(fleet) == {"prefill-0": ["0.45"], "decode-0": ["0.45"]}
+    assert "prefill-0 on GPU 0 (1/2 of its memory), decode-0 on GPU 0" in _greeting(fleet, "a:1")
+    fleet.stop()
+    told = ["--prefill", "0", "--decode", "3", "--gpu-sharing", "--gpu-memory-utilization=0.6"]
+    fleet = Fleet(parse(told)[0])
+    assert _memory(fleet) == {f"decode-{at}": ["0.2"] for at in range(3)}
+    fleet.stop()
+
+
+@pytest.mark.parametrize("gpus", [TWO], indirect=True)
+def test_a_gpu_that_is_not_shared_is_used_as_the_flags_say() -> None:
+    fleet = Fleet(parse(["--decode", "2", "--gpu-sharing"])[0])
+    assert _memory(fleet) == {"prefill-0": ["0.45"], "decode-0": [], "decode-1": ["0.45"]}
+    fleet.stop()
+
+
+def _memory(fleet: Fleet) -> dict[str, list[str]]:
+    """What the fleet itself says of memory to each worker, behind all other flags."""
+    members = {name: words for name, words in fleet._members().items() if name in fleet.gpus}
+    return {
+        name: words[-1:] if words[-2] == "--gpu-memory-utilization" else []
+        for name, words in members.items()
+    }
+
+
+def _greeting(fleet: Fleet, address: str) -> str:
+    fleet._addresses["router"] = address
+    return greeting(fleet)
+
+
+@pytest.mark.parametrize("gpus", [("0",)], indirect=True)
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "2 workers (1 prefill, 1 decode) on 1 GPU (0): each needs a GPU of its own; start"),
+        (["--decode", "2"], "let workers share a GPU and divide its memory with --gpu-sharing"),
+        (["--gpus", "0,3"], "GPU 3 is not one of those here: 0"),
+        (["--prefill-gpus", "0,0"], "--prefill-gpus: expected 1, one for each prefill worker"),
+        (["--gpus", "0", "--device", "cpu", "--gpu-sharing"], "--device cpu: workers that compute"),
+    ],
+)
+def test_gpus_that_do_not_suffice(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _refused(flags, told, capsys)
+
+
+@pytest.mark.parametrize("gpus", [("0",)], indirect=True)
+def test_workers_on_the_cpu_get_no_gpu() -> None:
+    config, _ = parse(["--device", "cpu", "--decode", "4"])
+    assert config == FleetConfig(port=50051, decode=4, worker_flags=("--device", "cpu"))
+    assert config.assignments() == {}
+
+
+def test_sharing_asks_for_nothing_where_there_is_no_gpu() -> None:
+    assert parse(["--gpu-sharing"])[0].assignments() == {}
+
+
+def test_gpus_that_the_environment_hides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    _refused(["--gpus", "0"], "on this machine (CUDA_VISIBLE_DEVICES is '')", capsys)
 
 
 def test_a_log_directory_that_cannot_be_is_one_line(
@@ -149,6 +260,11 @@ def test_endings_long_ago_are_forgiven() -> None:
 def test_a_fleet_without_decode_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="decode must be 1 or more workers, got 0"):
         FleetConfig(decode=0)
+
+
+def test_a_fleet_that_names_gpus_for_the_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="workers that compute on the CPU are given no GPU"):
+        FleetConfig(gpus=TWO, decode_flags=("--device=cpu",))
 
 
 @pytest.fixture

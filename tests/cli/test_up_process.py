@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -23,10 +24,10 @@ DEADLINE_S = 90
 class Up:
     """A running command and what it says."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *flags: str) -> None:
         command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
         self.child = subprocess.Popen(
-            [*command, "--model", str(model), "--num-pages", "64", "--max-queue", "7"],
+            [*command, "--model", str(model), "--num-pages", "64", "--max-queue", "7", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -85,6 +86,25 @@ def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
     processes += up.processes()
     assert up.end() == 0
     assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
+
+
+def test_every_gpu_of_the_machine_is_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the driver's command, which says here that there are two; workers find none and go on."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: One'\necho 'GPU 1: Two'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    up = Up(model, "--decode", "2")
+    try:
+        up.wait_for(r"decode-0   \| decode-0 starts on GPU 0")
+        up.wait_for("2 decode workers, decode-0 on GPU 0, decode-1 on GPU 1, zmq")
+        workers = [one for one in up.processes() if "effuse.decode_worker" in one.cmdline()]
+        seen = [one.environ()["CUDA_VISIBLE_DEVICES"] for one in workers]
+        assert sorted(seen) == ["0", "1"]
+    finally:
+        assert up.end() == 0
 
 
 def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Path) -> None:

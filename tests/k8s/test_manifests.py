@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from k8s.composed import K8S, Document, deployments, overlay, overlays
 
 from effuse.worker.config import WorkerConfig
 
-K8S = Path(__file__).parent.parent.parent / "k8s"
 ROLES = ("redis", "router", "prefill", "decode")
-Document = dict[str, Any]
+GPU_OVERLAYS = ("gpu-1p1d", "gpu-nvlink-1p1d")
+MODEL_BYTES = 15 << 30  # of 7B parameters
 
 
 def _documents(role: str) -> list[Document]:
@@ -77,9 +76,7 @@ def test_the_base_takes_every_file() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_image_has_a_dockerfile_that_runs_without_root(role: str) -> None:
-    name = re.fullmatch(r"localhost/effuse-(\w+):[\d.]+", _container(role)["image"])
-    assert name is not None
-    text = (K8S / f"Dockerfile.{name[1]}").read_text()
+    text = (K8S / f"Dockerfile.{_role(_container(role))}").read_text()
     assert "USER 10001:10001" in text
 
 
@@ -97,15 +94,232 @@ def test_both_workers_stand_on_the_same_layer() -> None:
     assert bases == {"localhost/effuse-worker-base:0.1.0"}
 
 
-@pytest.mark.parametrize("overlay", sorted(path.name for path in (K8S / "overlays").iterdir()))
-def test_an_overlays_name_is_its_topology(overlay: str) -> None:
-    wanted = re.fullmatch(r"(\d+)p(\d+)d", overlay)
+@pytest.mark.parametrize("name", overlays())
+def test_an_overlays_name_is_its_topology(name: str) -> None:
+    wanted = re.fullmatch(r"(?:[a-z]+-)*(\d+)p(\d+)d", name)
     assert wanted is not None
-    text = (K8S / "overlays" / overlay / "kustomization.yaml").read_text()
-    counts = {one["name"]: one["count"] for one in yaml.safe_load(text)["replicas"]}
+    counts = {"prefill": 0, "decode": 0}
+    for deployment in deployments(name).values():
+        for container in _pod_of(deployment)["containers"]:
+            if (role := _role(container)) in counts:
+                counts[role] += deployment["spec"]["replicas"]
     assert counts == {"prefill": int(wanted[1]), "decode": int(wanted[2])}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_workers_outlive_their_own_drain(role: str) -> None:
     assert _pod(role)["terminationGracePeriodSeconds"] > WorkerConfig().drain_s
+
+
+def _pod_of(deployment: Document) -> Document:
+    pod: Document = deployment["spec"]["template"]["spec"]
+    return pod
+
+
+def _role(container: Document) -> str:
+    name = re.fullmatch(r"localhost/effuse-(\w+):[\d.]+", container["image"])
+    assert name is not None
+    return name[1]
+
+
+def _pods(name: str) -> list[Document]:
+    return [_pod_of(deployment) for deployment in deployments(name).values()]
+
+
+def _workers(name: str) -> list[tuple[Document, Document, Document]]:
+    """Deployment, pod and container of each worker of an overlay."""
+    return [
+        (deployment, _pod_of(deployment), container)
+        for deployment in deployments(name).values()
+        for container in _pod_of(deployment)["containers"]
+        if _role(container) in ("prefill", "decode")
+    ]
+
+
+def _mounts(container: Document) -> dict[str, Document]:
+    return {mount["name"]: mount for mount in container["volumeMounts"]}
+
+
+def _volumes(pod: Document) -> dict[str, Document]:
+    return {volume["name"]: volume for volume in pod["volumes"]}
+
+
+def _bytes(quantity: str) -> int:
+    number, unit = quantity[:-2], quantity[-2:]
+    return int(number) << {"Mi": 20, "Gi": 30}[unit]
+
+
+@pytest.mark.parametrize("name", overlays())
+def test_every_pod_is_restricted(name: str) -> None:
+    for pod in _pods(name):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert {kind for one in pod["volumes"] for kind in one} <= {
+            *("name", "emptyDir", "persistentVolumeClaim")
+        }
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@pytest.mark.parametrize("name", overlays())
+def test_every_container_of_an_overlay_is_probed_limited_and_has_its_own_tmp(name: str) -> None:
+    for pod in _pods(name):
+        temporary = [
+            mount["name"]
+            for container in pod["containers"]
+            for mount in container["volumeMounts"]
+            if mount["mountPath"] == "/tmp"
+        ]
+        assert len(set(temporary)) == len(pod["containers"])
+        for container in pod["containers"]:
+            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+            assert "memory" in container["resources"]["limits"]
+            assert set(_mounts(container)) <= set(_volumes(pod))
+
+
+@pytest.mark.parametrize("name", overlays())
+def test_workers_are_reached_by_the_fleet_alone(name: str) -> None:
+    labels = {
+        deployment["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]
+        for deployment, _, _ in _workers(name)
+    }
+    policy = overlay(name)["NetworkPolicy", "workers"]["spec"]
+    (source,) = policy["ingress"][0]["from"]
+    assert _selected(policy["podSelector"]) == labels
+    assert _selected(source["podSelector"]) == {"router", *labels}
+
+
+def _selected(selector: Document) -> set[str]:
+    (expression,) = selector["matchExpressions"]
+    assert (expression["key"], expression["operator"]) == ("app.kubernetes.io/name", "In")
+    return set(expression["values"])
+
+
+@pytest.mark.parametrize("name", GPU_OVERLAYS)
+def test_both_roles_get_a_gpu_and_room_for_a_model(name: str) -> None:
+    workers = _workers(name)
+    assert {_role(container) for _, _, container in workers} == {"prefill", "decode"}
+    for _, pod, container in workers:
+        limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+        assert limits["nvidia.com/gpu"] == 1
+        assert _bytes(limits["memory"]) >= 2 * MODEL_BYTES
+        assert _bytes(requests["memory"]) >= MODEL_BYTES
+        assert "--device=cuda" in container["args"]  # never the CPU in its stead
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in (
+            pod["tolerations"]
+        )
+        shared = _volumes(pod)["shm"]["emptyDir"]
+        assert _mounts(container)["shm"]["mountPath"] == "/dev/shm"
+        assert shared["medium"] == "Memory"
+        assert 1 << 30 < _bytes(shared["sizeLimit"]) < _bytes(limits["memory"])
+    for pod in _pods(name):
+        gpus = [one["resources"]["limits"].get("nvidia.com/gpu") for one in pod["containers"]]
+        assert any(gpus) == ("tolerations" in pod)  # the router and Redis need none
+
+
+@pytest.mark.parametrize("name", GPU_OVERLAYS)
+def test_the_model_is_read_only_for_all_who_need_it(name: str) -> None:
+    claim = overlay(name)["PersistentVolumeClaim", "model"]
+    assert _bytes(claim["spec"]["resources"]["requests"]["storage"]) > MODEL_BYTES
+    readers = set()
+    for pod in _pods(name):
+        for container in pod["containers"]:
+            if "model" in _mounts(container):
+                readers.add(_role(container))
+                assert "--model=/model" in container["args"]
+                assert _mounts(container)["model"]["mountPath"] == "/model"
+                assert _mounts(container)["model"]["readOnly"] is True
+                source = _volumes(pod)["model"]["persistentVolumeClaim"]
+                assert source == {"claimName": "model", "readOnly": True}
+    assert readers == {"router", "prefill", "decode"}
+
+
+@pytest.mark.parametrize("name", GPU_OVERLAYS)
+def test_loading_a_model_has_time(name: str) -> None:
+    """Each waits longer than the one before: the worker, the probe, the rollout."""
+    for deployment, _, container in _workers(name):
+        (flag,) = [one for one in container["args"] if one.startswith("--startup-timeout-s=")]
+        probe = container["startupProbe"]
+        times = (
+            int(flag.partition("=")[2]),
+            probe["periodSeconds"] * probe["failureThreshold"],
+            deployment["spec"]["progressDeadlineSeconds"],
+        )
+        assert times[0] >= 1800
+        assert sorted(set(times)) == list(times)
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("1p1d", {"tcp", "self"}),
+        ("gpu-1p1d", {"rc", "tcp", "self", "cuda_copy"}),
+        ("gpu-nvlink-1p1d", {"tcp", "self", "cuda_copy", "cuda_ipc"}),
+    ],
+)
+def test_pages_take_ways_that_are_there(name: str, ways: set[str]) -> None:
+    for _, _, container in _workers(name):
+        (value,) = [one["value"] for one in container["env"] if one["name"] == "UCX_TLS"]
+        assert set(value.split(",")) == ways
+
+
+def test_nvlinks_workers_share_one_pod_and_its_processes() -> None:
+    assert set(deployments("gpu-nvlink-1p1d")) == {"redis", "router", "workers"}
+    workers = _workers("gpu-nvlink-1p1d")
+    assert [container["name"] for _, _, container in workers] == ["prefill", "decode"]
+    for deployment, pod, _ in workers:
+        assert pod["shareProcessNamespace"] is True
+        assert deployment["spec"]["replicas"] == 1
+    flags = [flag for _, _, container in workers for flag in container["args"]]
+    for own in ("--port=", "--worker-id="):
+        assert len({flag for flag in flags if flag.startswith(own)}) == 2, own
+    for _, _, container in workers:
+        (port,) = container["ports"]
+        assert f"--port={port['containerPort']}" in container["args"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["grpc"]["port"] == port["containerPort"]
+
+
+def test_nvlinks_pod_is_as_restricted_as_the_bases() -> None:
+    """It is written out, because the base's patch is for pods of one container."""
+    _, pod, _ = _workers("gpu-nvlink-1p1d")[0]
+    for role in ("prefill", "decode"):
+        based = _pod_of(deployments("1p1d")[role])
+        for field in (
+            *("securityContext", "automountServiceAccountToken", "enableServiceLinks"),
+            "terminationGracePeriodSeconds",
+        ):
+            assert pod[field] == based[field]
+        (container,) = [one for one in pod["containers"] if one["name"] == role]
+        for field in ("image", "securityContext", "livenessProbe", "readinessProbe"):
+            expected = str(based["containers"][0][field])
+            assert str(container[field]).replace("50053", "50052") == expected
+
+
+def test_nvlinks_workers_are_told_what_those_of_gpu_pods_are() -> None:
+    apart = {_role(one): one for _, _, one in _workers("gpu-1p1d")}
+    for _, _, container in _workers("gpu-nvlink-1p1d"):
+        other = apart[_role(container)]
+        assert container["resources"] == other["resources"]
+        assert container["startupProbe"].keys() == other["startupProbe"].keys()
+        own = ("--port=", "--worker-id=")
+        told = [flag for flag in container["args"] if not flag.startswith(own)]
+        assert told == [flag for flag in other["args"] if not flag.startswith(own)]
+
+
+def test_nvlinks_workers_may_reach_redis() -> None:
+    template = deployments("gpu-nvlink-1p1d")["workers"]["spec"]["template"]
+    policy = overlay("gpu-nvlink-1p1d")["NetworkPolicy", "redis"]["spec"]
+    wanted = policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert wanted.items() <= template["metadata"]["labels"].items()
+
+
+def test_workers_have_the_compiler_that_triton_needs_on_a_gpu() -> None:
+    assert " gcc libc6-dev " in (K8S / "Dockerfile.worker-base").read_text()

@@ -1,0 +1,181 @@
+"""Which worker of a fleet stands on which GPU, as a function of values; and which GPUs there are.
+
+A GPU is named as in CUDA_VISIBLE_DEVICES, by its number or by its id (GPU-.. or MIG-..), and is
+passed on under that name. Nothing here imports torch, which takes seconds and may start CUDA.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
+_LISTED = re.compile(r"^GPU \d+:", re.MULTILINE)
+_DEVICE_FILE = re.compile(r"nvidia\d+")
+_LISTING_S = 30.0  # a driver that nothing uses may take seconds for each GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A worker's GPU."""
+
+    gpu: str  # its name
+    share: float  # how much of it is this worker's: all, or as much as each other worker's on it
+
+    def __str__(self) -> str:
+        name = _label(self.gpu)
+        return name if self.share == 1 else f"{name} (1/{round(1 / self.share)} of its memory)"
+
+
+def assign(
+    prefill: int,
+    decode: int,
+    *,
+    gpus: Sequence[str] | None,
+    prefill_gpus: Sequence[str] | None = None,
+    decode_gpus: Sequence[str] | None = None,
+    sharing: bool = False,
+) -> dict[str, Assignment]:
+    """The GPU of each of so many workers, by their names: prefill-0, .., decode-0, ..
+
+    A role's own list names the GPUs of its workers in order. The others get, in order, the first
+    of `gpus` with the fewest workers on it, and none that has one already unless `sharing`. `gpus`
+    of None is what the roles' lists name. Raises ValueError that says which flag is at fault or
+    helps.
+    """
+    named = _named("prefill", prefill, prefill_gpus) | _named("decode", decode, decode_gpus)
+    workers = [f"prefill-{at}" for at in range(prefill)] + [f"decode-{at}" for at in range(decode)]
+    allowed = list(dict.fromkeys(named.values())) if gpus is None else list(gpus)
+    _check_names(allowed)
+    if outside := [gpu for gpu in named.values() if gpu not in allowed]:
+        raise ValueError(f"{_label(outside[0])} is not one of the fleet's: {', '.join(allowed)}")
+    if not allowed or (len(workers) > len(allowed) and not sharing):
+        raise ValueError(_too_few(prefill, decode, allowed))
+    on = Counter(named.values())
+    if not sharing and (twice := [gpu for gpu in on if on[gpu] > 1]):
+        raise ValueError(_shared(twice[0], [one for one in workers if named.get(one) == twice[0]]))
+    for worker in workers:
+        if worker not in named:
+            named[worker] = min(allowed, key=lambda gpu: on[gpu])
+            on[named[worker]] += 1
+    return {worker: Assignment(named[worker], 1 / on[named[worker]]) for worker in workers}
+
+
+def fleet_gpus(
+    here: Sequence[str], gpus: Sequence[str] | None, named: Sequence[str]
+) -> tuple[str, ...]:
+    """The GPUs that a fleet may use: those asked for, else all that are here.
+
+    `named` are those asked for by role. An id is taken as it is where the GPUs here are known by
+    number, as the two cannot be compared. Raises ValueError for a GPU that is not here.
+    """
+    if gpus is None and set(named) <= set(here):
+        return tuple(here)
+    asked = tuple(dict.fromkeys(named)) if gpus is None else tuple(gpus)
+    by_number = all(gpu.isdigit() for gpu in here)
+    if missing := [one for one in asked if one not in here and (one.isdigit() or not by_number)]:
+        raise ValueError(f"{_label(missing[0])} is not one of those here: {', '.join(here)}")
+    return asked
+
+
+def gpus_here(
+    root: Path = Path("/"),
+    environment: Mapping[str, str] = os.environ,
+    listing: Callable[[], str] | None = None,
+) -> tuple[str, ...]:
+    """Names of the GPUs that processes started here can use; none on a machine without.
+
+    The driver's own list (`nvidia-smi -L`) knows what a container may use; where there is none,
+    the device files that a container got are counted, and last what the driver says of the whole
+    machine. Only the number matters: CUDA counts from 0 what it can use.
+    """
+    count = (
+        len(_LISTED.findall((listing or _driver_listing)()))
+        or sum(bool(_DEVICE_FILE.fullmatch(one.name)) for one in (root / "dev").glob("nvidia*"))
+        or len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+    )
+    return visible(count, environment.get(VARIABLE))
+
+
+def visible(count: int, variable: str | None) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES leaves of so many GPUs: all if it is not set (None), else those
+    before the first that does not exist, which is how CUDA reads it."""
+    if variable is None or not count:
+        return tuple(str(at) for at in range(count))
+    kept: dict[str, None] = {}
+    for word in variable.split(","):
+        name = word.strip()
+        if not _NAME.fullmatch(name) or (name.isdigit() and int(name) >= count):
+            break
+        kept[name] = None
+    return tuple(kept)
+
+
+def gpu_list(text: str) -> tuple[str, ...]:
+    """The GPUs of a command-line flag; argparse's ArgumentTypeError states the form."""
+    names = tuple(text.split(","))
+    if not all(_NAME.fullmatch(name) for name in names):
+        raise argparse.ArgumentTypeError(f"expected GPUs such as 0,1 or GPU-.., got {text!r}")
+    return names
+
+
+def _driver_listing() -> str:
+    """What the driver's own command says; nothing where there is none or it does not answer."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LISTING_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _named(role: str, count: int, gpus: Sequence[str] | None) -> dict[str, str]:
+    """Workers of a role with the GPUs that are named for them."""
+    if gpus is None:
+        return {}
+    if len(gpus) != count:
+        raise ValueError(
+            f"--{role}-gpus: expected {count}, one for each {role} worker, got {_listed(gpus)}"
+        )
+    return {f"{role}-{at}": gpu for at, gpu in enumerate(gpus)}
+
+
+def _check_names(gpus: Sequence[str]) -> None:
+    """Refuses a list that may hold the same GPU twice."""
+    if twice := [gpu for gpu, times in Counter(gpus).items() if times > 1]:
+        raise ValueError(f"--gpus: {_label(twice[0])} is named twice")
+    if len({gpu.isdigit() for gpu in gpus}) > 1:
+        raise ValueError(f"expected GPUs by number or by id, not both, got {_listed(gpus)}")
+
+
+def _too_few(prefill: int, decode: int, gpus: Sequence[str]) -> str:
+    count = prefill + decode
+    return (
+        f"{count} worker{'s' * (count > 1)} ({prefill} prefill, {decode} decode) on {_listed(gpus)}"
+        ": each needs a GPU of its own; start fewer, or let workers share a GPU and divide its "
+        "memory with --gpu-sharing"
+    )
+
+
+def _shared(gpu: str, workers: Sequence[str]) -> str:
+    return (
+        f"{_label(gpu)} is named for {' and '.join(workers)}; "
+        "--gpu-sharing lets workers share a GPU and divide its memory"
+    )
+
+
+def _label(gpu: str) -> str:
+    return f"GPU {gpu}" if gpu.isdigit() else gpu
+
+
+def _listed(gpus: Sequence[str]) -> str:
+    """So many GPUs, and which."""
+    number = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)}"
+    return f"{number} ({', '.join(gpus)})" if gpus else number

@@ -1,0 +1,55 @@
+"""A running fleet with GPUs: what reaches the environment of each worker and of its engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+from checkpoints import write_tiny_checkpoint
+
+from effuse.cli.fleet import Fleet, FleetConfig
+
+# Ids that no GPU has: each worker finds none behind its own and computes on the CPU.
+FIRST, SECOND = "GPU-00000000-0000-0000-0000-000000000001", "MIG-2"
+
+
+def _seen(fleet: Fleet, name: str) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of a process and of those that it has started."""
+    process = psutil.Process(fleet.processes[name].pid)
+    found = [process, *process.children(recursive=True)]
+    return [one.environ().get("CUDA_VISIBLE_DEVICES") for one in found]
+
+
+def test_each_worker_and_its_engine_see_their_gpu_also_when_they_come_back(tmp_path: Path) -> None:
+    config = FleetConfig(
+        model=write_tiny_checkpoint(tmp_path / "model", "sdar"),
+        gpus=(FIRST, SECOND),
+        worker_flags=("--num-pages", "64"),
+        env={"CUDA_VISIBLE_DEVICES": "of all"},  # an assignment is the stronger word
+        log_dir=tmp_path / "logs",
+    )
+    with Fleet(config) as fleet:
+        assert _seen(fleet, "router") == ["of all"]
+        assert _seen(fleet, "prefill-0") == [FIRST, FIRST]
+        assert _seen(fleet, "decode-0") == [SECOND, SECOND]
+        fleet.processes["decode-0"].clear()
+        fleet.restart("decode-0")
+        assert _seen(fleet, "decode-0") == [SECOND, SECOND]
+    log = (tmp_path / "logs/decode-0.log").read_text()
+    assert log.count(f"decode-0 starts on {SECOND}\n") == 2
+
+
+def test_workers_that_share_a_gpu_are_told_their_part_of_it(tmp_path: Path) -> None:
+    config = FleetConfig(
+        prefill=0,
+        decode=2,
+        model=write_tiny_checkpoint(tmp_path / "model", "sdar"),
+        gpus=(FIRST,),
+        gpu_sharing=True,
+        worker_flags=("--num-pages", "64", "--gpu-memory-utilization", "0.8"),
+    )
+    with Fleet(config) as fleet:
+        for name in ("decode-0", "decode-1"):
+            assert _seen(fleet, name) == [FIRST, FIRST]
+            words = psutil.Process(fleet.processes[name].pid).cmdline()
+            assert words[-2:] == ["--gpu-memory-utilization", "0.4"]

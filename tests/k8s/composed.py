@@ -1,0 +1,87 @@
+"""What an overlay comes to, by the little of kustomize that the manifests here use.
+
+Resources, components, patches (operations from a file, or a deletion) and replicas; no labels.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+K8S = Path(__file__).parent.parent.parent / "k8s"
+Document = dict[str, Any]
+Documents = dict[tuple[str, str], Document]  # by kind and name
+
+
+def overlays() -> list[str]:
+    """Names of all overlays."""
+    return sorted(path.name for path in (K8S / "overlays").iterdir())
+
+
+def overlay(name: str) -> Documents:
+    """Every document of an overlay."""
+    found: Documents = {}
+    _build(K8S / "overlays" / name, found)
+    return found
+
+
+def deployments(name: str) -> dict[str, Document]:
+    """An overlay's Deployments by their names."""
+    found = overlay(name).items()
+    return {name: document for (kind, name), document in found if kind == "Deployment"}
+
+
+def _build(directory: Path, found: Documents) -> None:
+    """Adds a folder's documents and changes those that are there, as it asks for."""
+    asked = yaml.safe_load((directory / "kustomization.yaml").read_text())
+    for resource in asked.get("resources", ()):
+        path = directory / resource
+        if path.is_dir():
+            _build(path, found)
+            continue
+        for document in yaml.safe_load_all(path.read_text()):
+            found[document["kind"], document["metadata"]["name"]] = document
+    for component in asked.get("components", ()):
+        _build(directory / component, found)
+    for patch in asked.get("patches", ()):
+        _patch(directory, patch, found)
+    for replicas in asked.get("replicas", ()):
+        found["Deployment", replicas["name"]]["spec"]["replicas"] = replicas["count"]
+
+
+def _patch(directory: Path, patch: Document, found: Documents) -> None:
+    target = patch["target"]
+    wanted = [
+        (kind, name)
+        for kind, name in found
+        if re.fullmatch(target["kind"], kind) and re.fullmatch(target.get("name", ".*"), name)
+    ]
+    assert wanted, f"{directory}: nothing is meant by {target}"
+    if "path" not in patch:
+        assert yaml.safe_load(patch["patch"])["$patch"] == "delete"
+        for key in wanted:
+            del found[key]
+        return
+    for key in wanted:
+        for operation in yaml.safe_load((directory / patch["path"]).read_text()):
+            _operate(found[key], operation)
+
+
+def _operate(document: Document, operation: Document) -> None:
+    """One operation of a JSON patch; what it names must be there, as kustomize wants it too."""
+    *way, last = operation["path"].removeprefix("/").split("/")
+    place: Any = document
+    for step in way:
+        place = place[int(step) if isinstance(place, list) else step]
+    at = int(last) if isinstance(place, list) and last != "-" else last
+    if operation["op"] == "test":
+        assert place[at] == operation["value"], operation
+    elif operation["op"] == "add" and at == "-":
+        place.append(operation["value"])
+    elif operation["op"] == "add" or at in place or isinstance(at, int):
+        place[at] = operation["value"]
+    else:
+        raise AssertionError(f"there is no {operation['path']} to replace")
