@@ -9,20 +9,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
-
 from effuse.decode_worker import scheduler as decode_scheduler
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import Forward
-from effuse.decode_worker.handoffs import Handoffs, Identity
 from effuse.decode_worker.intake import Intake
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.receiver import HandoffReceiver, Identity
 from effuse.kvtransfer.sender import HandoffSender
+from effuse.models.layer_marks import LayerMarks
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
@@ -68,17 +67,18 @@ def paged(model: Transformer, num_tokens: int, *, page_size: int) -> Paged:
         "unified", config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype
     )
     memory = PageMemory(layout, -(-num_tokens // page_size), model.device)
-    kv = memory.layer_views()
+    kv, marks = memory.layer_views(), LayerMarks(layout.num_layers, layout.num_groups, model.device)
     graphs = PromptGraphs(
         model,
         kv,
         page_size=page_size,
         block_size=config.block_size,
         uses_graphs=model.device.type == "cuda",
+        marks=marks,
     )
     graphs.prepare()
     runner = ModelRunner(
-        model, kv, page_size=page_size, block_size=config.block_size, graphs=graphs
+        model, kv, page_size=page_size, block_size=config.block_size, graphs=graphs, marks=marks
     )
     return Paged(model, memory, runner)
 
@@ -129,15 +129,9 @@ def decode_engine(
         forward,
         pool,
         Intake(config, limits),
-        Handoffs(pool, identity, None),
+        HandoffReceiver(pool, None, identity),
         Boundary(hidden_size=hidden_size, dtype=model.dtype, device=model.device),
         stepper,
         now=time.monotonic,
         max_request_s=_MOST_S,
     )
-
-
-def synchronize(device: torch.device) -> None:
-    """Returns once everything queued has ended."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()

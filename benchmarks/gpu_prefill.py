@@ -20,10 +20,11 @@ from statistics import median
 import numpy as np
 import torch
 
-from effuse.benchmarks.gpu_engines import Paged, paged, prefill_engine, synchronize
+from effuse.benchmarks.gpu_engines import Paged, paged, prefill_engine
 from effuse.benchmarks.gpu_floor import graph_of
 from effuse.benchmarks.gpu_models import MODELS, random_model
 from effuse.benchmarks.gpu_record import kernel_classes, write_record
+from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.prefill_rivals import PlainPrefill, bare_prefill
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.part import Part

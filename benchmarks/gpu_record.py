@@ -1,11 +1,15 @@
-"""What benchmarks on a GPU write down: results with date and machine, and device time by kernel."""
+"""What benchmarks on a GPU write down: results with date and machine, device time by kernel, waits.
+
+A wait is a call of the host that returns once the device has come so far. The profiler counts them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +23,49 @@ _CLASSES = (
     ("plan and advance", ("_plan", "_advance", "_fill", "_deal")),
     ("products", ("nvjet", "gemm", "cutlass", "splitk", "cublas")),
 )
+
+
+class Row(Protocol):
+    """What is read of a line of the profiler's table."""
+
+    key: str
+    count: int
+
+
+def profiled(run: Callable[[], object], repeats: int) -> Any:
+    """The profiler's list of events of `repeats` runs: kernels, and calls of the host."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(repeats):
+            run()
+    return profile.key_averages()
+
+
+def waits(table: Iterable[Row], repeats: int) -> dict[str, float]:
+    """Waits of one run by the call's name: for an event, for a stream, for all of the device.
+
+    The profiler waits once for the device itself, when it ends.
+    """
+    return {row.key: row.count / repeats for row in table if row.key.endswith("Synchronize")}
+
+
+def waits_line(found: Mapping[str, float]) -> str:
+    """The same in words."""
+    each = [f"{name} {count:.2f}" for name, count in sorted(found.items())]
+    return f"waits a step: {', '.join(each) or 'none'}"
+
+
+def longest_kernels(table: Any, repeats: int, most: int = 14) -> list[str]:
+    """Device ms and launches of one run, for the kernels that take longest; of `profiled`."""
+    rows = sorted(table, key=lambda row: -row.self_device_time_total)[:most]
+    return [
+        f"  {row.self_device_time_total / 1e3 / repeats:8.3f} ms x{row.count / repeats:5.1f}  "
+        f"{str(row.key)[:90]}"
+        for row in rows
+    ]
 
 
 def kernel_classes(run: Callable[[], object], repeats: int) -> list[str]:

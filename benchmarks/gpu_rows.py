@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from effuse.benchmarks.gpu_read_triton import read_once
-from effuse.benchmarks.gpu_timing import Call, median_us
+from effuse.benchmarks.gpu_timing import Call, median_us, medians_us
 from effuse.kernels.confidence import RowSampling, Score, sample_confidence
 from effuse.kernels.distinct_pages import distinct_views
 from effuse.kernels.kv_pages import gather_pages, load_kv, scatter_pages, store_kv
@@ -45,14 +46,31 @@ MODES = {
 }
 
 
+# Modes beside torch's chain, by whether the entropy is wanted.
+BESIDE_CHAIN = {"greedy": False, "entropy": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Microseconds of a mode and of torch's chain for the same results, in turns."""
+
+    ours: float
+    chain: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long the chain takes."""
+        return self.chain / self.ours
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """Microseconds of sampling and of what it is held against."""
 
     rows: int
-    read: float
-    chain: float
-    modes: dict[str, float]
+    read: float  # of the logits, in turns with greedy
+    modes: dict[str, float]  # greedy in turns with the read, others by themselves
+    chains: dict[str, Pair]  # by mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +85,28 @@ class Moved:
 def measure_sampling(rows: int, deviation: float = 2.0) -> Sampled:
     """Sampling of ``rows`` rows of normal logits; the worst case for a draw, as none stands out."""
     logits = torch.randn(rows, VOCABULARY, dtype=torch.bfloat16, device=CUDA) * deviation
-    read = median_us([lambda: read_once(logits)] * 4)
-    modes = {}
-    for name, mode in MODES.items():
-        settings = row_sampling(mode, rows)
-        modes[name] = median_us([lambda s=settings: sample_confidence(logits, s, 5)] * 3)  # type: ignore[misc]
-    # Last: it runs long enough to lower the clock of what follows.
-    chain = median_us([lambda: torch_chain(logits)] * 2)
-    return Sampled(rows, read, chain, modes)
+    settings = {name: row_sampling(mode, rows) for name, mode in MODES.items()}
+
+    def ours(name: str) -> list[Call]:
+        return [lambda: sample_confidence(logits, settings[name], 5)] * 3
+
+    short = medians_us({"read": [lambda: read_once(logits)] * 4, "greedy": ours("greedy")})
+    modes = {name: short.get(name) or median_us(ours(name)) for name in MODES}
+    # Last: the chains run long enough to lower the clock of what follows.
+    chains = {}
+    for name, with_entropy in BESIDE_CHAIN.items():
+        chain = [partial(torch_chain, logits, with_entropy=with_entropy)] * 2
+        chains[name] = Pair(**medians_us({"ours": ours(name), "chain": chain}))
+    return Sampled(rows, short["read"], modes, chains)
 
 
-def torch_chain(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What engines do without a kernel: softmax in fp32, its maximum, and the entropy."""
+def torch_chain(logits: Tensor, *, with_entropy: bool) -> tuple[Tensor, ...]:
+    """What engines do without a kernel: softmax in fp32 and its maximum; the entropy if asked."""
     probability = logits.float().softmax(dim=-1)
     confidence, token = probability.max(dim=-1)
-    entropy = (probability * (probability + 1e-10).log()).sum(dim=-1)
-    return token, confidence, entropy
+    if not with_entropy:
+        return token, confidence
+    return token, confidence, (probability * (probability + 1e-10).log()).sum(dim=-1)
 
 
 def row_sampling(mode: Mode, rows: int) -> RowSampling:

@@ -1,10 +1,11 @@
-"""`python -m effuse.benchmarks.gpu_serve`: whole requests on one GPU, prefill included.
+"""`python -m effuse.benchmarks.gpu_serve`: whole requests through one engine on one GPU.
 
 One decode engine with device steps and local prefill serves prompts of a data set's lengths, up to
-64 at once, in answers of 255 tokens; acceptance is scripted (`gpu_pace`), weights are random. The
-rate counts tokens of answers from the first submission to the last end. Beside it: the products
-that this takes at the measured peak of a product, and those products alone in graphs. Prints a
-table and writes JSON.
+64 at once, in answers of 255 tokens; acceptance is scripted (`gpu_pace`), weights are random. There
+is no front, no gRPC and no handoff: a fleet of processes is `gpu_fleet`'s to measure. The rate
+counts tokens of answers from the first submission to the last end. Beside it: the products that
+this takes at the measured peak of a product, and those products alone in graphs, timed by
+themselves afterwards. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -17,24 +18,34 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
-from effuse.benchmarks.gpu_engines import Paged, decode_engine, paged, synchronize
-from effuse.benchmarks.gpu_floor import bare_products, graph_of, mean_ms
+from effuse.benchmarks.gpu_engines import Paged, decode_engine, paged
+from effuse.benchmarks.gpu_floor import Floor, graph_of, mean_ms
 from effuse.benchmarks.gpu_lengths import RULE, read_lengths
 from effuse.benchmarks.gpu_load import ClosedLoad, CountingRunner, requests
 from effuse.benchmarks.gpu_models import MODELS, random_model
 from effuse.benchmarks.gpu_pace import MEAN, Pacer
 from effuse.benchmarks.gpu_record import busy_share, kernel_classes, write_record
+from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.prefill_rivals import bare_prefill
+from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_buckets import Integers, bucket
 from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.scheduler import Limits
+from effuse.decode_worker.sequence import Sequence as Tokens
+from effuse.decode_worker.settings import Stopping
 from effuse.kernels.slots import RecordColumn, SlotLayout, Status
+from effuse.kvtransfer.digest import prompt_digest
+from effuse.kvtransfer.messages import BoundaryState
+from effuse.models.config import ModelConfig
+from effuse.models.part import Part, PartResult
 from effuse.models.transformer import Transformer
+from effuse.worker.messages import StartDecode
 
 PAGE_SIZE = 32
 MAX_TOKENS = 255
@@ -77,6 +88,46 @@ class CountingStepper(DeviceStepper):
         stepped = runs & (records[:, RecordColumn.STEPPED] == 1)
         self.num_masks += int(records[stepped, RecordColumn.NUM_MASKS].sum())
         return records
+
+
+class HandedOver:
+    """Stands where prefill is, for prompts that another worker computes: their pages hold what they
+    hold, and their boundary is taken in as one that was handed over is."""
+
+    def __init__(self, model: Transformer, prompt_len: int) -> None:
+        config = model.config
+        size = config.hidden_size if config.shift_logits else None
+        prompt = [0] * prompt_len
+        self._accept = Boundary(hidden_size=size, dtype=model.dtype, device=model.device).accept
+        self._sequence = Tokens(
+            prompt,
+            origin=config.block_origin(prompt_len),
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+            stopping=Stopping.of(1, []),
+        )
+        self._state = BoundaryState(
+            prompt_len=prompt_len,
+            prompt_digest=prompt_digest(prompt),
+            tail_token_ids=tuple(prompt[self._sequence.first_block_start :]),
+            hidden=bytes(size * model.dtype.itemsize) if size else None,
+        )
+
+    def run(self, parts: Sequence[Part]) -> list[PartResult]:
+        return [PartResult([], [], [], self._accept(self._state, self._sequence)) for _ in parts]
+
+
+def replacing(
+    config: ModelConfig, count: int, at_once: int, prompt_len: int, window: int, answer: int
+) -> list[StartDecode]:
+    """Requests for a closed load of `at_once` in which one ends after the other: the first ones
+    have 1, 2, .. `at_once` times an equal part of `answer` tokens, all others `answer`."""
+    messages = requests(config, [prompt_len] * count, window, answer)
+    first = [
+        msgspec.structs.replace(message, max_tokens=max(1, answer * number // at_once))
+        for number, message in enumerate(messages[:at_once], start=1)
+    ]
+    return first + messages[at_once:]
 
 
 class Bench:
@@ -182,8 +233,8 @@ class Bench:
     def _bare_ms(self, rows: float, candidates: float) -> float:
         if self.model.device.type != "cuda":
             return 0.0
-        run = graph_of(bare_products(self.model, round(rows), round(candidates)))
-        return mean_ms(run, repeats=12, warm_s=1.0)
+        floor = Floor(self.model, round(rows)).replay(round(rows), round(candidates))
+        return mean_ms(floor, repeats=12, warm_s=1.0)
 
     def _bare_prefill_ms(self, rows: float) -> float:
         if self.model.device.type != "cuda":

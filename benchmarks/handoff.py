@@ -1,9 +1,10 @@
 """A handoff of 64 MiB between two processes, digests included, beside bare NIXL and bare ZMQ.
 
 The sender's pages are final at once, so nothing but the handoff is timed: from the first write to
-the receiver's word that every page was verified. Both sides are measured in turns, each with new
-processes, since where two processes and their memory lie sets their pace; the figure is the median
-of the turns' own ratios.
+the receiver's word that every page was verified. Pages lie scattered on both sides, as they do in
+pools that have been in use, so that no two can travel as one; pages in the order of memory are
+measured beside them. Both sides are measured in turns, each with new processes, since where two
+processes and their memory lie sets their pace; the figure is the median of the turns' own ratios.
 """
 
 from __future__ import annotations
@@ -15,13 +16,25 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from typing import IO
 
 import torch
 
-from effuse.benchmarks.raw_transfer import hear, raw_nixl_round_s, raw_zmq_round_s, receiving
+from effuse.benchmarks.raw_transfer import (
+    IN_ORDER,
+    SCATTERED,
+    WAYS,
+    Move,
+    Rounds,
+    hear,
+    raw_rounds_s,
+    receiving,
+    scattered,
+)
 from effuse.benchmarks.report import Figure
-from effuse.kvtransfer.connector import Connector, Pushed, Received
+from effuse.kvtransfer.connector import Arrived, Connector, Pushed
+from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
@@ -32,76 +45,111 @@ from effuse.kvtransfer.messages import (
     decode_reservation,
     encode,
 )
+from effuse.kvtransfer.thread import ThreadConnector
+from effuse.kvtransfer.transport import Transport
 
 # A page of 1 MiB: 16 layers, 8 KV heads of 128, 16 tokens, bf16.
 LAYOUT = KVLayout("unified", 16, 8, 128, 16, "bfloat16")
 NUM_BYTES = 64 << 20
 NUM_PAGES = NUM_BYTES // LAYOUT.page_bytes
+MOVES = {
+    SCATTERED: Move(LAYOUT.page_bytes, scattered(NUM_PAGES, 1), scattered(NUM_PAGES, 2)),
+    IN_ORDER: Move(LAYOUT.page_bytes, tuple(range(NUM_PAGES)), tuple(range(NUM_PAGES))),
+}
+BOUNDARY = BoundaryState(
+    prompt_len=NUM_PAGES * LAYOUT.page_size, prompt_digest=prompt_digest(()), tail_token_ids=()
+)
 TURNS = 5
 ROUNDS = 9
 WARM_UP = 3
 DEADLINE_S = 60.0
 LEAST_SHARE = {"nixl": 0.7, "zmq": 0.5}
 
+Seconds = dict[str, float]  # medians, by the way that pages went or by their order
+
 
 def measure(kind: str) -> tuple[Figure, list[str]]:
-    """The share of the bare transport's rate that a handoff over `kind` reaches."""
+    """The share of the bare transport's rate that a handoff of scattered pages reaches."""
     turns = [_turn(kind) for _ in range(TURNS)]
-    share = statistics.median(bare_s / ours_s for bare_s, ours_s in turns)
+    share = statistics.median(shares_of(turns, kind, SCATTERED))
     figure = Figure(
-        name=f"handoff of 64 MiB over {kind}",
+        name=f"handoff of 64 MiB over {kind}, scattered pages",
         value=share,
         limit=LEAST_SHARE[kind],
         unit="x",
         bound="at least",
-        against=f"bare {kind} transfer of the same bytes on loopback",
+        against=f"bare {kind} transfer of the same pages on loopback, its faster way",
     )
-    bare, ours = (NUM_BYTES / statistics.median(times) / 1e9 for times in zip(*turns, strict=True))
-    shares = sorted(bare_s / ours_s for bare_s, ours_s in turns)
-    note = f"{kind}: {ours:.2f} GB/s handed over and verified, {bare:.2f} GB/s bare"
-    return figure, [f"{note}; {shares[0]:.2f} to {shares[-1]:.2f} in {TURNS} turns"]
+    return figure, [_note(turns, kind, order) for order in MOVES] + [_ways_note(turns, kind)]
 
 
-def _turn(kind: str) -> tuple[float, float]:
-    """Median seconds of a bare transfer and of a handoff, one after the other.
-
-    NIXL is given one descriptor or one a page; whichever is faster is the limit.
-    """
-    pieces = (NUM_BYTES, LAYOUT.page_bytes) if kind == "nixl" else (NUM_BYTES,)
-    bare = min(statistics.median(_bare_rounds_s(kind, piece)[WARM_UP:]) for piece in pieces)
-    return bare, statistics.median(_handoff_rounds_s(kind)[WARM_UP:])
+def _turn(kind: str) -> tuple[Seconds, Seconds]:
+    """Median seconds of each bare way, and of a handoff in each order, one after the other."""
+    bare = raw_rounds_s(kind, MOVES[SCATTERED], WARM_UP + ROUNDS)
+    return medians_s(bare), medians_s(_handoff_rounds_s(kind))
 
 
-def _bare_rounds_s(kind: str, piece: int) -> list[float]:
-    if kind == "nixl":
-        return raw_nixl_round_s(NUM_BYTES, WARM_UP + ROUNDS, piece)
-    return raw_zmq_round_s(NUM_BYTES, WARM_UP + ROUNDS)
+def medians_s(rounds: Rounds) -> Seconds:
+    """Median seconds of the rounds that count."""
+    return {name: statistics.median(seconds[WARM_UP:]) for name, seconds in rounds.items()}
 
 
-def _handoff_rounds_s(kind: str) -> list[float]:
+def limit_s(bare: Seconds, kind: str, order: str) -> float:
+    """Seconds of the faster of the bare ways that move pages in this order."""
+    return min(bare[way] for way, moved in WAYS[kind].items() if moved == order)
+
+
+def shares_of(turns: Sequence[tuple[Seconds, Seconds]], kind: str, order: str) -> list[float]:
+    """Each turn's share of the bare rate, ascending."""
+    return sorted(limit_s(bare, kind, order) / ours[order] for bare, ours in turns)
+
+
+def _note(turns: Sequence[tuple[Seconds, Seconds]], kind: str, order: str) -> str:
+    ours = _rate(ours[order] for _, ours in turns)
+    bare = _rate(limit_s(bare, kind, order) for bare, _ in turns)
+    shares = shares_of(turns, kind, order)
+    rates = f"{ours:.2f} GB/s handed over and verified, {bare:.2f} GB/s bare"
+    span = f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
+    return f"{kind}, pages {order}: {rates}; share {span} in {len(turns)} turns"
+
+
+def _ways_note(turns: Sequence[tuple[Seconds, Seconds]], kind: str) -> str:
+    rates = ", ".join(f"{way} {_rate(bare[way] for bare, _ in turns):.2f}" for way in WAYS[kind])
+    return f"bare {kind}, GB/s: {rates}"
+
+
+def _rate(seconds: Iterable[float]) -> float:
+    return NUM_BYTES / statistics.median(seconds) / 1e9
+
+
+def _handoff_rounds_s(kind: str) -> Rounds:
+    """Rounds in both orders, in turns between the same two processes."""
     memory = PageMemory(LAYOUT, NUM_PAGES)
     memory.tensor.copy_(torch.randn(memory.tensor.shape))
     connector = _connector(kind, memory, "prefill-1", "prefill")
     connector.start()
+    times: Rounds = {order: [] for order in MOVES}
     try:
         with receiving("effuse.benchmarks.handoff", kind) as (process, said):
-            return [_round_s(connector, process, said, n) for n in range(WARM_UP + ROUNDS)]
+            for number in range(WARM_UP + ROUNDS):
+                for order in MOVES:
+                    name = f"{number} {order}"
+                    times[order].append(_round_s(connector, process, said, name, order))
     finally:
         connector.close()
+    return times
 
 
 def _round_s(
-    connector: Connector, process: subprocess.Popen[str], said: IO[str], number: int
+    connector: Connector, process: subprocess.Popen[str], said: IO[str], name: str, order: str
 ) -> float:
     assert process.stdin is not None
-    process.stdin.write(f"{number}\n")
+    process.stdin.write(json.dumps([name, order]) + "\n")
     process.stdin.flush()
     reservation = decode_reservation(base64.b64decode(str(hear(said)["reservation"])))
     start = time.perf_counter()
-    connector.push_pages(reservation, range(NUM_PAGES), 0)
-    connector.finish(
-        reservation, BoundaryState(prompt_len=NUM_PAGES * LAYOUT.page_size, tail_token_ids=())
-    )
+    connector.push_pages(reservation, MOVES[order].source, 0)
+    connector.finish(reservation, lambda: BOUNDARY)
     _await_push(connector)
     took = time.perf_counter() - start
     assert hear(said)["verified"] == NUM_BYTES
@@ -124,16 +172,17 @@ def _receive(kind: str) -> None:
     memory = PageMemory(LAYOUT, NUM_PAGES)
     connector = _connector(kind, memory, "decode-1", "decode")
     connector.start()
-    for line in sys.stdin:
-        number = int(line)
+    for generation, line in enumerate(sys.stdin, start=1):
+        name, order = json.loads(line)
         reservation = Reservation(
-            attempt=AttemptId(f"request-{number}", 1, f"transfer-{number}"),
+            attempt=AttemptId(name, 1, name),
             incarnation="decode-1",
             address=connector.describe(),
             num_pool_pages=NUM_PAGES,
             page_bytes=memory.page_bytes,
-            pages=tuple(PageRef(page, number + 1) for page in range(NUM_PAGES)),
+            pages=tuple(PageRef(page, generation) for page in MOVES[order].target),
             fingerprint=_fingerprint(),
+            digest_seed=generation,
             lease_s=DEADLINE_S,
         )
         connector.expect(reservation, "prefill-1")
@@ -147,19 +196,24 @@ def _await_receipt(connector: Connector) -> int:
     while True:
         select.select([connector.fileno()], [], [], 1.0)
         for event in connector.poll():
-            if isinstance(event, Received):
+            if isinstance(event, Arrived):
                 return event.manifest.num_bytes
             raise RuntimeError(f"the handoff ended with {event}")
 
 
 def _connector(kind: str, memory: PageMemory, incarnation: str, role: str) -> Connector:
+    transport = _transport(kind, memory, incarnation, role)
+    return ThreadConnector(transport, memory, incarnation, _fingerprint())
+
+
+def _transport(kind: str, memory: PageMemory, incarnation: str, role: str) -> Transport:
     if kind == "nixl":
-        from effuse.kvtransfer.nixl_connector import NixlConnector
+        from effuse.kvtransfer.nixl_transport import NixlTransport
 
-        return NixlConnector(memory, incarnation, _fingerprint(), role=role)
-    from effuse.kvtransfer.zmq_connector import ZmqConnector
+        return NixlTransport(memory, incarnation, role=role)
+    from effuse.kvtransfer.zmq_transport import ZmqTransport
 
-    return ZmqConnector(memory, incarnation, _fingerprint())
+    return ZmqTransport(memory)
 
 
 def _fingerprint() -> Fingerprint:

@@ -1,7 +1,9 @@
 """The limits a handoff is held against: a bare NIXL WRITE and a bare ZMQ push between processes.
 
-Each receiver is a process of its own on loopback that only takes bytes in: no pages, no digests,
-no identities. A round ends when the sender holds the receiver's word that all bytes arrived.
+Each receiver is a process of its own on loopback that only takes bytes in: no digests, no
+identities. A round ends when the sender holds the receiver's word that all bytes arrived. All ways
+of moving the bytes take turns between the same two processes; what lies where is looked at once, in
+the end.
 """
 
 from __future__ import annotations
@@ -9,14 +11,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 import zmq
 
 from effuse.kvtransfer.huge_pages import huge_pages
@@ -26,63 +33,191 @@ MODULE = "effuse.benchmarks.raw_transfer"
 FRAME_BYTES = 4 << 20
 POLL_S = 0.0001  # polling without a pause takes the core that moves the bytes: 5 times slower
 
+SCATTERED, IN_ORDER = "scattered", "in order"
+# What each way of moving bytes is called, and the order of the pages that it moves.
+NIXL_WAYS = {
+    "one descriptor": IN_ORDER,
+    "a descriptor a page, in order": IN_ORDER,
+    "a descriptor a page, scattered": SCATTERED,
+    "prepared lists of pages, scattered": SCATTERED,
+}
+ZMQ_WAYS = {
+    "frames of 4 MiB": IN_ORDER,
+    "a frame a page, in order": IN_ORDER,
+    "a frame a page, scattered": SCATTERED,
+}
+WAYS = {"nixl": NIXL_WAYS, "zmq": ZMQ_WAYS}
 
-def raw_nixl_round_s(num_bytes: int, rounds: int, piece: int) -> list[float]:
-    """Seconds of each WRITE of ``num_bytes`` in descriptors of ``piece`` bytes, its notification
-    answered."""
-    from nixl._api import nixl_agent, nixl_agent_config
+Rounds = dict[str, list[float]]  # seconds of each round by the way that it went
 
-    buffer = _memory(num_bytes)
-    agent = nixl_agent("raw-sender", nixl_agent_config(backends=["UCX"]))
-    agent.register_memory([(buffer.ctypes.data, num_bytes, 0, "")], "DRAM")
-    with receiving(MODULE, "nixl", str(num_bytes)) as (process, said):
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Pages `source` of one pool, which go to the pages `target` of another, one by one."""
+
+    page_bytes: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.source) * self.page_bytes
+
+
+def scattered(count: int, seed: int) -> tuple[int, ...]:
+    """The pages 0..count-1 in random order, none right behind the one before it in memory.
+
+    Equal calls give equal orders, in every process.
+    """
+    draw, pages = random.Random(seed), list(range(count))
+    while any(second == first + 1 for first, second in pairwise(pages)):
+        draw.shuffle(pages)
+    return tuple(pages)
+
+
+def raw_rounds_s(kind: str, move: Move, rounds: int) -> Rounds:
+    """Seconds of each round of each way over `nixl` or `zmq`; scattered ways move as `move` says,
+    the others all pages of the same number in the order of memory."""
+    measure = {"nixl": _nixl_rounds_s, "zmq": _zmq_rounds_s}[kind]
+    return measure(move, rounds)
+
+
+def _nixl_rounds_s(move: Move, rounds: int) -> Rounds:
+    buffer = _memory(move.num_bytes)
+    agent = _nixl_agent("raw-sender", buffer)
+    with receiving(MODULE, "nixl", str(move.num_bytes)) as (process, said):
         hello = hear(said)
-        peer = agent.add_remote_agent(bytes.fromhex(str(hello["metadata"])))
-        peer = peer.decode() if isinstance(peer, bytes) else peer
+        peer = _add_peer(agent, str(hello["metadata"]))
         _tell(process, {"metadata": agent.get_agent_metadata().hex()})
-        local, remote = (
-            agent.get_xfer_descs(
-                [(base + offset, piece, 0) for offset in range(0, num_bytes, piece)], "DRAM"
-            )
-            for base in (buffer.ctypes.data, int(hello["address"]))
-        )
-        times = []
+        begin = _nixl_ways(agent, peer, (buffer.ctypes.data, int(hello["address"])), move)
+        times: Rounds = {way: [] for way in begin}
         for number in range(rounds):
-            start = time.perf_counter()
-            handle = agent.initialize_xfer("WRITE", local, remote, peer, f"done {number}".encode())
-            state = agent.transfer(handle)
-            while state != "DONE":
-                time.sleep(POLL_S)
-                state = agent.check_xfer_state(handle)
-                _check(start)
-            while not agent.get_new_notifs().get(peer):
-                time.sleep(POLL_S)
-                _check(start)
-            times.append(time.perf_counter() - start)
-            agent.release_xfer_handle(handle)
-        return times
+            for way, make in begin.items():
+                notice = f"done {way} {number}".encode()
+                times[way].append(_nixl_round_s(agent, peer, partial(make, notice)))
+        agent.send_notif(peer, _question(move))
+        _check_order(buffer, move, _nixl_answer(agent, peer, time.perf_counter()))
+    return times
 
 
-def raw_zmq_round_s(num_bytes: int, rounds: int) -> list[float]:
-    """Seconds of each push of ``num_bytes`` in frames of 4 MiB, copied into place where they go."""
-    buffer = _memory(num_bytes)
-    view = buffer.data
+def _nixl_ways(
+    agent: Any, peer: str, bases: tuple[int, int], move: Move
+) -> dict[str, Callable[[bytes], Any]]:
+    """For each way, what makes its transfer from the first to the second of `bases`."""
+    size, count = move.page_bytes, len(move.source)
+
+    def pages(base: int, order: Sequence[int]) -> list[tuple[int, int, int]]:
+        return [(base + page * size, size, 0) for page in order]
+
+    def listed(orders: tuple[Sequence[int], Sequence[int]]) -> Callable[[bytes], Any]:
+        local, remote = (
+            agent.get_xfer_descs(pages(base, order), "DRAM")
+            for base, order in zip(bases, orders, strict=True)
+        )
+        return lambda notice: agent.initialize_xfer("WRITE", local, remote, peer, notice)
+
+    whole = [agent.get_xfer_descs([(base, size * count, 0)], "DRAM") for base in bases]
+    local, remote = (
+        agent.prep_xfer_dlist(owner, pages(base, range(count)), "DRAM")
+        for owner, base in zip(("", peer), bases, strict=True)
+    )
+    source, target = (np.array(order, dtype=np.int32) for order in (move.source, move.target))
+    makers: tuple[Callable[[bytes], Any], ...] = (
+        lambda notice: agent.initialize_xfer("WRITE", *whole, peer, notice),
+        listed((range(count), range(count))),
+        listed((move.source, move.target)),
+        lambda notice: agent.make_prepped_xfer("WRITE", local, source, remote, target, notice),
+    )
+    return dict(zip(NIXL_WAYS, makers, strict=True))
+
+
+def _nixl_round_s(agent: Any, peer: str, make: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    handle = make()
+    state = agent.transfer(handle)
+    while state != "DONE":
+        time.sleep(POLL_S)
+        state = agent.check_xfer_state(handle)
+        _check(start)
+    _nixl_answer(agent, peer, start)
+    took = time.perf_counter() - start
+    agent.release_xfer_handle(handle)
+    return took
+
+
+def _nixl_answer(agent: Any, peer: str, start: float) -> bytes:
+    """The receiver's next word."""
+    while True:
+        answers: list[bytes] | None = agent.get_new_notifs().get(peer)
+        if answers:
+            return answers[0]
+        time.sleep(POLL_S)
+        _check(start)
+
+
+def _zmq_rounds_s(move: Move, rounds: int) -> Rounds:
+    """Each frame goes with its place, and is copied there where it arrives."""
+    buffer = _memory(move.num_bytes)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    with receiving(MODULE, "zmq", str(num_bytes)) as (_, said):
+    with receiving(MODULE, "zmq", str(move.num_bytes)) as (_, said):
         socket.connect(str(hear(said)["endpoint"]))
-        times = []
+        times: Rounds = {way: [] for way in ZMQ_WAYS}
         for _number in range(rounds):
-            start = time.perf_counter()
-            for offset in range(0, num_bytes, FRAME_BYTES):
-                socket.send(view[offset : offset + FRAME_BYTES], copy=False)
-            socket.recv()
-            times.append(time.perf_counter() - start)
+            for way, frames in zip(ZMQ_WAYS, _zmq_frames(move), strict=True):
+                times[way].append(_zmq_round_s(socket, buffer.data, frames))
+        socket.send_multipart([_question(move), b""])
+        _check_order(buffer, move, socket.recv())
     socket.close()
     context.term()
     return times
+
+
+def _zmq_frames(move: Move) -> list[list[tuple[int, int, int]]]:
+    """For each way, (from, to, size) of its frames in bytes."""
+    size, every = move.page_bytes, range(len(move.source))
+    large = [
+        (at, at, min(FRAME_BYTES, move.num_bytes - at))
+        for at in range(0, move.num_bytes, FRAME_BYTES)
+    ]
+    pages = (zip(every, every, strict=True), zip(move.source, move.target, strict=True))
+    return [large, *([(here * size, there * size, size) for here, there in one] for one in pages)]
+
+
+def _zmq_round_s(
+    socket: zmq.Socket[bytes], view: memoryview, frames: Sequence[tuple[int, int, int]]
+) -> float:
+    start = time.perf_counter()
+    for here, there, size in frames:
+        socket.send(there.to_bytes(8, "little"), zmq.SNDMORE)
+        socket.send(view[here : here + size], copy=False)
+    socket.recv()
+    return time.perf_counter() - start
+
+
+def _question(move: Move) -> bytes:
+    """Asks the receiver for the digest of its pages in the order of `move`."""
+    return b"digest " + json.dumps([move.page_bytes, move.target]).encode()
+
+
+def _answer(buffer: npt.NDArray[np.uint8], question: bytes) -> bytes:
+    page_bytes, order = json.loads(question.removeprefix(b"digest "))
+    return digest(buffer, page_bytes, order)
+
+
+def digest(buffer: npt.NDArray[np.uint8], page_bytes: int, order: Sequence[int]) -> bytes:
+    """Of the buffer's pages in this order."""
+    found = xxhash.xxh3_128()
+    for page in order:
+        found.update(buffer[page * page_bytes : (page + 1) * page_bytes].data)
+    return bytes(found.digest())
+
+
+def _check_order(buffer: npt.NDArray[np.uint8], move: Move, answer: bytes) -> None:
+    if answer != digest(buffer, move.page_bytes, move.source):
+        raise RuntimeError("the bare transfer left other bytes than it was to move")
 
 
 def _memory(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -132,19 +267,32 @@ def _check(start: float) -> None:
         raise TimeoutError(f"a raw transfer took longer than {DEADLINE_S} s")
 
 
-def _receive_nixl(num_bytes: int) -> None:
+def _nixl_agent(name: str, buffer: npt.NDArray[np.uint8]) -> Any:
+    """Without a thread of its own, which would spin and take a core from the copies: 4 to 9 GB/s
+    where there were 12 without it, on two cores."""
     from nixl._api import nixl_agent, nixl_agent_config
 
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    agent.register_memory([(buffer.ctypes.data, len(buffer), 0, "")], "DRAM")
+    return agent
+
+
+def _add_peer(agent: Any, metadata: str) -> str:
+    peer = agent.add_remote_agent(bytes.fromhex(metadata))
+    return peer.decode() if isinstance(peer, bytes) else str(peer)
+
+
+def _receive_nixl(num_bytes: int) -> None:
     buffer = _memory(num_bytes)
-    agent = nixl_agent("raw-receiver", nixl_agent_config(backends=["UCX"]))
-    agent.register_memory([(buffer.ctypes.data, num_bytes, 0, "")], "DRAM")
+    agent = _nixl_agent("raw-receiver", buffer)
     hello = {"metadata": agent.get_agent_metadata().hex(), "address": buffer.ctypes.data}
     print(json.dumps(hello), flush=True)
-    peer = agent.add_remote_agent(bytes.fromhex(json.loads(sys.stdin.readline())["metadata"]))
+    peer = _add_peer(agent, json.loads(sys.stdin.readline())["metadata"])
     while True:
         for notices in agent.get_new_notifs().values():
-            for _notice in notices:
-                agent.send_notif(peer, b"arrived")
+            for notice in notices:
+                asks = notice.startswith(b"digest")
+                agent.send_notif(peer, _answer(buffer, notice) if asks else b"arrived")
         time.sleep(POLL_S)
 
 
@@ -155,11 +303,13 @@ def _receive_zmq(num_bytes: int) -> None:
     print(json.dumps({"endpoint": f"tcp://127.0.0.1:{port}"}), flush=True)
     filled = 0
     while True:
-        sender, frame = socket.recv_multipart(copy=False)
+        sender, place, frame = socket.recv_multipart(copy=False)
         size = len(frame.buffer)
-        ctypes.memmove(
-            buffer.ctypes.data + filled, np.frombuffer(frame.buffer, np.uint8).ctypes.data, size
-        )
+        if not size:
+            socket.send_multipart([sender.bytes, _answer(buffer, place.bytes)])
+            continue
+        data = np.frombuffer(frame.buffer, np.uint8).ctypes.data
+        ctypes.memmove(buffer.ctypes.data + int.from_bytes(place.bytes, "little"), data, size)
         filled += size
         if filled == num_bytes:
             filled = 0

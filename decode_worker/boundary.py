@@ -1,6 +1,7 @@
 """What a prefill worker hands over beside pages, checked against the request it is for.
 
-The prompt must be the request's, by its length, digest and tail; shifting models need one hidden vector.
+The prompt must be the request's, by its length, digest and tail; shifting models need one hidden
+vector. All of it is looked at on the host: a look at the device would wait for queued steps.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ class Boundary:
     device: torch.device
 
     def accept(self, state: BoundaryState, sequence: Sequence) -> Tensor | None:
-        """The hidden vector [hidden_size], or None. Raises BoundaryError naming what differs."""
+        """The hidden vector [hidden_size] on the host, pinned where it goes to a GPU, or None.
+
+        Raises BoundaryError naming what differs.
+        """
         if state.prompt_len != sequence.prompt_len:
             raise BoundaryError(
                 f"a prompt of {state.prompt_len} tokens was handed over, "
@@ -45,7 +49,7 @@ class Boundary:
         if data is None or len(data) != expected:
             found = "none" if data is None else f"{len(data)} bytes"
             raise BoundaryError(f"a hidden vector of {expected} bytes is needed, got {found}")
-        vector = torch.frombuffer(bytearray(data), dtype=self.dtype).to(self.device)
+        vector = torch.frombuffer(bytearray(data), dtype=self.dtype)
         if not bool(torch.isfinite(vector).all()):
             raise BoundaryError("the hidden vector is not finite")
-        return vector
+        return vector.pin_memory() if self.device.type == "cuda" else vector

@@ -10,8 +10,8 @@ import torch
 from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.handoffs import Handoffs, Identity
 from effuse.decode_worker.scheduler import Limits
+from effuse.kvtransfer.receiver import HandoffReceiver, Identity
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
 
@@ -33,7 +33,7 @@ def _core(config: DecodeConfig, incarnation: str, parts: Assembly, limits: Limit
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
-    handoffs = Handoffs(parts.pool, identity, parts.connector)
+    handoffs = HandoffReceiver(parts.pool, parts.connector, identity)
     return make_engine(
         model,
         parts.memory.layer_views(),

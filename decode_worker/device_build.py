@@ -11,11 +11,11 @@ from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine, Forward
-from effuse.decode_worker.handoffs import Handoffs
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import Limits
 from effuse.kernels.slots import SlotLayout
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.models.transformer import LayerKV, Transformer
 
 # What a slot has room for; requests beyond it are denoised from the host.
@@ -29,7 +29,7 @@ def make_engine(
     forward: Forward,
     pool: PagePool,
     limits: Limits,
-    handoffs: Handoffs,
+    handoffs: HandoffReceiver,
     *,
     on_device: bool,
     now: Callable[[], float],

@@ -17,12 +17,12 @@ from effuse.decode_worker.device_mirror import apply_record
 from effuse.decode_worker.device_slots import Record, row_fits, slot_row
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine, Forward, Work, work_of
-from effuse.decode_worker.handoffs import Handoffs
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.scheduler import Demand
 from effuse.kernels.slots import RecordColumn, Status
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.receiver import HandoffReceiver
 
 LOG = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class DeviceDecodeEngine(DecodeEngine):
         forward: Forward,
         pool: PagePool,
         intake: Intake,
-        handoffs: Handoffs,
+        handoffs: HandoffReceiver,
         boundary: Boundary,
         stepper: DeviceStepper,
         *,

@@ -1,7 +1,7 @@
 """The decode engine: KV pages in, committed tokens out. One `step` is one iteration.
 
 Owns the loop and the messages; what a block does is `denoise.py`, who takes part is `scheduler.py`,
-how pages arrive is `handoffs.py`, and the forward is the model runner's. Single-threaded.
+how pages arrive is kvtransfer's receiver, and the forward is the model runner's. Single-threaded.
 """
 
 import logging
@@ -13,15 +13,16 @@ from effuse.decode_worker import denoise, scheduler
 from effuse.decode_worker.boundary import Boundary, BoundaryError
 from effuse.decode_worker.counters import Counters
 from effuse.decode_worker.denoise import StepPlan
-from effuse.decode_worker.handoffs import Arrived, Handoffs, Missed
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.outbox import Outbox
 from effuse.decode_worker.parts import candidates_of, denoise_part, prefill_part
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.seats import Seats
 from effuse.decode_worker.settings import RequestError
+from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
+from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.kvtransfer.tombstones import Tombstones
 from effuse.models.part import Part, PartResult
 from effuse.placement.records import Load
@@ -60,7 +61,7 @@ class DecodeEngine:
         forward: Forward,
         pool: PagePool,
         intake: Intake,
-        handoffs: Handoffs,
+        handoffs: HandoffReceiver,
         boundary: Boundary,
         *,
         now: Callable[[], float],
@@ -99,10 +100,10 @@ class DecodeEngine:
                 self._start(message)
             case messages.Abort(attempt=attempt):
                 self._abort(attempt)
-            case messages.WriterGone(transfer_id=transfer_id):
-                missed = self._handoffs.writer_gone(transfer_id)
-                if missed is not None:
-                    self._fail_missed(missed)
+            case messages.WriterGone(transfer_id=transfer_id, has_drained=has_drained):
+                failed = self._handoffs.writer_gone(transfer_id, has_drained=has_drained)
+                if failed is not None:
+                    self._fail_missed(failed)
             case messages.StartPrefill(attempt=attempt):
                 self._refuse(attempt, "INVALID_ARGUMENT", "this is a decode worker")
             case messages.PushTo(reservation=reservation):
@@ -192,17 +193,17 @@ class DecodeEngine:
         return now - request.arrived_s > self._max_request_s
 
     def _begin_remote(self, arrived: Arrived) -> None:
-        request = arrived.request
+        request, manifest = self._seats.by_transfer[arrived.transfer_id], arrived.manifest
         self._seats.run(request)
-        self.counters.kv_bytes += arrived.num_bytes
+        self.counters.kv_bytes += manifest.num_bytes
         try:
-            request.boundary = self._boundary.accept(arrived.boundary, request.sequence)
+            request.boundary = self._boundary.accept(manifest.boundary, request.sequence)
         except BoundaryError as error:
             self._fail(request, "DATA_LOSS", str(error), retryable=True)
             return
         request.sequence.store(request.sequence.first_block_start)
         request.is_verified = True
-        self._outbox.verified(request, arrived.num_bytes, len(request.pages), arrived.handoff_s)
+        self._outbox.verified(request, manifest.num_bytes, len(request.pages), arrived.seconds)
 
     # One step.
 
@@ -236,12 +237,14 @@ class DecodeEngine:
             assert pages is not None, "admission counts free pages"
             request.pages = list(pages)
             self._seats.receive(request)
-            self._outbox.reserved(self._handoffs.reserve(request, self._now()))
+            self._outbox.reserved(
+                self._handoffs.reserve(request.attempt, pages, request.writer, self._now())
+            )
             return
         self._take_pages(request, count)
         self._seats.run(request)
         if is_new:
-            self._outbox.reserved(self._handoffs.local(request))
+            self._outbox.reserved(self._handoffs.local(request.attempt))
         self._note_prefilled(request)
 
     def _take_pages(self, request: Request, count: int) -> None:
@@ -318,8 +321,10 @@ class DecodeEngine:
 
     # How it ends.
 
-    def _fail_missed(self, missed: Missed) -> None:
-        self._fail(missed.request, missed.code, missed.message, retryable=missed.retryable)
+    def _fail_missed(self, missed: HandoffFailed) -> None:
+        request = self._seats.by_transfer[missed.transfer_id]
+        self._end(request)
+        self._outbox.missed(request.attempt, missed)
 
     def _fail(
         self, request: Request, code: FailureCode, message: str, *, retryable: bool = False
@@ -332,7 +337,9 @@ class DecodeEngine:
 
     def _end(self, request: Request) -> None:
         """Nothing of the request is left; pages that a writer may reach are quarantined."""
-        self._handoffs.give_up(request)
+        if self._handoffs.is_open(request.attempt.transfer_id):
+            self._handoffs.abort(request.attempt.transfer_id)
+            request.pages.clear()
         self._pool.release(request.pages)
         request.pages.clear()
         self._seats.leave(request)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from effuse.decode_worker.denoise import Finish, StepOutcome
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.sequence import BlockState
+from effuse.kvtransfer.connector import Cause
 from effuse.kvtransfer.messages import AttemptId, Reservation
+from effuse.kvtransfer.receiver import HandoffFailed
 from effuse.worker.messages import (
     AbortDone,
     Committed,
@@ -17,6 +19,13 @@ from effuse.worker.messages import (
     Reserved,
     Verified,
 )
+
+_CODES: dict[Cause, FailureCode] = {
+    Cause.FINGERPRINT: "FAILED_PRECONDITION",
+    Cause.INCARNATION: "FAILED_PRECONDITION",
+    Cause.PEER: "UNAVAILABLE",
+    Cause.LEASE: "DEADLINE_EXCEEDED",
+}
 
 
 class Outbox:
@@ -46,6 +55,13 @@ class Outbox:
             self._said.append(_finished(request, outcome))
         elif request.drafts:
             self._said.extend(_drafts(request, outcome))
+
+    def missed(self, attempt: AttemptId, handoff: HandoffFailed) -> None:
+        """A request's pages will not come. Another attempt may work, but not with this writer's
+        model."""
+        code = _CODES.get(handoff.cause, "DATA_LOSS")
+        retryable = handoff.cause is not Cause.FINGERPRINT
+        self.failed(attempt, code, handoff.message, retryable=retryable)
 
     def failed(
         self, attempt: AttemptId, code: FailureCode, message: str, *, retryable: bool

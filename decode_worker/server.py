@@ -114,9 +114,13 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         try:
             await self._shell.end_in_engine(attempt, "the stream ended")
             if stream.writer is not None and not stream.is_verified:
+                has_drained = True  # where nobody was told of the pages
                 if stream.is_relayed and not attempt.engine_gone:
-                    await peer.until_gone(stream.writer, attempt.id, "its decode ended")
-                self._shell.send(attempt, WriterGone(transfer_id=attempt.id.transfer_id))
+                    has_drained = await peer.until_gone(
+                        stream.writer, attempt.id, "its decode ended"
+                    )
+                gone = WriterGone(transfer_id=attempt.id.transfer_id, has_drained=has_drained)
+                self._shell.send(attempt, gone)
         finally:
             self._shell.attempts.close(attempt)
 

@@ -1,15 +1,15 @@
 """What an engine asks of whatever moves pages, and what it is told in return.
 
-One small protocol with three implementations: loopback.py, zmq_connector.py, nixl_connector.py.
-Requests never block; answers are events that the engine polls.
+One small protocol. thread.py runs it over any transport on a thread of its own, loopback.py without
+one. Requests never block; answers are events that the engine polls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from effuse.kvtransfer.messages import BoundaryState, Manifest, ReceiverAddress, Reservation
 
@@ -45,12 +45,18 @@ class HandoffRefused(Exception):
         self.cause = cause
 
 
+T = TypeVar("T")
+Pending = Callable[[], T | None]
+"""Asked again and again, from the connector's thread; answers once it is there."""
+
+
 @dataclass(frozen=True, slots=True)
-class Received:
+class Arrived:
     """Every page and the boundary state arrived and were verified; no writer is left."""
 
     transfer_id: str
     manifest: Manifest
+    seconds: float  # since the transfer was expected, checks included
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +69,22 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Fenced:
+    """Nothing of a given-up transfer lands in its pages any more."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pushed:
     """The push is over and acknowledged: the source pages are free to be reused."""
 
     transfer_id: str
     pages: int
     num_bytes: int
-    seconds: float  # from the first write to the acknowledgement
+    # From the later of two moments, the last page was final and the reservation was known, to the
+    # receiver's word that all of it is verified.
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +103,7 @@ class Cancelled:
     transfer_id: str
 
 
-ConnectorEvent = Received | Refused | Pushed | PushFailed | Cancelled
+ConnectorEvent = Arrived | Refused | Fenced | Pushed | PushFailed | Cancelled
 
 
 class Connector(Protocol):
@@ -118,19 +133,34 @@ class Connector(Protocol):
     def forget(self, transfer_id: str) -> None:
         """Refuses this transfer from now on.
 
-        When this returns, a two-sided connector places nothing more of it; a one-sided writer is
-        only stopped by itself.
+        A two-sided connector answers with Fenced. A one-sided writer is only stopped by itself.
         """
         ...
 
-    def push_pages(self, reservation: Reservation, source_pages: Sequence[int], first: int) -> None:
-        """Pages [first, first + n) of the reservation are final in `source_pages`.
+    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
+        """The writer of a forgotten transfer writes no more: it said so, or it is gone.
 
-        May be called many times, and with no pages at first so that the peer is reached early.
+        Answered with Fenced once nothing of it can land, that is, at once where the writer itself
+        said that all it had posted is over (`has_drained`). Of a writer that is gone, bytes may
+        still be under way to this process.
         """
         ...
 
-    def finish(self, reservation: Reservation, boundary: BoundaryState) -> None:
+    def push_pages(
+        self,
+        reservation: Reservation,
+        source_pages: Sequence[int],
+        first: int,
+        num_final: Pending[int] | None = None,
+    ) -> None:
+        """Pages [first, first + n) of the reservation are in `source_pages`.
+
+        `num_final` says how many groups of their layers are final, until all are; without it all
+        are. May be called many times, and with no pages at first so that the peer is reached early.
+        """
+        ...
+
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
         """No more pages follow: delivers the manifest once all have landed. Ends the push."""
         ...
 

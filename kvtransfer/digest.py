@@ -1,41 +1,185 @@
-"""xxh3_128 digests of pages and the seal of a manifest: what catches accidents and stale bytes.
+"""Digests of pages, of prompts and of manifests: what catches accidents and stale bytes.
 
-Not a defence against an attacker: xxh3 is not cryptographic.
+A page's digest is xxh3_128 over the xxh3_64 of its pieces (kernels/piece_digests.py), which a GPU
+takes of its own pages and a CPU of its own, to the same bits; the seed is the receiver's. Digests
+are taken beside everything else: a job is begun, and asked later whether it is done. Not a defence
+against an attacker: xxh3 is not cryptographic.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+import torch
 import xxhash
+from torch import Tensor
 
+from effuse.kernels.piece_digests import digest_key, piece_bytes_of, piece_digests
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Manifest, encode
 
+PieceDigests = npt.NDArray[np.int64]
 
-class ReadablePages(Protocol):
-    """The part of PageMemory that digests need."""
+MOST_KEYS = 4096  # kept; each receiver has one
 
-    page_bytes: int
 
-    def read_pages(self, page_id: int, count: int = 1) -> memoryview:
-        """Raw bytes of consecutive pages."""
+class DigestJob(Protocol):
+    """Digests that are being taken."""
+
+    def poll(self) -> PieceDigests | None:
+        """[pages, pieces], once they are there; the memory is not read any more then."""
         ...
 
 
-def page_digest(data: memoryview) -> bytes:
-    """Digest of one page's bytes."""
-    return xxhash.xxh3_128_digest(data)
+class Digester(Protocol):
+    """Takes digests of one pool's pages, where they lie."""
+
+    def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
+        """Of these groups of layers of these pages."""
+        ...
+
+    def close(self) -> None:
+        """Ends what takes them."""
+        ...
 
 
-def page_digests(memory: ReadablePages, page_ids: Sequence[int]) -> list[bytes]:
-    """One digest per page, in order, over the memory that holds it."""
-    return [page_digest(memory.read_pages(page_id)) for page_id in page_ids]
+def pieces_in_group(layout: KVLayout) -> int:
+    """Pieces of one group of layers in a page."""
+    return layout.group_bytes // piece_bytes_of(layout.layer_bytes)
 
 
-def prompt_digest(token_ids: Sequence[int]) -> bytes:
+def digester_of(memory: PageMemory, name: str) -> Digester:
+    """What takes digests of this memory; `name` is for its thread, if it has one."""
+    if memory.device.type == "cuda":
+        return DeviceDigester(memory)
+    return HostDigester(memory, ThreadPoolExecutor(1, f"digests of {name}"))
+
+
+class HostDigester:
+    """Digests of pages in host memory, on a thread if one is given, else at once."""
+
+    def __init__(self, memory: PageMemory, thread: ThreadPoolExecutor | None = None) -> None:
+        self._pages = memory.byte_rows()
+        self._layout = memory.layout
+        self._thread = thread
+
+    def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
+        """Of these groups of layers of these pages."""
+        if self._thread is None:
+            return _Taken(self._take(page_ids, groups, seed))
+        return _OnThread(self._thread.submit(self._take, page_ids, groups, seed))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _take(self, page_ids: Sequence[int], groups: range, seed: int) -> PieceDigests:
+        found = _piece_digests(
+            self._pages,
+            torch.tensor(page_ids, dtype=torch.int64),
+            _key_of(seed),
+            self._layout,
+            groups,
+        )
+        return found.numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    digests: PieceDigests
+
+    def poll(self) -> PieceDigests | None:
+        return self.digests
+
+
+@dataclass(frozen=True, slots=True)
+class _OnThread:
+    future: Future[PieceDigests]
+
+    def poll(self) -> PieceDigests | None:
+        return self.future.result() if self.future.done() else None
+
+
+class DeviceDigester:
+    """Digests of pages on a GPU, on the pool's stream for transfers, which waits for nobody."""
+
+    def __init__(self, memory: PageMemory) -> None:
+        self._pages = memory.byte_rows()
+        self._layout = memory.layout
+        self._device = memory.device
+        self._stream = memory.stream
+        self._keys: dict[int, Tensor] = {}  # by seed, on the device
+
+    def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
+        """Of these groups of layers of these pages, behind what was queued on the stream."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            ids = torch.tensor(page_ids, dtype=torch.int32, pin_memory=True)
+            on_device = ids.to(self._device, non_blocking=True)
+            found = _piece_digests(self._pages, on_device, self._key(seed), self._layout, groups)
+            copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            copy.copy_(found, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        return _OnDevice(copy, done)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _key(self, seed: int) -> Tensor:
+        key = self._keys.get(seed)
+        if key is None:
+            if len(self._keys) >= MOST_KEYS:
+                self._keys.clear()
+            key = self._keys[seed] = _key_of(seed).pin_memory().to(self._device, non_blocking=True)
+        return key
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    digests: Tensor  # [pages, pieces] on the host
+    done: torch.cuda.Event
+
+    def poll(self) -> PieceDigests | None:
+        if not self.done.query():  # type: ignore[no-untyped-call]
+            return None
+        found: PieceDigests = self.digests.numpy()
+        return found
+
+
+@functools.lru_cache(maxsize=MOST_KEYS)
+def _key_of(seed: int) -> Tensor:
+    return digest_key(seed)
+
+
+def _piece_digests(
+    pages: Tensor, page_ids: Tensor, key: Tensor, layout: KVLayout, groups: range
+) -> Tensor:
+    return piece_digests(
+        pages,
+        page_ids,
+        key,
+        piece_bytes=piece_bytes_of(layout.layer_bytes),
+        first_byte=groups.start * layout.group_bytes,
+        num_bytes=len(groups) * layout.group_bytes,
+    )
+
+
+def page_digests(pieces: PieceDigests) -> tuple[bytes, ...]:
+    """One digest for each page [pages, all of its pieces], in order."""
+    rows = np.ascontiguousarray(pieces, dtype="<i8")
+    return tuple(xxhash.xxh3_128_digest(row.data) for row in rows)
+
+
+def prompt_digest(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> bytes:
     """Digest of a prompt's ids: whose KV a handoff brings."""
     return xxhash.xxh3_128_digest(np.asarray(token_ids, dtype="<i8").data)
 

@@ -19,6 +19,7 @@ class ReceiverState(Enum):
     RESERVED = auto()  # pages held, nobody told
     RECEIVING = auto()  # a writer may write at any time
     ABORTING = auto()  # given up; the writer may still write
+    FENCING = auto()  # given up; the writer writes no more, but what it wrote may be under way
     VERIFIED = auto()  # over: the pages belong to the sequence
     RELEASED = auto()  # over: the pages are free
 
@@ -32,6 +33,7 @@ class ReceiverEvent(Enum):
     EXPIRED = auto()
     ABORTED = auto()
     WRITER_GONE = auto()
+    FENCED = auto()  # the connector: nothing of it lands any more
 
 
 class ReceiverDo(Enum):
@@ -42,7 +44,8 @@ class ReceiverDo(Enum):
     FORGET = auto()
     COMMIT_PAGES = auto()
     QUARANTINE_PAGES = auto()
-    FENCE_PAGES = auto()
+    FENCE = auto()
+    FREE_PAGES = auto()
     REPORT_VERIFIED = auto()
     REPORT_FAILED = auto()
 
@@ -58,11 +61,17 @@ RECEIVER: Mapping[tuple[R, E], tuple[R, tuple[D, ...]]] = {
     (R.RECEIVING, E.REFUSED): (R.ABORTING, (*_GIVE_UP, D.REPORT_FAILED)),
     (R.RECEIVING, E.EXPIRED): (R.ABORTING, (*_GIVE_UP, D.REPORT_FAILED)),
     (R.RECEIVING, E.ABORTED): (R.ABORTING, _GIVE_UP),
-    (R.RECEIVING, E.WRITER_GONE): (R.RELEASED, (*_GIVE_UP, D.FENCE_PAGES, D.REPORT_FAILED)),
+    (R.RECEIVING, E.WRITER_GONE): (R.FENCING, (*_GIVE_UP, D.FENCE, D.REPORT_FAILED)),
     (R.ABORTING, E.ARRIVED): (R.ABORTING, ()),
     (R.ABORTING, E.REFUSED): (R.ABORTING, ()),
     (R.ABORTING, E.ABORTED): (R.ABORTING, ()),
-    (R.ABORTING, E.WRITER_GONE): (R.RELEASED, (D.FENCE_PAGES,)),
+    (R.ABORTING, E.WRITER_GONE): (R.FENCING, (D.FENCE,)),
+    (R.ABORTING, E.FENCED): (R.RELEASED, (D.FREE_PAGES,)),
+    (R.FENCING, E.ARRIVED): (R.FENCING, ()),
+    (R.FENCING, E.REFUSED): (R.FENCING, ()),
+    (R.FENCING, E.ABORTED): (R.FENCING, ()),
+    (R.FENCING, E.WRITER_GONE): (R.FENCING, ()),
+    (R.FENCING, E.FENCED): (R.RELEASED, (D.FREE_PAGES,)),
 }
 
 
@@ -70,7 +79,7 @@ class SenderState(Enum):
     """Where a prompt's handoff is in its life, on the prefill side."""
 
     COMPUTING = auto()  # no reservation yet
-    COMPUTED = auto()  # no reservation yet
+    COMPUTED = auto()  # no reservation yet; all of it is computed or in a forward
     PUSHING = auto()  # reservation known, prompt not done
     FINISHING = auto()  # all pushed but the acknowledgement
     DRAINING = auto()  # given up; writes may be in flight

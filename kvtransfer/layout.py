@@ -12,9 +12,10 @@ from math import prod
 from effuse.kvtransfer.messages import Field
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DIGEST = "xxh3_128"
+DIGEST = "xxh3_64 of pieces"
 LAYOUT_KINDS = ("unified", "distinct")
 PIECE_BYTES = 16  # of K in the distinct layout
+MOST_GROUPS = 8  # of a page's layers, that leave one after the other
 FIELD_NAMES = (
     "weights",
     "architecture",
@@ -77,6 +78,22 @@ class KVLayout:
     def page_bytes(self) -> int:
         """Bytes in one page, all layers, K and V."""
         return prod(self.page_shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's K and V in a page."""
+        return self.page_bytes // self.num_layers
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of equally many consecutive layers that a page is handed over in, at most."""
+        most = min(self.num_layers, MOST_GROUPS)
+        return next(n for n in range(most, 0, -1) if self.num_layers % n == 0)
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of one group of layers in a page; groups lie one behind the other."""
+        return self.page_bytes // self.num_groups
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold this many tokens."""

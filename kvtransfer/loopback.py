@@ -1,6 +1,7 @@
-"""The connector within one process: a complete twin of the others without a wire or a thread.
+"""The transport within one process and a connector without a thread: a twin of the others.
 
-Bytes move when push_pages is called, so tests are deterministic; `Hub.pause` holds them back.
+Whatever is asked for happens when it is asked for, so tests are deterministic; `Hub.pause` holds
+back what is said and sent.
 """
 
 from __future__ import annotations
@@ -9,40 +10,48 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from effuse.kvtransfer.connector import (
-    Cancelled,
-    Cause,
-    ConnectorEvent,
-    HandoffRefused,
-    Pushed,
-    PushFailed,
-    Received,
-    Refused,
-)
-from effuse.kvtransfer.incoming import Incoming
+from effuse.kvtransfer.connector import Cause, ConnectorEvent, HandoffRefused, Pending
+from effuse.kvtransfer.digest import DeviceDigester, Digester, HostDigester
+from effuse.kvtransfer.exchange import Exchange
 from effuse.kvtransfer.layout import Fingerprint
-from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import BoundaryState, Manifest, ReceiverAddress, Reservation
-from effuse.kvtransfer.outgoing import Chunk, Origin, Push, checked_push
+from effuse.kvtransfer.memory import PageMemory, bytes_of
+from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
+from effuse.kvtransfer.transport import (
+    Chunk,
+    Delivery,
+    FromReceiver,
+    FromWriter,
+    Heard,
+    Pace,
+    Peer,
+    Reply,
+)
+from effuse.kvtransfer.wire import Begin, Pages, ToReceiver, ToSender
+
+MOST_TURNS = 10_000
 
 
 class Hub:
     """Where the loopback connectors of one process find each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_two_sided: bool = True) -> None:
+        """With a one-sided hub senders write into pools, expected or not."""
+        self.is_two_sided = is_two_sided
         self.members: dict[str, LoopbackConnector] = {}
         self._paused: deque[Callable[[], None]] | None = None
 
     def pause(self) -> None:
-        """Holds everything back that is pushed from now on."""
-        self._paused = deque()
+        """Holds everything back that is said from now on."""
+        self._paused = self._paused or deque()
 
     def resume(self) -> None:
         """Delivers what was held back, in order."""
         held, self._paused = self._paused or deque(), None
         for deliver in held:
             deliver()
+        self.settle()
 
     def deliver(self, action: Callable[[], None]) -> None:
         """Runs an action now, or once resumed."""
@@ -50,6 +59,136 @@ class Hub:
             action()
         else:
             self._paused.append(action)
+
+    def settle(self) -> None:
+        """Lets every member take its turns until nothing moves."""
+        for _ in range(MOST_TURNS):
+            moved = [member.exchange.turn() for member in list(self.members.values())]
+            if not any(moved):
+                return
+        raise AssertionError("the members of a hub never come to rest")
+
+
+@dataclass(slots=True, eq=False)
+class LoopbackDelivery:
+    """A chunk that was handed to the hub."""
+
+    has_left: bool = False
+
+    def is_over(self) -> bool:
+        """Whether the hub has let it go."""
+        return self.has_left
+
+
+class LoopbackTransport:
+    """A Transport to the members of one hub."""
+
+    name = "loopback"
+    chunk_bytes = 1 << 30
+    window_bytes = 1 << 30
+    drain_s = -1.0  # what the hub holds back is dropped at once
+
+    def __init__(self, hub: Hub, memory: PageMemory, incarnation: str) -> None:
+        self.is_two_sided = hub.is_two_sided
+        self.inbox: deque[Heard] = deque()
+        self._hub = hub
+        self._memory = memory
+        self._incarnation = incarnation
+        self._deliveries: list[LoopbackDelivery] = []
+
+    def open(self) -> None:
+        """Nothing to make."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def address(self) -> ReceiverAddress:
+        """This pool's name in the hub."""
+        return ReceiverAddress(connector=self.name, endpoint=self._incarnation)
+
+    def reach(self, reservation: Reservation) -> Peer:
+        """Names need no connection."""
+        endpoint = reservation.address.endpoint
+        if endpoint not in self._hub.members:
+            raise HandoffRefused(Cause.PEER, f"no peer at {endpoint}")
+        return self._hub.members[endpoint].transport
+
+    def leave(self, peer: Peer) -> None:
+        """Nothing is kept."""
+
+    def drop(self, peer: Peer) -> None:
+        """What the hub holds back will not arrive."""
+        for delivery in self._deliveries:
+            delivery.has_left = True
+
+    def say(self, peer: Peer, message: ToReceiver) -> None:
+        """Puts a message into the peer's inbox."""
+        self._hand(peer, FromWriter(message, (), self))
+
+    def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
+        """Copies pages and puts them into the peer's inbox."""
+        payload = [
+            memoryview(bytes(view)) for view in self._views(chunk.source_pages, chunk.groups)
+        ]
+        delivery = LoopbackDelivery()
+        self._deliveries = [one for one in self._deliveries if not one.has_left]
+        self._deliveries.append(delivery)
+
+        def arrive() -> None:
+            if not delivery.has_left:
+                delivery.has_left = True
+                assert isinstance(peer, LoopbackTransport)
+                peer.take(header, chunk, payload, self)
+
+        self._hub.deliver(arrive)
+        return delivery
+
+    def take(
+        self, header: Pages, chunk: Chunk, payload: list[memoryview], writer: LoopbackTransport
+    ) -> None:
+        """Pages arrive: into the inbox or, one-sided, into the pool first."""
+        if not self.is_two_sided:
+            self._memory.write([page.page_id for page in chunk.targets], chunk.groups, payload)
+            payload = []
+        self.inbox.append(FromWriter(header, payload, writer))
+
+    def hear(self) -> list[Heard]:
+        """What is in the inbox."""
+        heard = list(self.inbox)
+        self.inbox.clear()
+        return heard
+
+    def learn(self, reply: Reply, begin: Begin) -> None:
+        """Names need no connection."""
+
+    def answer(self, reply: Reply, message: ToSender) -> None:
+        """Puts an answer into the writer's inbox."""
+        assert isinstance(reply, LoopbackTransport)
+        self._hand(reply, FromReceiver(self, message))
+
+    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+        """Copies the bytes into the pool."""
+        self._memory.write(page_ids, groups, payload)
+
+    def renew(self, address: ReceiverAddress) -> None:
+        """Not needed: nothing is placed that is not expected."""
+
+    def shut_off(self, address: ReceiverAddress) -> None:
+        """Not needed: nothing is placed that is not expected."""
+
+    def wait(self, pace: Pace, requests: int) -> None:
+        """Nobody waits here."""
+
+    def _hand(self, peer: Peer, heard: Heard) -> None:
+        assert isinstance(peer, LoopbackTransport)
+        self._hub.deliver(lambda: peer.inbox.append(heard))
+
+    def _views(self, page_ids: Sequence[int], groups: range) -> list[memoryview]:
+        if self._memory.device.type == "cpu":
+            return self._memory.views(page_ids, groups)
+        size = self._memory.layout.group_bytes
+        rows = self._memory.byte_rows()[:, groups.start * size : groups.stop * size]
+        return [bytes_of(rows[page_id].cpu()) for page_id in page_ids]
 
 
 class LoopbackConnector:
@@ -66,62 +205,70 @@ class LoopbackConnector:
         now: Callable[[], float],
     ) -> None:
         self._hub = hub
-        self._memory = memory
-        self._now = now
-        self._origin = Origin(incarnation, fingerprint, memory.page_bytes)
+        self._incarnation = incarnation
         self._events: deque[ConnectorEvent] = deque()
-        self._pushes: dict[str, Push] = {}
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._incoming = Incoming(memory, incarnation, fingerprint)
+        self.transport = LoopbackTransport(hub, memory, incarnation)
+        self.exchange = Exchange(
+            self.transport,
+            _digester(memory),
+            memory.layout,
+            incarnation,
+            fingerprint,
+            self.emit,
+            now,
+        )
 
     def start(self) -> None:
         """Joins the hub."""
-        self._hub.members[self._origin.incarnation] = self
+        self._hub.members[self._incarnation] = self
 
     def close(self) -> None:
         """Leaves the hub."""
-        if self._hub.members.pop(self._origin.incarnation, None) is not None:
+        if self._hub.members.pop(self._incarnation, None) is not None:
             os.close(self._signal)
 
     def describe(self) -> ReceiverAddress:
         """This pool's name in the hub."""
-        return ReceiverAddress(connector=self.name, endpoint=self._origin.incarnation)
+        return self.transport.address()
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
         """Accepts this transfer from now on."""
-        self._incoming.expect(reservation, writer)
+        self.exchange.expect(reservation, writer)
 
     def forget(self, transfer_id: str) -> None:
         """Refuses this transfer from now on."""
-        self._incoming.forget(transfer_id)
+        self.exchange.forget(transfer_id)
 
-    def push_pages(self, reservation: Reservation, source_pages: Sequence[int], first: int) -> None:
-        """Copies the pages into the peer's pool."""
-        push = self._push(reservation)
-        if push is None:
-            return
-        try:
-            chunk = push.cover(source_pages, first)
-        except HandoffRefused as refusal:
-            self._fail(reservation.transfer_id, refusal)
-            return
-        push.digest(self._memory, chunk)
-        self._hub.deliver(lambda: self._deliver(push, chunk))
+    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
+        """The writer of a forgotten transfer writes no more."""
+        self.exchange.fence(transfer_id, has_drained=has_drained)
 
-    def finish(self, reservation: Reservation, boundary: BoundaryState) -> None:
-        """Delivers the manifest after the pages."""
-        push = self._push(reservation)
-        if push is not None:
-            push.boundary = boundary
-            self._hub.deliver(lambda: self._conclude(push))
+    def push_pages(
+        self,
+        reservation: Reservation,
+        source_pages: Sequence[int],
+        first: int,
+        num_final: Pending[int] | None = None,
+    ) -> None:
+        """Pages of a reservation, to leave as their layers become final."""
+        self.exchange.push_pages(reservation, source_pages, first, num_final)
+        self._hub.settle()
+
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
+        """No more pages follow."""
+        self.exchange.finish(reservation, boundary)
+        self._hub.settle()
 
     def cancel(self, transfer_id: str) -> None:
-        """Stops a push; what is held back of it will not be delivered."""
-        self._pushes.pop(transfer_id, None)
-        self._emit(Cancelled(transfer_id))
+        """Stops a push."""
+        self.exchange.cancel(transfer_id)
+        self._hub.settle()
 
     def poll(self) -> list[ConnectorEvent]:
-        """Events since the last call."""
+        """Events since the last call, after everybody's turn."""
+        if self._incarnation in self._hub.members:
+            self._hub.settle()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signal)
         events = list(self._events)
@@ -132,82 +279,11 @@ class LoopbackConnector:
         """Readable while poll() has something."""
         return self._signal
 
-    def receive(self, transfer_id: str, take: Callable[[Incoming], None]) -> None:
-        """Takes what a peer hands over. Where that is refused, tells the engine and raises."""
-        was_expected = self._incoming.knows(transfer_id)
-        try:
-            take(self._incoming)
-        except HandoffRefused as refusal:
-            if was_expected:
-                self._incoming.forget(transfer_id)
-                self._emit(Refused(transfer_id, refusal.cause, str(refusal)))
-            raise
-
-    def received(self, manifest: Manifest) -> None:
-        """Tells the engine that a transfer is complete."""
-        self._emit(Received(manifest.transfer_id, manifest))
-
-    def _push(self, reservation: Reservation) -> Push | None:
-        push = self._pushes.get(reservation.transfer_id)
-        if push is None:
-            try:
-                push = checked_push(reservation, self._origin, self.name, self._now())
-            except HandoffRefused as refusal:
-                self._emit(PushFailed(reservation.transfer_id, refusal.cause, str(refusal)))
-                return None
-            self._pushes[reservation.transfer_id] = push
-        return push
-
-    def _deliver(self, push: Push, chunk: Chunk) -> None:
-        attempt = push.reservation.attempt
-        source, destination = self._origin.incarnation, push.reservation.incarnation
-        payload = [self._memory.read_pages(page_id) for page_id in chunk.source_pages]
-
-        def take(incoming: Incoming) -> None:
-            incoming.introduce(attempt, source, destination, self._origin.fingerprint)
-            incoming.place(attempt, source, destination, chunk.first, chunk.targets, payload)
-
-        self._hand(push, take)
-
-    def _conclude(self, push: Push) -> None:
-        transfer_id, num_pages = push.reservation.transfer_id, len(push.reservation.pages)
-        try:
-            manifest = push.manifest(self._origin)
-        except HandoffRefused as refusal:
-            self._fail(transfer_id, refusal)
-            return
-
-        def take(incoming: Incoming) -> None:
-            incoming.accept(manifest, one_sided=False)
-            self._peer(push.reservation).received(manifest)
-
-        if self._hand(push, take):
-            del self._pushes[transfer_id]
-            seconds = self._now() - push.started
-            self._emit(Pushed(transfer_id, num_pages, push.num_bytes, seconds))
-
-    def _hand(self, push: Push, take: Callable[[Incoming], None]) -> bool:
-        """Has the peer take something, unless the push is over; False where it was refused."""
-        transfer_id = push.reservation.transfer_id
-        if self._pushes.get(transfer_id) is not push:
-            return False
-        try:
-            self._peer(push.reservation).receive(transfer_id, take)
-        except HandoffRefused as refusal:
-            self._fail(transfer_id, refusal)
-            return False
-        return True
-
-    def _peer(self, reservation: Reservation) -> LoopbackConnector:
-        peer = self._hub.members.get(reservation.address.endpoint)
-        if peer is None:
-            raise HandoffRefused(Cause.PEER, f"no peer at {reservation.address.endpoint}")
-        return peer
-
-    def _fail(self, transfer_id: str, refusal: HandoffRefused) -> None:
-        if self._pushes.pop(transfer_id, None) is not None:
-            self._emit(PushFailed(transfer_id, refusal.cause, str(refusal)))
-
-    def _emit(self, event: ConnectorEvent) -> None:
+    def emit(self, event: ConnectorEvent) -> None:
+        """Tells the engine."""
         self._events.append(event)
         os.eventfd_write(self._signal, 1)
+
+
+def _digester(memory: PageMemory) -> Digester:
+    return DeviceDigester(memory) if memory.device.type == "cuda" else HostDigester(memory)

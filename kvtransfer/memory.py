@@ -1,11 +1,13 @@
 """The pool's tensor, page-major: one page holds all layers, K and V, and is contiguous.
 
-Views and bytes of pages, nothing about who holds them (pool.py). Digests are digest.py.
+Views and bytes of pages, nothing about who holds them (pool.py). Digests are digest.py, the way
+between a GPU's pages and the host staging.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class PageMemory:
             self.tensor = torch.frombuffer(huge_pages(self.num_bytes), dtype=dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self._host = _bytes_of(self.tensor) if self.tensor.device.type == "cpu" else None
+        self._host = bytes_of(self.tensor) if self.tensor.device.type == "cpu" else None
 
     @property
     def address(self) -> int:
@@ -48,6 +50,11 @@ class PageMemory:
         """Bytes of all pages."""
         return self.num_pages * self.page_bytes
 
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """Where pages on a GPU are digested and copied: beside all forwards, and before them."""
+        return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+
     def layer_views(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer, as strided views of [pages, page_size, kv_heads, head_dim] or as
         `kernels.distinct_pages` describes them."""
@@ -58,31 +65,44 @@ class PageMemory:
             for layer in self.tensor.unbind(1)
         ]
 
-    def page_bytes_view(self, page_id: int, count: int = 1) -> memoryview:
-        """Writable raw bytes of `count` consecutive pages, without a copy. Host memory only."""
+    def byte_rows(self) -> Tensor:
+        """The pool's bytes, one page a row: [pages, page_bytes] uint8, without a copy."""
+        return self.tensor.view(self.num_pages, -1).view(torch.uint8)
+
+    def bytes_at(self, page_id: int, count: int = 1, groups: range | None = None) -> memoryview:
+        """Writable raw bytes of `count` consecutive pages, or of some groups of layers of one page,
+        without a copy. Host memory only."""
         if self._host is None:
-            raise ValueError(f"pages on {self.device} have no view on the host; use read_pages")
-        start = self._offset(page_id, count)
-        return self._host[start : start + count * self.page_bytes]
+            raise ValueError(f"pages on {self.device} have no view on the host")
+        if not 0 <= page_id <= page_id + count <= self.num_pages:
+            raise IndexError(f"pages {page_id}..{page_id + count} of a pool of {self.num_pages}")
+        start, size = page_id * self.page_bytes, count * self.page_bytes
+        if groups is not None and len(groups) < self.layout.num_groups:
+            start += groups.start * self.layout.group_bytes
+            size = len(groups) * self.layout.group_bytes
+        return self._host[start : start + size]
 
-    def read_pages(self, page_id: int, count: int = 1) -> memoryview:
-        """Raw bytes of `count` consecutive pages: a view on the host, a copy from a device."""
-        if self._host is not None:
-            return self.page_bytes_view(page_id, count)
-        self._offset(page_id, count)
-        return _bytes_of(self.tensor[page_id : page_id + count].cpu())
+    def views(self, page_ids: Sequence[int], groups: range) -> list[memoryview]:
+        """Raw bytes of these groups of layers of these pages in order, in as few pieces as there
+        are. Host memory only."""
+        if len(groups) == self.layout.num_groups:
+            return [self.bytes_at(first, count) for first, count in consecutive_runs(page_ids)]
+        return [self.bytes_at(page_id, 1, groups) for page_id in page_ids]
 
-    def write_pages(self, page_id: int, data: memoryview) -> None:
-        """Overwrites whole consecutive pages, starting at `page_id`, with raw bytes."""
-        count, rest = divmod(data.nbytes, self.page_bytes)
-        if rest:
-            raise ValueError(f"{data.nbytes} bytes are not whole pages of {self.page_bytes}")
-        if self._host is not None:
-            self.page_bytes_view(page_id, count)[:] = data
-            return
-        self._offset(page_id, count)
-        staged = torch.frombuffer(bytearray(data), dtype=self.tensor.dtype)
-        self.tensor[page_id : page_id + count] = staged.view(count, *self.layout.page_shape)
+    def write(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+        """Overwrites these groups of layers of these pages. Host memory only.
+
+        payload: their bytes in order, cut where a page's part ends.
+        """
+        for page_id, data in zip(page_ids, self.cut(groups, payload), strict=True):
+            self.bytes_at(page_id, 1, groups)[:] = data
+
+    def cut(self, groups: range, payload: Sequence[memoryview]) -> Iterator[memoryview]:
+        """The payload page by page."""
+        size = len(groups) * self.layout.group_bytes
+        for part in payload:
+            for at in range(0, part.nbytes, size):
+                yield part[at : at + size]
 
     def zero_tail(self, page_id: int, num_used: int) -> None:
         """Zeroes the slots of a page from `num_used` on, so that its bytes are determined."""
@@ -93,16 +113,6 @@ class PageMemory:
             zero_distinct_tail(*distinct_views(page[:, 0], page[:, 1]), num_used)
         else:
             page[:, :, :, num_used:].zero_()
-
-    def synchronize(self) -> None:
-        """Returns once everything queued on the device has written its KV."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _offset(self, page_id: int, count: int) -> int:
-        if not 0 <= page_id <= page_id + count <= self.num_pages:
-            raise IndexError(f"pages {page_id}..{page_id + count} of a pool of {self.num_pages}")
-        return page_id * self.page_bytes
 
 
 def consecutive_runs(page_ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -116,7 +126,7 @@ def consecutive_runs(page_ids: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Writable bytes of a contiguous host tensor; the view keeps its memory alive."""
     view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return view

@@ -73,6 +73,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     page_bytes: PageBytes
     pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_PAGES)]
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
+    digest_seed: U63  # of the digests that the receiver compares
     lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
     @property

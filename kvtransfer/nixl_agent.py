@@ -63,6 +63,10 @@ class NixlAgent:
         """Registers a pool; once, before its metadata is asked for. kind: DRAM or VRAM."""
         self._agent.register_memory([(address, num_bytes, device_id, "")], kind)
 
+    def close(self) -> None:
+        """Ends the agent with all of its connections; nothing that they still held lands."""
+        self._agent = None
+
     def metadata(self) -> bytes:
         """What peers need to reach this agent and its registered memory."""
         return bytes(self._agent.get_agent_metadata())
@@ -77,10 +81,10 @@ class NixlAgent:
         self._agent.remove_remote_agent(name)
 
     def pages(
-        self, owner: str, address: int, page_bytes: int, num_pages: int, device_id: int, kind: str
+        self, owner: str, address: int, unit_bytes: int, count: int, device_id: int, kind: str
     ) -> PageList:
-        """Prepares every page of a pool as a target or, with owner "", as a source, in one row."""
-        rows = np.array([[address, page_bytes, device_id, page_bytes, num_pages]], dtype=np.uint64)
+        """Prepares every unit of a pool as a target or, with owner "", as a source, in one row."""
+        rows = np.array([[address, unit_bytes, device_id, unit_bytes, count]], dtype=np.uint64)
         return PageList(self._agent.prep_xfer_dlist(owner, rows, kind))
 
     def write(
@@ -90,7 +94,7 @@ class NixlAgent:
         target: PageList,
         target_ids: Sequence[int],
     ) -> Transfer:
-        """A write of pages, not posted yet; runs that are consecutive on both sides are merged."""
+        """A write of units, not posted yet; runs that are consecutive on both sides are merged."""
         return Transfer(
             self._agent.make_prepped_xfer(
                 "WRITE",

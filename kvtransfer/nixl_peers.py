@@ -1,23 +1,26 @@
-"""The receivers that a NIXL agent knows: their metadata, and their pools as prepared page lists.
+"""The peers that NIXL agents know: receivers with their pools as prepared page lists, and writers
+that are to be answered.
 
 A peer whose life, pool or connection changed is removed and added anew; nothing prepared survives.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from effuse.kvtransfer.connector import Cause, HandoffRefused
+from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.messages import ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList
 
-MAX_PEERS = 64
+MOST_PEERS = 1024
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class NixlPeer:
     """One receiver in one of its lives."""
 
@@ -34,10 +37,11 @@ class NixlPeer:
 
 
 class NixlPeers:
-    """All known receivers, at most MAX_PEERS; those in use are never removed."""
+    """Receivers that one agent writes to, at most MOST_PEERS; those in use are never removed."""
 
-    def __init__(self, agent: NixlAgent) -> None:
+    def __init__(self, agent: NixlAgent, layout: KVLayout) -> None:
         self._agent = agent
+        self._layout = layout
         self._peers: dict[str, NixlPeer] = {}  # least recently used first
 
     def find(self, reservation: Reservation) -> NixlPeer:
@@ -55,6 +59,10 @@ class NixlPeers:
         added = self._add(reservation)
         self._peers[added.name] = added
         return added
+
+    def named(self, name: str) -> NixlPeer | None:
+        """The peer whose agent has this name, if it is known."""
+        return self._peers.get(name)
 
     def lose(self, peer: NixlPeer) -> None:
         """A connection failed: the peer is prepared anew when it is next asked for."""
@@ -74,8 +82,8 @@ class NixlPeers:
             pages = self._agent.pages(
                 name,
                 address.pool_address,
-                reservation.page_bytes,
-                reservation.num_pool_pages,
+                self._layout.group_bytes,
+                reservation.num_pool_pages * self._layout.num_groups,
                 address.device_id,
                 address.memory_kind,
             )
@@ -97,19 +105,52 @@ class NixlPeers:
         attempt(f"agent {peer.name} cannot be removed", remove)
 
     def _make_room(self) -> None:
-        if len(self._peers) < MAX_PEERS:
+        if len(self._peers) < MOST_PEERS:
             return
         idle = next((peer for peer in self._peers.values() if not peer.num_pushes), None)
         if idle is None:
-            raise HandoffRefused(Cause.PEER, f"pushes to {MAX_PEERS} peers are in flight already")
+            raise HandoffRefused(Cause.PEER, f"pushes to {MOST_PEERS} peers are in flight already")
         del self._peers[idle.name]
         self._remove(idle)
 
 
+class NixlWriters:
+    """Writers that one agent answers, by incarnation; the least recent of too many is dropped."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._names: OrderedDict[str, str] = OrderedDict()  # incarnation: name of its agent
+
+    def learn(self, incarnation: str, metadata: bytes) -> None:
+        """Takes note of a writer. Raises HandoffRefused where its metadata is of no use."""
+        if incarnation in self._names:
+            self._names.move_to_end(incarnation)
+            return
+        if not metadata:
+            raise HandoffRefused(Cause.MALFORMED, "the writer does not say how it is answered")
+        if len(self._names) >= MOST_PEERS:
+            _, name = self._names.popitem(last=False)
+            attempt("a writer cannot be removed", lambda: self._agent.remove_peer(name))
+        added = attempt("the writer cannot be added", lambda: self._agent.add_peer(metadata))
+        self._names[incarnation] = added
+
+    def tell(self, incarnation: str, message: bytes) -> None:
+        """Tells a writer something, if it is known and can be reached."""
+        name = self._names.get(incarnation)
+        if name is None:
+            return
+        try:
+            attempt("no answer", lambda: self._agent.notify(name, message))
+        except HandoffRefused:
+            del self._names[incarnation]  # gone, or to be learnt anew
+
+
 def attempt(what: str, action: Callable[[], T]) -> T:
-    """Runs a NIXL call, its typed errors turned into a refusal that names them."""
+    """Runs a NIXL call, its errors turned into a refusal that names them."""
     try:
         return action()
+    except UnicodeDecodeError as error:  # NIXL's own binding, of a name in somebody's metadata
+        raise HandoffRefused(Cause.MALFORMED, f"{what}: its name is not UTF-8") from error
     except NIXL_ERRORS as error:
         raise HandoffRefused(Cause.PEER, f"{what}: {type(error).__name__}: {error}") from error
 

@@ -5,10 +5,11 @@ For one engine thread. Reports come from poll(); pages of a verified handoff bel
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from effuse.kvtransfer.connector import Cause, Connector, Received, Refused
+from effuse.kvtransfer.connector import Arrived, Cause, Connector, Fenced, Refused
 from effuse.kvtransfer.handoff import (
     RECEIVER,
     Machine,
@@ -17,32 +18,29 @@ from effuse.kvtransfer.handoff import (
     ReceiverState,
 )
 from effuse.kvtransfer.layout import Fingerprint
-from effuse.kvtransfer.messages import AttemptId, Manifest, PageRef, Reservation
+from effuse.kvtransfer.messages import AttemptId, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.pool import PagePool
 
 ReceiverMachine = Machine[ReceiverState, ReceiverEvent, ReceiverDo]
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffVerified:
-    """Pages and boundary state are complete and right; the pages are the caller's from now on."""
+class Identity:
+    """Who an engine is to its writers."""
 
-    attempt: AttemptId
-    pages: tuple[PageRef, ...]
-    manifest: Manifest
-    seconds: float  # from the reservation, checks included
+    incarnation: str
+    fingerprint: Fingerprint
+    page_bytes: int
+    lease_s: float  # a push must end within this time from the reservation
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffFailed:
-    """The handoff did not work. Its pages stay in quarantine until writer_gone()."""
+    """The handoff did not work. Its pages stay in quarantine until nothing can land in them."""
 
-    attempt: AttemptId
+    transfer_id: str
     cause: Cause
     message: str
-
-
-HandoffReport = HandoffVerified | HandoffFailed
 
 
 @dataclass(slots=True)
@@ -52,35 +50,32 @@ class _Handoff:
 
 
 class HandoffReceiver:
-    """All handoffs that come into one pool. Times are the caller's, on any one monotonic clock."""
+    """All handoffs that come into one pool; none where there is no connector.
 
-    def __init__(
-        self,
-        pool: PagePool,
-        connector: Connector,
-        *,
-        incarnation: str,
-        fingerprint: Fingerprint,
-        page_bytes: int,
-        lease_s: float,
-    ) -> None:
+    Times are the caller's, on any one monotonic clock.
+    """
+
+    def __init__(self, pool: PagePool, connector: Connector | None, identity: Identity) -> None:
         self._pool = pool
         self._connector = connector
-        self._incarnation = incarnation
-        self._fingerprint = fingerprint
-        self._page_bytes = page_bytes
-        self._lease_s = lease_s
+        self._identity = identity
+        self._digest_seed = secrets.randbits(63)
         self._time = 0.0  # when the caller last said what time it is
         self._handoffs: dict[str, _Handoff] = {}  # oldest first
+
+    @property
+    def can_receive(self) -> bool:
+        """Whether there is a connector."""
+        return self._connector is not None
 
     def is_open(self, transfer_id: str) -> bool:
         """Whether this transfer still holds pages here, in quarantine or not."""
         return transfer_id in self._handoffs
 
     def quarantined(self) -> Iterator[PageRef]:
-        """Pages of given-up handoffs whose writer may still write; for the audit."""
+        """Pages of given-up handoffs in which something may still land; for the audit."""
         for handoff in self._handoffs.values():
-            if handoff.machine.state is ReceiverState.ABORTING:
+            if handoff.machine.state in (ReceiverState.ABORTING, ReceiverState.FENCING):
                 yield from handoff.reservation.pages
 
     def reserve(
@@ -92,9 +87,10 @@ class HandoffReceiver:
         """
         if attempt.transfer_id in self._handoffs:
             raise ValueError(f"transfer {attempt.transfer_id} is reserved already")
+        assert self._connector is not None, "nothing can be received"
         self._time = now
-        reservation = self._reservation(attempt, pages)
-        machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._lease_s)
+        reservation = self._reservation(attempt, pages, self._connector.describe())
+        machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._identity.lease_s)
         self._handoffs[attempt.transfer_id] = _Handoff(reservation, machine)
         for do in machine.handle(ReceiverEvent.OFFERED, now):
             if do is ReceiverDo.OPEN_PAGES:
@@ -103,60 +99,73 @@ class HandoffReceiver:
                 self._connector.expect(reservation, writer)
         return reservation
 
+    def local(self, attempt: AttemptId) -> Reservation:
+        """The same for an attempt that prefills here: nothing is open to anybody."""
+        return self._reservation(attempt, (), ReceiverAddress(connector="local"))
+
     def abort(self, transfer_id: str) -> None:
-        """Gives a handoff up, unreported. Its pages are free again only after writer_gone()."""
+        """Gives a handoff up, unreported. Its pages are free once nothing can land in them."""
         if transfer_id in self._handoffs:
             self._handle(transfer_id, ReceiverEvent.ABORTED)
 
-    def writer_gone(self, transfer_id: str) -> HandoffFailed | None:
-        """Nothing writes into this transfer's pages any more, for certain. Frees them.
-
-        Returns what became of a handoff that was still open.
-        """
+    def writer_gone(self, transfer_id: str, *, has_drained: bool) -> HandoffFailed | None:
+        """The writer writes no more into this transfer's pages: it said that all it had posted is
+        over, or it is gone. Returns what became of a handoff that was still open."""
         if transfer_id not in self._handoffs:
             return None
         reason = Cause.PEER, "the prefill worker is gone"
-        return self._handle(transfer_id, ReceiverEvent.WRITER_GONE, reason)
+        return self._handle(transfer_id, ReceiverEvent.WRITER_GONE, reason, has_drained)
 
-    def poll(self, now: float) -> list[HandoffReport]:
-        """What has come to an end since the last call."""
+    def poll(self, now: float) -> list[Arrived | HandoffFailed]:
+        """What has come to an end since the last call. The pages of what arrived are the caller's
+        from now on."""
         self._time = now
-        reports: list[HandoffReport | None] = []
+        if self._connector is None:
+            return []
+        reports: list[Arrived | HandoffFailed | None] = []
         for event in self._connector.poll():
             if event.transfer_id not in self._handoffs:
                 continue  # it has ended here
-            if isinstance(event, Received):
+            if isinstance(event, Arrived):
                 reports.append(self._arrived(event))
             elif isinstance(event, Refused):
                 reason = event.cause, event.message
                 reports.append(self._handle(event.transfer_id, ReceiverEvent.REFUSED, reason))
+            elif isinstance(event, Fenced):
+                self._handle(event.transfer_id, ReceiverEvent.FENCED)
         reports += self._expired()
         return [report for report in reports if report is not None]
 
-    def _reservation(self, attempt: AttemptId, pages: tuple[PageRef, ...]) -> Reservation:
+    def close(self) -> None:
+        """Ends the connector."""
+        if self._connector is not None:
+            self._connector.close()
+
+    def _reservation(
+        self, attempt: AttemptId, pages: tuple[PageRef, ...], address: ReceiverAddress
+    ) -> Reservation:
         return Reservation(
             attempt=attempt,
-            incarnation=self._incarnation,
-            address=self._connector.describe(),
+            incarnation=self._identity.incarnation,
+            address=address,
             num_pool_pages=self._pool.num_pages,
-            page_bytes=self._page_bytes,
+            page_bytes=self._identity.page_bytes,
             pages=pages,
-            fingerprint=self._fingerprint,
-            lease_s=self._lease_s,
+            fingerprint=self._identity.fingerprint,
+            digest_seed=self._digest_seed,
+            lease_s=self._identity.lease_s,
         )
 
-    def _arrived(self, event: Received) -> HandoffVerified | None:
+    def _arrived(self, event: Arrived) -> Arrived | None:
         handoff = self._handoffs[event.transfer_id]
-        verified = None
+        arrived = None
         for do in handoff.machine.handle(ReceiverEvent.ARRIVED, self._time):
             if do is ReceiverDo.COMMIT_PAGES:
                 self._pool.commit(handoff.reservation.pages)
                 continue
             del self._handoffs[event.transfer_id]
-            seconds = self._time - handoff.machine.started
-            attempt, pages = handoff.reservation.attempt, handoff.reservation.pages
-            verified = HandoffVerified(attempt, pages, event.manifest, seconds)
-        return verified
+            arrived = event
+        return arrived
 
     def _expired(self) -> list[HandoffFailed | None]:
         late = [
@@ -165,14 +174,20 @@ class HandoffReceiver:
             if handoff.machine.is_overdue(self._time)
             and handoff.machine.allows(ReceiverEvent.EXPIRED)
         ]
-        reason = Cause.LEASE, f"the prompt's pages did not arrive within {self._lease_s:g} s"
+        lease_s = self._identity.lease_s
+        reason = Cause.LEASE, f"the prompt's pages did not arrive within {lease_s:g} s"
         return [self._handle(name, ReceiverEvent.EXPIRED, reason) for name in late]
 
     def _handle(
-        self, transfer_id: str, event: ReceiverEvent, reason: tuple[Cause, str] | None = None
+        self,
+        transfer_id: str,
+        event: ReceiverEvent,
+        reason: tuple[Cause, str] | None = None,
+        has_drained: bool = False,
     ) -> HandoffFailed | None:
         handoff = self._handoffs[transfer_id]
         pages = handoff.reservation.pages
+        assert self._connector is not None, "something was received"
         failed = None
         for do in handoff.machine.handle(event, self._time):
             match do:
@@ -180,11 +195,13 @@ class HandoffReceiver:
                     self._connector.forget(transfer_id)
                 case ReceiverDo.QUARANTINE_PAGES:
                     self._pool.quarantine(pages)
-                case ReceiverDo.FENCE_PAGES:
+                case ReceiverDo.FENCE:
+                    self._connector.fence(transfer_id, has_drained=has_drained)
+                case ReceiverDo.FREE_PAGES:
                     self._pool.fence(pages)
                 case ReceiverDo.REPORT_FAILED:
                     assert reason is not None, event
-                    failed = HandoffFailed(handoff.reservation.attempt, *reason)
+                    failed = HandoffFailed(transfer_id, *reason)
                 case _:
                     raise AssertionError(f"{do.name} does not follow from {event.name}")
         if handoff.machine.state is ReceiverState.RELEASED:

@@ -1,7 +1,7 @@
 """The prefill side of handoffs: connector and state machine held together.
 
 For one engine thread. Reports come from poll(); source pages belong to the caller, who may reuse
-them only after HandoffEnded.
+them only after Ended.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from effuse.kvtransfer.connector import (
     Cause,
     Connector,
     ConnectorEvent,
+    Pending,
     Pushed,
     PushFailed,
 )
@@ -27,32 +28,13 @@ OVERTIME_S = 5.0  # beyond the lease, which the connector itself keeps: it may b
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffPushed:
-    """The receiver has everything."""
-
-    attempt: AttemptId
-    pages: int
-    num_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PushMissed:
-    """The pages were not handed over. They may still be read until HandoffEnded."""
-
-    attempt: AttemptId
-    cause: Cause
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffEnded:
+class Ended:
     """Nothing of this transfer reads the source pages any more."""
 
-    attempt: AttemptId
+    transfer_id: str
 
 
-SendReport = HandoffPushed | PushMissed | HandoffEnded
+SendReport = Pushed | PushFailed | Ended
 
 
 @dataclass(slots=True)
@@ -60,9 +42,10 @@ class _Handoff:
     attempt: AttemptId
     machine: SenderMachine
     reservation: Reservation | None = None
-    ready: list[int] = field(default_factory=list)  # source pages that are final, in order
+    # Source pages that were not pushed yet, in order, with what says how far they are.
+    ready: list[tuple[Sequence[int], Pending[int] | None]] = field(default_factory=list)
     num_pushed: int = 0
-    boundary: BoundaryState | None = None
+    boundary: Pending[BoundaryState] | None = None
 
 
 class HandoffSender:
@@ -99,14 +82,16 @@ class HandoffSender:
         self._connector.push_pages(reservation, (), 0)  # reaches the peer while pages are computed
         self._handle(handoff, SenderEvent.ADDRESSED)
 
-    def pages_ready(self, transfer_id: str, source_pages: Sequence[int]) -> None:
-        """Further pages are final."""
+    def pages_ready(
+        self, transfer_id: str, source_pages: Sequence[int], num_final: Pending[int] | None = None
+    ) -> None:
+        """Further pages are final, or will be by layers as `num_final` says (see Connector)."""
         handoff = self._handoffs[transfer_id]
-        handoff.ready += source_pages
+        handoff.ready.append((source_pages, num_final))
         self._handle(handoff, SenderEvent.PAGES_READY)
 
-    def computed(self, transfer_id: str, boundary: BoundaryState) -> None:
-        """All pages are final, and this goes with them."""
+    def computed(self, transfer_id: str, boundary: Pending[BoundaryState]) -> None:
+        """No more pages follow, and this goes with them once it is there."""
         handoff = self._handoffs[transfer_id]
         handoff.boundary = boundary
         if handoff.reservation is None:
@@ -114,7 +99,7 @@ class HandoffSender:
         self._handle(handoff, SenderEvent.COMPUTED)
 
     def abort(self, transfer_id: str) -> None:
-        """Gives a handoff up, unreported but for its HandoffEnded; nothing if it has ended."""
+        """Gives a handoff up, unreported but for its Ended; nothing if it has ended."""
         handoff = self._handoffs.get(transfer_id)
         if handoff is not None:
             self._handle(handoff, SenderEvent.ABORTED)
@@ -131,12 +116,10 @@ class HandoffSender:
 
     def _hear(self, handoff: _Handoff, event: ConnectorEvent) -> None:
         match event:
-            case Pushed(_, pages, num_bytes, seconds):
-                pushed = HandoffPushed(handoff.attempt, pages, num_bytes, seconds)
-                self._handle(handoff, SenderEvent.ACKNOWLEDGED, pushed)
-            case PushFailed(_, cause, message):
-                missed = PushMissed(handoff.attempt, cause, message)
-                self._handle(handoff, SenderEvent.FAILED, missed)
+            case Pushed():
+                self._handle(handoff, SenderEvent.ACKNOWLEDGED, event)
+            case PushFailed():
+                self._handle(handoff, SenderEvent.FAILED, event)
             case Cancelled():
                 self._handle(handoff, SenderEvent.DRAINED)
             case _:
@@ -155,8 +138,8 @@ class HandoffSender:
                 cause = Cause.LEASE
                 lease_s = handoff.reservation.lease_s
                 text = f"the push did not end within its lease of {lease_s:g} s"
-            missed = PushMissed(handoff.attempt, cause, text)
-            self._handle(handoff, SenderEvent.EXPIRED, missed)
+            failed = PushFailed(handoff.attempt.transfer_id, cause, text)
+            self._handle(handoff, SenderEvent.EXPIRED, failed)
 
     def _handle(
         self, handoff: _Handoff, event: SenderEvent, report: SendReport | None = None
@@ -173,13 +156,14 @@ class HandoffSender:
                     self._connector.cancel(transfer_id)
                 case SenderDo.FREE_PAGES:
                     del self._handoffs[transfer_id]
-                    self._reports.append(HandoffEnded(handoff.attempt))
+                    self._reports.append(Ended(transfer_id))
                 case SenderDo.REPORT_PUSHED | SenderDo.REPORT_FAILED:
                     assert report is not None, event
                     self._reports.append(report)
 
     def _push(self, handoff: _Handoff) -> None:
-        pages = handoff.ready[handoff.num_pushed :]
-        if pages and handoff.reservation is not None:
-            self._connector.push_pages(handoff.reservation, pages, handoff.num_pushed)
+        assert handoff.reservation is not None, "pages go nowhere yet"
+        for pages, num_final in handoff.ready:
+            self._connector.push_pages(handoff.reservation, pages, handoff.num_pushed, num_final)
             handoff.num_pushed += len(pages)
+        handoff.ready.clear()

@@ -1,6 +1,6 @@
-"""A connector's own thread: requests in, events out, and a descriptor that says when there are any.
-
-Knows nothing of pages; zmq_connector.py and nixl_connector.py say what a turn of the thread does.
+"""The connector over any transport: an exchange on a thread of its own, because one transfer call
+can block for more than a second. Requests in, events out, and a descriptor that says when there are
+any.
 """
 
 from __future__ import annotations
@@ -8,23 +8,46 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
-from abc import ABC, abstractmethod
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from effuse.kvtransfer.connector import ConnectorDied, ConnectorEvent
+from effuse.kvtransfer.connector import ConnectorDied, ConnectorEvent, Pending
+from effuse.kvtransfer.digest import digester_of
+from effuse.kvtransfer.exchange import Exchange
+from effuse.kvtransfer.layout import Fingerprint
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
+from effuse.kvtransfer.transport import Transport
 
 LOG = logging.getLogger(__name__)
 
 OPEN_S = 60.0  # registering a large pool takes its time
 JOIN_S = 10.0
+# How long a thread that computes may keep the interpreter from others: the default of 5 ms is as
+# long as several handoffs.
+SWITCH_S = 0.0002
 
 
-class ConnectorThread(ABC):
-    """Runs `turn` again and again on one thread, the engine's requests in between."""
+class ThreadConnector:
+    """A Connector; `transport` belongs to its thread once it is started."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        memory: PageMemory,
+        incarnation: str,
+        fingerprint: Fingerprint,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = transport.name
+        self._transport = transport
+        digester = digester_of(memory, incarnation)
+        self._exchange = Exchange(
+            transport, digester, memory.layout, incarnation, fingerprint, self._emit, now
+        )
         self._requests: deque[Callable[[], None]] = deque()
         self._events: deque[ConnectorEvent] = deque()
         self._error: Exception | None = None
@@ -33,10 +56,12 @@ class ConnectorThread(ABC):
         self._ended = threading.Event()
         self._request_signal = _signal()
         self._event_signal = _signal()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        title = f"{self.name} connector of {incarnation}"
+        self._thread = threading.Thread(target=self._run, name=title, daemon=True)
 
     def start(self) -> None:
         """Starts the thread and waits until it is open. Raises ValueError where it cannot be."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread.start()
         if not self._opened.wait(OPEN_S):
             raise ValueError(f"the {self._thread.name} did not open within {OPEN_S} s")
@@ -54,9 +79,46 @@ class ConnectorThread(ABC):
             os.close(self._request_signal)
             os.close(self._event_signal)
 
+    def describe(self) -> ReceiverAddress:
+        """How a peer reaches this pool."""
+        return self._transport.address()
+
+    def expect(self, reservation: Reservation, writer: str | None) -> None:
+        """Accepts this transfer from now on."""
+        self._request(lambda: self._exchange.expect(reservation, writer))
+
+    def forget(self, transfer_id: str) -> None:
+        """Refuses this transfer from now on."""
+        self._request(lambda: self._exchange.forget(transfer_id))
+
+    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
+        """The writer of a forgotten transfer writes no more."""
+        self._request(lambda: self._exchange.fence(transfer_id, has_drained=has_drained))
+
+    def push_pages(
+        self,
+        reservation: Reservation,
+        source_pages: Sequence[int],
+        first: int,
+        num_final: Pending[int] | None = None,
+    ) -> None:
+        """Pages of a reservation, to leave as their layers become final."""
+        self._request(
+            lambda: self._exchange.push_pages(reservation, source_pages, first, num_final)
+        )
+
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
+        """No more pages follow."""
+        self._request(lambda: self._exchange.finish(reservation, boundary))
+
+    def cancel(self, transfer_id: str) -> None:
+        """Stops a push."""
+        self._request(lambda: self._exchange.cancel(transfer_id))
+
     def poll(self) -> list[ConnectorEvent]:
         """Events since the last call. Raises ConnectorDied if the thread has ended by itself."""
-        self._check_alive()
+        if self._ended.is_set():
+            raise ConnectorDied(f"the {self._thread.name} has ended") from self._error
         _lower(self._event_signal)
         return [self._events.popleft() for _ in range(len(self._events))]
 
@@ -64,33 +126,12 @@ class ConnectorThread(ABC):
         """Readable while poll() has something."""
         return self._event_signal
 
-    @abstractmethod
-    def open(self) -> None:
-        """Makes what belongs to the thread; runs on it, first."""
-
-    @abstractmethod
-    def shut(self) -> None:
-        """Gives it back; runs on it, last."""
-
-    @abstractmethod
-    def turn(self) -> float:
-        """Does what there is to do, then says how many seconds may pass until the next turn."""
-
-    @abstractmethod
-    def wait(self, seconds: float) -> None:
-        """Sleeps for that long, or until `request_signal` or something of its own is ready."""
-
-    @property
-    def request_signal(self) -> int:
-        """A descriptor that is readable while requests wait."""
-        return self._request_signal
-
-    def request(self, action: Callable[[], None]) -> None:
+    def _request(self, action: Callable[[], None]) -> None:
         """Has the thread run this soon; from any thread."""
         self._requests.append(action)
         _raise(self._request_signal)
 
-    def emit(self, event: ConnectorEvent) -> None:
+    def _emit(self, event: ConnectorEvent) -> None:
         """Tells the engine; from the connector's thread."""
         self._events.append(event)
         _raise(self._event_signal)
@@ -106,13 +147,14 @@ class ConnectorThread(ABC):
         _raise(self._event_signal)
 
     def _live(self) -> None:
-        self.open()
+        self._transport.open()
         self._opened.set()
         # The signal is lowered before closing is looked at: the other way round, a close() in
         # between would wake nobody.
         while self._serve_requests() and threading.main_thread().is_alive():
-            self.wait(self.turn())
-        self.shut()
+            if not self._exchange.turn():
+                self._exchange.wait(self._request_signal)
+        self._exchange.close()
 
     def _serve_requests(self) -> bool:
         """False once the thread is to end."""
@@ -122,10 +164,6 @@ class ConnectorThread(ABC):
         for _ in range(len(self._requests)):
             self._requests.popleft()()
         return True
-
-    def _check_alive(self) -> None:
-        if self._ended.is_set():
-            raise ConnectorDied(f"the {self._thread.name} has ended") from self._error
 
 
 def _signal() -> int:

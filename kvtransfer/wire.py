@@ -1,7 +1,7 @@
 """What the two ends of a connector say to each other about one transfer. Schemas only.
 
-A sender begins, sends pages in chunks and finishes. Over ZMQ the bytes follow their header in
-frames and are answered; over NIXL they are written first, and a notification says where they lie.
+A sender begins, sends pages and finishes. Over ZMQ the bytes of Pages follow it in frames and are
+answered; over NIXL they are written first, and Pages comes as the notification of that write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from msgspec import Meta, Struct
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
     MAX_METADATA_BYTES,
-    MAX_PAGES,
     U32,
     AttemptId,
     Field,
@@ -39,22 +38,15 @@ class Begin(Struct, frozen=True, tag=True):
 
 
 class Pages(Struct, frozen=True, tag=True):
-    """Pages [first, first + n) of the reservation; their bytes follow in frames."""
+    """Groups [group, end_group) of layers of pages [first, first + n) of the reservation."""
 
     attempt: AttemptId
     source: Name
     destination: Name
     first: U32
     pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
-
-
-class Landed(Struct, frozen=True, tag=True):
-    """Pages [first, first + n) were written into the pool by their sender."""
-
-    attempt: AttemptId
-    source: Name
-    first: U32
-    count: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
+    group: U32
+    end_group: U32
 
 
 class Finish(Struct, frozen=True, tag=True):
@@ -64,10 +56,11 @@ class Finish(Struct, frozen=True, tag=True):
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """A chunk lies in the pool."""
+    """A chunk that began with this page and group lies in the pool, or was refused."""
 
     transfer_id: Name
     first: U32
+    group: U32
 
 
 class Accepted(Struct, frozen=True, tag=True):
@@ -77,15 +70,14 @@ class Accepted(Struct, frozen=True, tag=True):
 
 
 class Rejected(Struct, frozen=True, tag=True):
-    """A message was refused; `first` names the chunk if it was one."""
+    """The transfer was refused."""
 
     transfer_id: Name
     cause: Name
     message: Text
-    first: U32 | None = None
 
 
-ToReceiver = Begin | Pages | Landed | Finish
+ToReceiver = Begin | Pages | Finish
 ToSender = Placed | Accepted | Rejected
 
 
@@ -101,7 +93,6 @@ def source_of(message: ToReceiver) -> str:
 
 _to_receiver = msgspec.msgpack.Decoder(ToReceiver)
 _to_sender = msgspec.msgpack.Decoder(ToSender)
-_either = msgspec.msgpack.Decoder(ToReceiver | ToSender)
 T = TypeVar("T")
 
 
@@ -114,12 +105,6 @@ def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
 def decode_to_sender(data: bytes | memoryview) -> ToSender:
     """A receiver's answer. Raises MalformedMessage."""
     message: ToSender = _decode(_to_sender, data)
-    return message
-
-
-def decode_either(data: bytes | memoryview) -> ToReceiver | ToSender:
-    """What a sender or a receiver says, where both come the same way. Raises MalformedMessage."""
-    message: ToReceiver | ToSender = _decode(_either, data)
     return message
 
 

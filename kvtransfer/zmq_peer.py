@@ -1,28 +1,18 @@
-"""One connection of the ZMQ connector to a receiver: a socket, and what its monitor says of it."""
+"""One connection of the ZMQ transport to a receiver: a socket, and what its monitor says of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from effuse.kvtransfer.memory import PageMemory, consecutive_runs
 from effuse.kvtransfer.messages import encode
-from effuse.kvtransfer.outgoing import Chunk
 from effuse.kvtransfer.wire import ToReceiver
 
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
 WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A chunk whose answer has not come; the tracker says whether ZMQ still reads its pages."""
-
-    num_bytes: int
-    tracker: zmq.MessageTracker
 
 
 class ZmqPeer:
@@ -32,9 +22,10 @@ class ZmqPeer:
         self.endpoint = endpoint
         self.opened_at = now
         self.is_connected = False
+        self.is_open = True
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)  # what is in flight is bounded by the sender
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by the sender
         self.socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
@@ -46,10 +37,12 @@ class ZmqPeer:
             raise
 
     def close(self) -> None:
-        """Drops the connection and all that is queued."""
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0)
+        """Drops the connection and all that is queued; may be called twice."""
+        if self.is_open:
+            self.is_open = False
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=0)
 
     def is_lost(self) -> bool:
         """Reads the monitor; True once the connection that was up went down."""
@@ -73,13 +66,10 @@ class ZmqPeer:
         """Sends a message without payload."""
         self.socket.send(encode(message), zmq.NOBLOCK)
 
-    def send_pages(self, header: ToReceiver, memory: PageMemory, chunk: Chunk) -> InFlight:
-        """Sends pages straight from the pool, one frame for each run of consecutive ones."""
-        frames = [
-            memory.read_pages(first, count) for first, count in consecutive_runs(chunk.source_pages)
-        ]
+    def send(self, header: ToReceiver, frames: Sequence[memoryview]) -> zmq.MessageTracker:
+        """Sends frames straight from their memory, which is read until the tracker is done."""
         tracker = self.socket.send_multipart(
             [encode(header), *frames], zmq.NOBLOCK, copy=False, track=True
         )
         assert tracker is not None
-        return InFlight(sum(frame.nbytes for frame in frames), tracker)
+        return tracker

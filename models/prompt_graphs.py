@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.batch import AttentionBatch, make_attention_batch
+from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import Integers, PackedParts
 from effuse.models.part import Part
 from effuse.models.transformer import LayerKV, Transformer
@@ -36,8 +37,10 @@ class PromptGraphs:
         page_size: int,
         block_size: int,
         uses_graphs: bool,
+        marks: LayerMarks | None = None,
     ) -> None:
         self._model = model
+        self._marks = marks
         self._kv = kv
         self._page_size = page_size
         self._block_size = block_size
@@ -98,6 +101,7 @@ class PromptGraphs:
         """Over the first `rows` rows of the inputs; those in no sequence mean nothing."""
         inputs = self._inputs
         num_wanted = num_seqs if self._model.config.shift_logits else 0
+        stored = None if self._marks is None else self._marks.stored
         return self._model.forward(
             inputs.token_ids[:rows],
             inputs.positions[:rows],
@@ -105,6 +109,7 @@ class PromptGraphs:
             self._kv,
             inputs.slots[:rows],
             last_rows=inputs.wanted[:num_wanted],
+            stored=stored,
         )
 
     def _attention(self, rows: int, num_seqs: int) -> AttentionBatch:

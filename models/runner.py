@@ -7,7 +7,7 @@ what becomes of candidates is the workers' business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from effuse.kernels.batch import make_attention_batch
 from effuse.kernels.confidence import RowSampling, sample_confidence
+from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import PackedParts, join_aligned, pack_parts
 from effuse.models.part import Part, PartResult, PartSampling
 from effuse.models.prompt_graphs import PromptGraphs
@@ -36,7 +37,8 @@ class _Drawn:
 class ModelRunner:
     """Runs a transformer over the paged memory `kv`, one pair of views per layer.
 
-    With `graphs`, which are over the same memory, short prompts are theirs to run.
+    With `graphs`, which are over the same memory, short prompts are theirs to run. With `marks`,
+    which are those of the graphs then, forwards say how many layers they have stored.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ModelRunner:
         page_size: int,
         block_size: int,
         graphs: PromptGraphs | None = None,
+        marks: LayerMarks | None = None,
     ) -> None:
         if len(kv) != model.config.num_layers:
             raise ValueError(
@@ -57,6 +60,12 @@ class ModelRunner:
         self._page_size = page_size
         self._block_size = block_size
         self._graphs = graphs
+        self._marks = marks
+
+    def progress(self) -> Callable[[], int]:
+        """To be asked, from any thread, how many groups of layers the next forward has stored."""
+        assert self._marks is not None, "this runner's forwards do not say"
+        return self._marks.begin()
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
@@ -88,8 +97,9 @@ class ModelRunner:
         )
         arrays = (packed.token_ids, packed.positions, packed.slots, packed.wanted_rows)
         token_ids, positions, slots, wanted = self._to_device(arrays)
+        stored = None if self._marks is None else self._marks.stored
         return self.model.forward(
-            token_ids, positions, attention, self._kv, slots, last_rows=wanted
+            token_ids, positions, attention, self._kv, slots, last_rows=wanted, stored=stored
         )
 
     def _draw(self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor) -> _Drawn:
@@ -98,8 +108,11 @@ class ModelRunner:
         rows = hidden[: packed.num_candidates]
         if packed.boundary_candidates:
             (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
-            vectors = torch.stack([vector for _, vector in packed.boundary_candidates])
-            rows = rows.index_copy(0, at, vectors.to(rows))
+            vectors = [
+                vector.to(rows.device, rows.dtype, non_blocking=True)
+                for _, vector in packed.boundary_candidates
+            ]
+            rows = rows.index_copy(0, at, torch.stack(vectors))
         candidates = sample_confidence(
             self.model.logits(rows), self._sampling(packed), self.model.config.mask_token_id
         )

@@ -8,8 +8,9 @@ optional tensors are there. Loading is `weights.py`; batching, sampling and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -30,6 +31,7 @@ MIN_ROWS = 4
 _MOST_ROWS_HALVED = 256
 
 LayerKV = tuple[Tensor, Tensor]
+Stored = Callable[[int], None]
 
 
 class Attend(Protocol):
@@ -104,6 +106,7 @@ class Transformer:
         slot_mapping: Tensor,
         *,
         last_rows: Tensor | None,
+        stored: Stored | None = None,
     ) -> Tensor:
         """Hidden rows after the final norm, in the model's dtype.
 
@@ -111,14 +114,17 @@ class Transformer:
         [pages, page_size, Hkv, D]; rows whose slot is not -1 have their K and V stored there.
         `last_rows` [R] int64 picks the rows that are wanted: [R, H] is returned, and the last
         layer computes no more than it must (none: only its K and V). None means all: [T, H].
+        `stored` is called with each layer's number once its K and V are stored, or queued to be.
         """
         rows = _Rows(positions, attention, slot_mapping)
-        normed, residual = self._but_last(token_ids, kv, rows)
-        layer = self.weights.layers[-1]
+        normed, residual = self._but_last(token_ids, kv, rows, stored or _unheard)
+        layer, number = self.weights.layers[-1], len(self.weights.layers) - 1
         if last_rows is not None and len(last_rows) == 0:
             self._store_only(layer, normed, kv[-1], rows)
+            (stored or _unheard)(number)
             return normed[:0]
         mixed = self._attend(layer, normed, kv[-1], rows)
+        (stored or _unheard)(number)
         if last_rows is not None:
             mixed, residual = mixed[last_rows], residual[last_rows]
         return self.finish(mixed, residual)
@@ -138,7 +144,7 @@ class Transformer:
         Fills `mixed` [T, Q] and `residual` [T, H]; `finish` makes hidden rows of any of them.
         """
         rows = _Rows(positions, attention, slot_mapping)
-        normed, before = self._but_last(token_ids, kv, rows)
+        normed, before = self._but_last(token_ids, kv, rows, _unheard)
         mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
         residual.copy_(before)
 
@@ -152,14 +158,15 @@ class Transformer:
         return _linear(hidden, self.weights.head)
 
     def _but_last(
-        self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows
+        self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored
     ) -> tuple[Tensor, Tensor]:
         """(input of the last layer, normed for it; the residual), both [T, H]."""
         layers = self.weights.layers
         residual = functional.embedding(token_ids, self.weights.embedding)
         normed = rms_norm(residual, layers[0].attn_norm, self.config.rms_norm_eps)
-        for layer, layer_kv, following in zip(layers[:-1], kv[:-1], layers[1:], strict=True):
-            mixed = self._attend(layer, normed, layer_kv, rows)
+        for number, (layer, following) in enumerate(pairwise(layers)):
+            mixed = self._attend(layer, normed, kv[number], rows)
+            stored(number)
             update, residual = self._mlp(layer, mixed, residual)
             normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
@@ -207,6 +214,10 @@ class Transformer:
 
     def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
+
+
+def _unheard(_: int) -> None:
+    """Nobody wants to know which layers are stored."""
 
 
 @dataclass(frozen=True, slots=True)

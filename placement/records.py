@@ -61,6 +61,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     address: str  # host:port of its front
     incarnation: str
+    engine_port: int = 0  # beside the front's: open for as long as this life's engine is
     state: WorkerState
     fingerprint: tuple[tuple[str, str], ...]  # (name, value), compared field by field
     model: ModelInfo

@@ -1,8 +1,9 @@
 """The prefill engine: prompt in, KV pages out. One `step` is one forward over chunks of prompts.
 
 Owns the loop and the messages; what takes part is scheduler.py, how pages leave is kvtransfer's
-sender, and the forward is the model runner's. On a device one forward is always launched before
-the last one is waited for. Never computes logits. Single-threaded.
+sender, and the forward is the model runner's. On a device one forward is launched while another
+runs, and neither is waited for: layers of pages leave as the forward itself says that they are
+stored. Never computes logits. Single-threaded.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from effuse.kvtransfer.connector import Pending, Pushed, PushFailed
 from effuse.kvtransfer.layout import Fingerprint, mismatch
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
+from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.kvtransfer.sender import HandoffEnded, HandoffPushed, HandoffSender, PushMissed
+from effuse.kvtransfer.sender import Ended, HandoffSender
 from effuse.kvtransfer.tombstones import Tombstones
 from effuse.models.config import ModelConfig
 from effuse.models.part import Part, PartResult
@@ -33,10 +35,15 @@ LOG = logging.getLogger(__name__)
 
 KEEP_ABORTED_S = 600.0
 MOST_FAILED_FORWARDS = 8  # in a row; then the device is taken for lost and the process ends
+MOST_FLIGHTS = 2  # forwards that were launched and have not ended
 
 
 class Forward(Protocol):
     """The part of the model runner that the engine uses."""
+
+    def progress(self) -> Pending[int]:
+        """Says, from any thread, how many groups of layers the next forward has stored."""
+        ...
 
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
         """One forward; results in the order of the parts."""
@@ -86,16 +93,12 @@ class PrefillEngine:
         self._kv_bytes = 0
 
     def step(self) -> bool:
-        """Hears of pushes, admits, launches a forward, and hands on what the last one made final.
-
-        A forward is waited for once the next one is launched, or there is nothing to launch.
-        """
+        """Hears of pushes, admits, launches a forward, and takes note of those that have ended."""
         has_moved = self._hear() | self._admit()
-        chunks = self._take_chunks()
+        chunks = self._take_chunks() if len(self._flights) < MOST_FLIGHTS else []
         if chunks:
             self._launch(chunks)
-        is_ahead = bool(chunks) and self._mark is not None
-        has_landed = self._land(leave=1 if is_ahead else 0)
+        has_landed = self._land()
         return has_moved or bool(chunks) or has_landed
 
     def handle(self, message: ToEngine) -> None:
@@ -220,17 +223,19 @@ class PrefillEngine:
             text = f"the attempt ran longer than {self._max_request_s:g} s"
             self._outbox.failed(prompt.attempt, "DEADLINE_EXCEEDED", text)
         reports = self._sender.poll()
+        has_landed = self._land()  # what was pushed was computed: that is said first
         for report in reports:
+            prompt = self._prompts[report.transfer_id]
             match report:
-                case HandoffEnded(attempt):
-                    self._end(attempt)
-                case HandoffPushed():
+                case Ended():
+                    self._end(prompt)
+                case Pushed():
                     self._kv_bytes += report.num_bytes
-                    self._outbox.pushed(report)
-                case PushMissed(attempt):
-                    self._leave(attempt.transfer_id)
-                    self._outbox.missed(report)
-        return bool(reports or late)
+                    self._outbox.pushed(prompt.attempt, report)
+                case PushFailed():
+                    self._leave(prompt)
+                    self._outbox.missed(prompt.attempt, report)
+        return bool(reports or late) or has_landed
 
     def _late(self) -> list[Prompt]:
         before = self._now() - self._max_request_s
@@ -254,6 +259,7 @@ class PrefillEngine:
             prompt.started_s = self._now()
             self._computing.append(prompt)
             if not prompt.num_left:
+                self._sender.computed(prompt.attempt.transfer_id, prompt.boundary)
                 self._conclude(prompt)
         return count > 0
 
@@ -281,16 +287,32 @@ class PrefillEngine:
         )
 
     def _launch(self, chunks: Sequence[Chunk]) -> None:
-        """Queues a forward and what determines the bytes of last pages."""
+        """Queues a forward, its pages handed on before: their layers leave while it runs."""
+        progress = self._forward.progress()
+        for chunk in chunks:
+            self._hand_on(chunk, progress)
         results = self._run(chunks)
         if not results:
             return
-        for chunk in chunks:
+        flight = launched(chunks, [result.boundary for result in results], self._mark)
+        self._flights.append(flight)
+        for index, chunk in enumerate(chunks):
             chunk.prompt.num_launched += chunk.part.num_stored
             if not chunk.prompt.num_left:
-                self._zero_tail(chunk.prompt)
-        boundaries = [result.boundary for result in results]
-        self._flights.append(launched(chunks, boundaries, self._mark))
+                transfer_id = chunk.prompt.attempt.transfer_id
+                self._sender.computed(transfer_id, flight.boundary(index))
+
+    def _hand_on(self, chunk: Chunk, progress: Pending[int]) -> None:
+        """Gives the sender the pages that this chunk makes final, the unused end of the last one
+        determined."""
+        prompt = chunk.prompt
+        end = chunk.part.start + chunk.part.num_stored
+        used = prompt.num_paged % self._limits.page_size
+        if used and end == prompt.num_paged:
+            self._memory.zero_tail(prompt.pages[-1].page_id, used)
+        pages = prompt.take_final_pages(end, self._limits.page_size)
+        if pages:
+            self._sender.pages_ready(prompt.attempt.transfer_id, pages, progress)
 
     def _run(self, chunks: Sequence[Chunk]) -> list[PartResult]:
         """One forward; where it fails, only what was in it fails, and the engine goes on."""
@@ -310,71 +332,46 @@ class PrefillEngine:
         self._failed_forwards = 0
         return results
 
-    def _zero_tail(self, prompt: Prompt) -> None:
-        used = prompt.num_paged % self._limits.page_size
-        if used:
-            self._memory.zero_tail(prompt.pages[-1].page_id, used)
-
-    def _land(self, *, leave: int) -> bool:
-        """Waits for all launched forwards but the last `leave`; True if there were any."""
+    def _land(self) -> bool:
+        """Takes note of forwards that have ended; True if there were any."""
         has_landed = False
-        while len(self._flights) > leave:
+        while self._flights and self._flights[0].is_over():
             has_landed = True
-            for chunk, boundary in self._flights.popleft().land():
-                self._apply(chunk, boundary)
+            for chunk in self._flights.popleft().chunks:
+                self._apply(chunk)
         return has_landed
 
-    def _apply(self, chunk: Chunk, boundary: bytes | None) -> None:
+    def _apply(self, chunk: Chunk) -> None:
         prompt = chunk.prompt
         prompt.num_computed += chunk.part.num_stored
         if prompt.is_unread and not prompt.is_in_flight:
             self._release(prompt)
-        if prompt not in self._computing:
-            return  # given up meanwhile
-        if boundary is not None:
-            prompt.hidden = boundary
-        if prompt.is_computed:
+        if prompt in self._computing and prompt.num_computed == prompt.num_paged:
             self._conclude(prompt)
-        else:
-            self._hand_on(prompt)
-
-    def _hand_on(self, prompt: Prompt) -> None:
-        """Gives the sender the pages that have become final."""
-        final = prompt.final_pages(self._limits.page_size)
-        ready: tuple[PageRef, ...] = prompt.pages[prompt.num_ready : final]
-        if ready:
-            prompt.num_ready = final
-            self._sender.pages_ready(prompt.attempt.transfer_id, [page.page_id for page in ready])
 
     def _conclude(self, prompt: Prompt) -> None:
-        """The prompt is computed: hands everything on."""
+        """The prompt's KV is there."""
         self._computing.remove(prompt)
         self._outbox.computed(prompt, self._now())
-        self._hand_on(prompt)
-        self._sender.computed(prompt.attempt.transfer_id, prompt.boundary())
 
     # How it ends.
 
     def _give_up(self, prompt: Prompt) -> None:
         """Nothing more of the prompt is computed or pushed; its pages wait until that has ended."""
-        transfer_id = prompt.attempt.transfer_id
-        self._leave(transfer_id)
-        self._sender.abort(transfer_id)
+        self._leave(prompt)
+        self._sender.abort(prompt.attempt.transfer_id)
 
-    def _leave(self, transfer_id: str) -> None:
+    def _leave(self, prompt: Prompt) -> None:
         """Takes a prompt out of the queues."""
-        prompt = self._prompts[transfer_id]
-        self._live.discard(transfer_id)
+        self._live.discard(prompt.attempt.transfer_id)
         if prompt in self._waiting:
             self._waiting.remove(prompt)
         if prompt in self._computing:
             self._computing.remove(prompt)
 
-    def _end(self, attempt: AttemptId) -> None:
-        """Nothing reads the prompt's pages any more. What still writes them lands first, later:
-        other prompts of that forward may have news in the same list."""
-        prompt = self._prompts[attempt.transfer_id]
-        self._leave(attempt.transfer_id)
+    def _end(self, prompt: Prompt) -> None:
+        """Nothing reads the prompt's pages any more; a forward that writes them ends first."""
+        self._leave(prompt)
         prompt.is_unread = True
         if not prompt.is_in_flight:
             self._release(prompt)

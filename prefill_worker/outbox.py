@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from effuse.kvtransfer.connector import Cause
+from effuse.kvtransfer import connector
+from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.kvtransfer.messages import AttemptId
-from effuse.kvtransfer.sender import HandoffPushed, PushMissed
 from effuse.prefill_worker.prompt import Prompt
 from effuse.worker.messages import (
     AbortDone,
@@ -54,25 +54,25 @@ class Outbox:
             )
         )
 
-    def pushed(self, report: HandoffPushed) -> None:
+    def pushed(self, attempt: AttemptId, report: connector.Pushed) -> None:
         """The handoff is over."""
         self._said.append(
             Pushed(
-                attempt=report.attempt,
+                attempt=attempt,
                 pages=report.pages,
                 bytes=report.num_bytes,
                 push_s=report.seconds,
             )
         )
 
-    def missed(self, report: PushMissed) -> None:
+    def missed(self, attempt: AttemptId, report: PushFailed) -> None:
         """The handoff did not work. Where a peer lives and what a library says of it is logged."""
         message = report.message
         if report.cause is Cause.PEER:
-            LOG.warning("the push of %s failed: %s", report.attempt, message)
+            LOG.warning("the push of %s failed: %s", attempt, message)
             message = "the pages could not be pushed: the decode worker's pool is out of reach"
         self.failed(
-            report.attempt,
+            attempt,
             CODES.get(report.cause, "DATA_LOSS"),
             message,
             retryable=report.cause not in FOR_EVERYONE,

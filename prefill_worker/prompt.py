@@ -24,8 +24,7 @@ class Prompt:
     started_s: float = 0.0
     num_launched: int = 0  # tokens in forwards that were launched, the present one included
     num_computed: int = 0  # tokens whose KV is there
-    num_ready: int = 0  # pages that are final
-    hidden: bytes | None = None  # boundary row, for models that need it
+    num_ready: int = 0  # pages that the sender knows of
     pages: tuple[PageRef, ...] = ()
     is_unread: bool = False  # its handoff is over: only a forward in flight may touch its pages
 
@@ -33,11 +32,6 @@ class Prompt:
     def num_left(self) -> int:
         """Tokens that no forward has taken yet."""
         return self.num_paged - self.num_launched
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether all KV is there."""
-        return self.num_computed == self.num_paged
 
     @property
     def is_in_flight(self) -> bool:
@@ -49,15 +43,18 @@ class Prompt:
         """Its pages, in the order of the prompt."""
         return [page.page_id for page in self.pages]
 
-    def final_pages(self, page_size: int) -> int:
-        """Pages that no forward will touch again."""
-        return len(self.pages) if self.is_computed else self.num_computed // page_size
+    def take_final_pages(self, end: int, page_size: int) -> list[int]:
+        """Further pages that no forward will touch again once tokens up to `end` are computed."""
+        final = len(self.pages) if end == self.num_paged else end // page_size
+        pages = self.page_ids[self.num_ready : final]
+        self.num_ready = final
+        return pages
 
-    def boundary(self) -> BoundaryState:
-        """What goes with the pages."""
+    def boundary(self, hidden: bytes | None = None) -> BoundaryState:
+        """What goes with the pages; `hidden` is the boundary row, for models that need it."""
         return BoundaryState(
             prompt_len=len(self.token_ids),
             prompt_digest=prompt_digest(self.token_ids),
             tail_token_ids=self.token_ids[self.num_paged :],
-            hidden=self.hidden,
+            hidden=hidden,
         )

@@ -98,6 +98,7 @@ class Attempt:
             request.remote.worker_id = placement.prefill.worker_id
             request.remote.incarnation = placement.prefill.incarnation
             request.remote.address = placement.prefill.address
+            request.remote.engine_port = placement.prefill.engine_port
         stub = self._fleet.peer(placement.decode.address).decode
         return stub.Decode(request, timeout=self._time_left())
 

@@ -100,6 +100,7 @@ class FakeCore:
             page_bytes=32,
             pages=(PageRef(3, 1), PageRef(4, 9)),
             fingerprint=(Field("weights", "w"),),
+            digest_seed=0,
             lease_s=30.0,
         )
 

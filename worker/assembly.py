@@ -17,6 +17,9 @@ from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerpr
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.thread import ThreadConnector
+from effuse.kvtransfer.transport import Transport
+from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part, PartSampling
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
@@ -56,7 +59,9 @@ def assemble(
     max_model_len = _max_model_len(config, model)
     layout = _layout(config, model)
     memory = PageMemory(layout, _num_pages(config, model, layout, max_model_len), device)
-    runner = _runner(model, memory, _prompt_graphs(config, model, memory))
+    # Only who pushes needs to know which layers are stored.
+    marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role == "prefill" else None
+    runner = _runner(model, memory, _prompt_graphs(config, model, memory, marks), marks)
     warm_up(runner, model.config.block_size)
     agreed = fingerprint(layout, _facts(config, directory, model))
     return Assembly(
@@ -183,7 +188,7 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
 
 
 def _prompt_graphs(
-    config: WorkerConfig, model: Transformer, memory: PageMemory
+    config: WorkerConfig, model: Transformer, memory: PageMemory, marks: LayerMarks | None
 ) -> PromptGraphs | None:
     """Captured before anything is served; none where there is no use for them."""
     if model.device.type != "cuda" or not config.runs_graphs:
@@ -194,13 +199,17 @@ def _prompt_graphs(
         page_size=memory.layout.page_size,
         block_size=model.config.block_size,
         uses_graphs=True,
+        marks=marks,
     )
     graphs.prepare()
     return graphs
 
 
 def _runner(
-    model: Transformer, memory: PageMemory, graphs: PromptGraphs | None = None
+    model: Transformer,
+    memory: PageMemory,
+    graphs: PromptGraphs | None = None,
+    marks: LayerMarks | None = None,
 ) -> ModelRunner:
     return ModelRunner(
         model,
@@ -208,6 +217,7 @@ def _runner(
         page_size=memory.layout.page_size,
         block_size=model.config.block_size,
         graphs=graphs,
+        marks=marks,
     )
 
 
@@ -246,18 +256,21 @@ def _connector(
     config: WorkerConfig, memory: PageMemory, incarnation: str, agreed: Fingerprint, role: Role
 ) -> Connector:
     """Imports only what is used: one of them needs a library that the others do without."""
+    if config.connector == "loopback":
+        return LoopbackConnector(Hub(), memory, incarnation, agreed, time.monotonic)
+    transport = _transport(config, memory, incarnation, role)
+    return ThreadConnector(transport, memory, incarnation, agreed)
+
+
+def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:
     if config.connector == "nixl":
-        from effuse.kvtransfer.nixl_connector import NixlConnector
+        from effuse.kvtransfer.nixl_transport import NixlTransport
 
-        return NixlConnector(memory, incarnation, agreed, role=role)
-    if config.connector == "zmq":
-        from effuse.kvtransfer.zmq_connector import ZmqConnector
+        return NixlTransport(memory, incarnation, role=role)
+    from effuse.kvtransfer.zmq_transport import ZmqTransport
 
-        return ZmqConnector(
-            memory,
-            incarnation,
-            agreed,
-            host=config.host,
-            advertised_host=config.connector_host or config.reachable_host(),
-        )
-    return LoopbackConnector(Hub(), memory, incarnation, agreed, time.monotonic)
+    return ZmqTransport(
+        memory,
+        host=config.host,
+        advertised_host=config.connector_host or config.reachable_host(),
+    )

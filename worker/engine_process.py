@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket as network
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -168,12 +169,22 @@ def _run(
         socket.send(msgspec.msgpack.encode([failed]))
         return 2
     loop = EngineLoop(engine.core, socket, wakes=engine.wakes)
-    loop.tell([engine.ready])
-    try:
-        loop.run()
-    finally:
-        engine.core.close()
+    with listen_while_alive(config.host) as sign_of_life:
+        port = sign_of_life.getsockname()[1]
+        loop.tell([msgspec.structs.replace(engine.ready, engine_port=port)])
+        try:
+            loop.run()
+        finally:
+            engine.core.close()
     return 0
+
+
+def listen_while_alive(host: str) -> network.socket:
+    """A socket that listens and answers nobody. The kernel closes it when the process ends: whoever
+    is refused there knows that the engine is gone, which a front that was killed cannot tell."""
+    name = host.strip("[]")
+    family = network.AF_INET6 if ":" in name else network.AF_INET
+    return network.create_server((name, 0), family=family)
 
 
 def die_with(front_pid: int) -> None:

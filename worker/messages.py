@@ -96,9 +96,11 @@ class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class WriterGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Nothing writes into this transfer's pages any more: its quarantined pages may be reused."""
+    """Nobody writes into this transfer's pages any more. They may be reused once nothing that was
+    under way to this process can land."""
 
     transfer_id: str
+    has_drained: bool  # the writer's engine said that all it had posted is over; else it is gone
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -129,6 +131,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     fingerprint: tuple[tuple[str, str], ...]
     page_size: int
     total_pages: int
+    # On which the process listens, and answers nobody, for as long as it lives: where nobody does,
+    # nothing of this engine writes any more.
+    engine_port: int = 0
 
 
 class StartupFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

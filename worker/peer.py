@@ -41,11 +41,13 @@ async def until_gone(
     *,
     patience: Patience | None = None,
     now: Callable[[], float] = time.monotonic,
-) -> None:
-    """Returns once nothing of the attempt can be written by `writer` any more.
+) -> bool:
+    """Returns once `writer` writes nothing more of the attempt; True if it said so itself.
 
     An answer is enough, whichever life gives it: that life has let go of the attempt, or it is
-    another one and the writer's is over. So is a refused connection: nobody listens there.
+    another one and the writer's is over. So are refused connections, to the front and to the
+    engine, which may outlive a front that was killed. In both of the latter cases something that
+    was written may still be under way.
     """
     patience = patience or Patience()
     give_up_at, pause_s = now() + patience.lost_after_s, patience.first_pause_s
@@ -54,16 +56,24 @@ async def until_gone(
         stub = worker_stub(channel)
         while now() < give_up_at:
             try:
-                await stub.Abort(request, timeout=patience.call_s)
+                answer = await stub.Abort(request, timeout=patience.call_s)
             except grpc.aio.AioRpcError as error:
-                if await _is_refused(writer.address, patience.call_s):
-                    return
+                if await _is_dead(writer, patience.call_s):
+                    return False
                 LOG.info("%s has not ended %s yet: %s", writer.address, attempt, error.code().name)
             else:
-                return
+                return answer.drained and answer.incarnation == writer.incarnation
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, patience.most_pause_s)
     LOG.warning("gave up on %s, silent for %g s", writer.address, patience.lost_after_s)
+    return False
+
+
+async def _is_dead(writer: wire.Writer, timeout_s: float) -> bool:
+    """Whether neither its front nor its engine is there any more."""
+    return await _is_refused(writer.address, timeout_s) and await _is_refused(
+        writer.engine_address, timeout_s
+    )
 
 
 async def _is_refused(address: str, timeout_s: float) -> bool:

@@ -32,14 +32,16 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         attempt = attempts.find(attempt_id.transfer_id)
         if attempt is None:
             attempts.bury(attempt_id.transfer_id)
-            return pb.AbortResponse(incarnation=self._shell.incarnation)
+            return pb.AbortResponse(incarnation=self._shell.incarnation, drained=True)
         attempt.fail(Refused(f"the attempt was aborted: {request.reason[:200]}"))
         try:
             async with asyncio.timeout(_MOST_ABORT_S):
                 await attempt.ended.wait()
         except TimeoutError:
             raise Unavailable("the attempt is still ending", retry_after_s=1.0) from None
-        return pb.AbortResponse(incarnation=attempt.incarnation, was_running=True)
+        return pb.AbortResponse(
+            incarnation=attempt.incarnation, was_running=True, drained=not attempt.engine_gone
+        )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
         """Reports what the engine said last, and the front's own state."""

@@ -134,6 +134,7 @@ class Shell:
             role=self.role,
             address=self.identity.address,
             incarnation=life.incarnation,
+            engine_port=life.ready.engine_port,
             state="draining" if self.is_draining else "ready",
             fingerprint=life.ready.fingerprint,
             model=life.ready.model,

@@ -31,8 +31,14 @@ _Choice = TypeVar("_Choice", bound=str)
 class Writer:
     """The life of a prefill worker that was told where our pages are."""
 
-    address: str  # host:port
+    address: str  # host:port of its front
     incarnation: str
+    engine_port: int  # at the same host, open for as long as its engine lives
+
+    @property
+    def engine_address(self) -> str:
+        """host:port that its engine keeps open."""
+        return f"{self.address.rpartition(':')[0]}:{self.engine_port}"
 
 
 def attempt_id(message: pb.AttemptId) -> AttemptId:
@@ -57,7 +63,9 @@ def writer(message: pb.WorkerRef) -> Writer:
         raise _wrong(
             "remote.incarnation", f"1 to {_MOST_ID_CHARS} characters", len(message.incarnation)
         )
-    return Writer(message.address, message.incarnation)
+    if not 0 < message.engine_port < 65536:
+        raise _wrong("remote.engine_port", "1 to 65535", message.engine_port)
+    return Writer(message.address, message.incarnation, message.engine_port)
 
 
 def prompt(token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -89,6 +97,7 @@ def _reservation(message: pb.Reservation) -> Reservation:
             device_id=message.device_id,
             memory_kind=message.memory_kind,
         ),
+        digest_seed=message.digest_seed,
         num_pool_pages=message.num_pool_pages,
         page_bytes=message.page_bytes,
         pages=tuple(PageRef(page.page_id, page.generation) for page in message.pages),
@@ -118,6 +127,7 @@ def reservation_to_proto(held: Reservation) -> pb.Reservation:
         page_bytes=held.page_bytes,
         pages=[pb.PageRef(page_id=p.page_id, generation=p.generation) for p in held.pages],
         fingerprint=[pb.FingerprintField(name=f.name, value=f.value) for f in held.fingerprint],
+        digest_seed=held.digest_seed,
         lease_s=held.lease_s,
     )
 

@@ -22,7 +22,9 @@ def test_plain_pytorch_computes_what_the_engine_computes() -> None:
     messages = bench._messages(2, 70)
     compute(bench.engine, messages)
     pages = {name: prompt.pages for name, prompt in bench.engine._prompts.items()}
-    hidden = [prompt.hidden for prompt in bench.engine._prompts.values()]
+    handoffs = bench.engine._sender._handoffs.values()
+    states = [handoff.boundary() for handoff in handoffs if handoff.boundary is not None]
+    hidden = [state.hidden for state in states if state is not None]
     token_ids = torch.tensor([message.prompt_token_ids for message in messages])
     stored, last = PlainPrefill(bench.model, 2, 70).run(token_ids)
     for row, message in enumerate(messages):

@@ -37,7 +37,7 @@ class Pair:
 
     def __init__(self, model: Transformer, kind: type[Rig] = Rig, **limits: int) -> None:
         self.rig = kind(model, **limits)  # type: ignore[arg-type]
-        self.hub = Hub()
+        self.hub = Hub(is_two_sided=False)  # one-sided writers are the ones to beware of
         self.target = LoopbackConnector(
             self.hub, self.rig.memory, INCARNATION, self.rig.fingerprint, self.rig.clock
         )
@@ -63,6 +63,11 @@ class Pair:
                 (reserved,) = self.rig.answers[name].events
                 assert isinstance(reserved, messages.Reserved)
                 self.source.push(to_push.pop(name), reserved.reservation)
+
+    def writer_gone(self) -> None:
+        """The writer of the one transfer has let go of it."""
+        self.rig.engine.handle(WriterGone(transfer_id="transfer-a", has_drained=True))
+        self.rig.step()
 
     def close(self) -> None:
         self.target.close()
@@ -122,7 +127,7 @@ def test_the_reservation_says_where_to_write(pair: Pair) -> None:
     assert pair.rig.pool.count(PageState.RECEIVING) == 3
     assert not pair.rig.step()
     pair.rig.engine.handle(Abort(attempt=remote().attempt, reason="test"))
-    pair.rig.engine.handle(WriterGone(transfer_id="transfer-a"))
+    pair.writer_gone()
 
 
 def test_a_prompt_shorter_than_a_block_hands_over_no_page(pair: Pair) -> None:
@@ -141,7 +146,7 @@ def test_abort_quarantines_until_the_writer_is_gone(pair: Pair) -> None:
     assert answer.events[-1] == messages.AbortDone(attempt=remote().attempt, was_running=True)
     assert pair.rig.pool.count(PageState.QUARANTINED) == 3
     assert pair.rig.engine.load().quarantined_pages == 3
-    pair.rig.engine.handle(WriterGone(transfer_id="transfer-a"))
+    pair.writer_gone()
     assert pair.rig.pool.num_free == pair.rig.pool.num_pages
 
 
@@ -153,7 +158,7 @@ def test_a_late_push_after_abort_is_refused_and_changes_nothing(pair: Pair) -> N
     pair.rig.run()
     assert bool((pair.rig.memory.tensor == before).all())
     assert isinstance(answer.events[-1], messages.AbortDone)
-    pair.rig.engine.handle(WriterGone(transfer_id="transfer-a"))
+    pair.writer_gone()
 
 
 def test_an_aborted_attempt_is_refused_afterwards(pair: Pair) -> None:
@@ -173,28 +178,34 @@ def test_the_lease_ends_a_handoff_that_never_comes(pair: Pair) -> None:
     assert (answer.failed.code, answer.failed.retryable) == ("DEADLINE_EXCEEDED", True)
     assert "10 s" in answer.failed.message
     assert pair.rig.pool.count(PageState.QUARANTINED) == 3
-    pair.rig.engine.handle(WriterGone(transfer_id="transfer-a"))
+    pair.writer_gone()
     assert pair.rig.pool.num_free == pair.rig.pool.num_pages
 
 
 def test_a_writer_that_is_gone_early_fails_its_attempt(pair: Pair) -> None:
     answer, _ = pair.reserve(remote())
-    pair.rig.engine.handle(WriterGone(transfer_id="transfer-a"))
+    pair.writer_gone()
     pair.rig.collect()
     assert (answer.failed.code, answer.failed.retryable) == ("UNAVAILABLE", True)
     assert pair.rig.pool.num_free == pair.rig.pool.num_pages
 
 
-def test_a_byte_changed_on_the_way_is_data_loss(pair: Pair) -> None:
+def test_a_byte_changed_on_the_way_is_data_loss(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer, reservation = pair.reserve(remote())
-    pair.hub.pause()
+    write = pair.rig.memory.write
+
+    def spoil(page_ids: list[int], groups: range, payload: list[memoryview]) -> None:
+        write(page_ids, groups, payload)
+        pair.rig.memory.bytes_at(page_ids[1])[5] ^= 1
+
+    monkeypatch.setattr(pair.rig.memory, "write", spoil)
     pair.source.push(remote(), reservation)
-    pair.source.memory.page_bytes_view(1)[5] ^= 1
-    pair.hub.resume()
     pair.rig.run()
     assert (answer.failed.code, answer.failed.retryable) == ("DATA_LOSS", True)
     assert pair.rig.pool.count(PageState.QUARANTINED) == 3
-    pair.rig.engine.handle(WriterGone(transfer_id="transfer-a"))
+    pair.writer_gone()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +227,7 @@ def test_what_the_connector_refuses_fails_the_attempt(
     pair.rig.step()
     failed = answer.failed
     assert (failed.code, failed.retryable, failed.message) == (code, retryable, "both sides")
-    pair.rig.engine.handle(WriterGone(transfer_id="transfer-a"))
+    pair.writer_gone()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +243,7 @@ def test_a_wrong_boundary_state_is_data_loss(
     answer, reservation = pair.reserve(remote())
     boundary = msgspec.structs.replace(pair.source.compute(remote()), **changes)
     pair.source.connector.push_pages(reservation, range(3), 0)
-    pair.source.connector.finish(reservation, boundary)
+    pair.source.connector.finish(reservation, lambda: boundary)
     pair.rig.run()
     assert answer.failed.code == "DATA_LOSS" and said in answer.failed.message
     assert pair.rig.pool.num_free == pair.rig.pool.num_pages
@@ -254,7 +265,7 @@ def test_a_dream_handoff_without_its_hidden_vector_is_data_loss(tmp_path: Path) 
     answer, reservation = pair.reserve(remote())
     boundary = msgspec.structs.replace(pair.source.compute(remote()), hidden=None)
     pair.source.connector.push_pages(reservation, range(len(reservation.pages)), 0)
-    pair.source.connector.finish(reservation, boundary)
+    pair.source.connector.finish(reservation, lambda: boundary)
     pair.rig.run()
     assert answer.failed.code == "DATA_LOSS" and "got none" in answer.failed.message
     pair.close()

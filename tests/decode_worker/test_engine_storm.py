@@ -32,7 +32,7 @@ class Storm:
     def __init__(self, model: Transformer, seed: int, kind: type[Rig] = Rig) -> None:
         self.draw = random.Random(seed)
         self.rig = kind(model, num_pages=24, page_size=4, budget=64, max_num_seqs=6)
-        self.hub = Hub()
+        self.hub = Hub(is_two_sided=seed % 2 == 0)
         self.target = LoopbackConnector(
             self.hub, self.rig.memory, INCARNATION, self.rig.fingerprint, self.rig.clock
         )
@@ -80,7 +80,7 @@ class Storm:
         self.rig.clock.now += 2.5
         if self.started and self.draw.random() < 0.3:
             name = self.draw.choice(list(self.started))
-            self.rig.engine.handle(WriterGone(transfer_id=name))
+            self.rig.engine.handle(WriterGone(transfer_id=name, has_drained=True))
 
     def is_over(self, request: StartDecode) -> bool:
         events = self.rig.answers[request.attempt.transfer_id].events
@@ -92,7 +92,7 @@ class Storm:
             self.rig.run()
             self.rig.clock.now += 100.0
             for name in self.started:
-                self.rig.engine.handle(WriterGone(transfer_id=name))
+                self.rig.engine.handle(WriterGone(transfer_id=name, has_drained=True))
             self.rig.collect()
         self.target.close()
         self.source.connector.close()
@@ -101,7 +101,7 @@ class Storm:
 @pytest.mark.parametrize("rig", [Rig, DeviceRig])
 def test_every_attempt_ends_once_and_every_page_is_free(model: Transformer, rig: type[Rig]) -> None:
     kinds = [kind for seed in range(6) for kind in survive(Storm(model, seed, rig))]
-    assert all(kinds.count(kind) > 10 for kind in TERMINAL)
+    assert all(kinds.count(kind) > 10 for kind in TERMINAL), [kinds.count(k) for k in TERMINAL]
 
 
 def survive(storm: Storm) -> list[type]:

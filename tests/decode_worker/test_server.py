@@ -71,10 +71,15 @@ async def prefill_peer() -> AsyncIterator[tuple[PrefillPeer, str]]:
         await server.stop(0)
 
 
+NOBODY = 1  # a port of this machine that nobody listens on
+
+
 def remote_request(name: str, incarnation: str, address: str) -> pb.DecodeRequest:
     request = decode_request(name, incarnation)
     request.remote.CopyFrom(
-        pb.WorkerRef(worker_id="p0", incarnation="prefill-life", address=address)
+        pb.WorkerRef(
+            worker_id="p0", incarnation="prefill-life", address=address, engine_port=NOBODY
+        )
     )
     return request
 
@@ -128,6 +133,10 @@ WRONG: list[tuple[str, Change]] = [
     ("remote.address", lambda r: r.remote.CopyFrom(pb.WorkerRef(address="nowhere"))),
     ("remote.address", lambda r: r.remote.CopyFrom(pb.WorkerRef(address="host:99999"))),
     ("remote.incarnation", lambda r: r.remote.CopyFrom(pb.WorkerRef(address="host:1"))),
+    (
+        "remote.engine_port",
+        lambda r: r.remote.CopyFrom(pb.WorkerRef(address="host:1", incarnation="i")),
+    ),
     (
         "resume.frontier[0].token_ids",
         lambda r: r.resume.frontier.add(token_ids=[1], masks=b"\0"),

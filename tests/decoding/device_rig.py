@@ -7,9 +7,9 @@ from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_build import make_stepper
 from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import Adjust
-from effuse.decode_worker.handoffs import Handoffs, Identity
 from effuse.decode_worker.intake import Intake
 from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.receiver import HandoffReceiver, Identity
 
 
 class DeviceRig(Rig):
@@ -31,7 +31,7 @@ class DeviceRig(Rig):
             self.forward,
             self.pool,
             Intake(config, limits),
-            Handoffs(self.pool, identity, connector),
+            HandoffReceiver(self.pool, connector, identity),
             Boundary(
                 config.hidden_size if config.shift_logits else None, model.dtype, model.device
             ),

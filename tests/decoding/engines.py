@@ -13,7 +13,6 @@ from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine, Forward
-from effuse.decode_worker.handoffs import Handoffs, Identity
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import Limits
 from effuse.kvtransfer.connector import Connector
@@ -21,6 +20,7 @@ from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerpr
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.receiver import HandoffReceiver, Identity
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
@@ -127,7 +127,7 @@ class Rig:
             self.forward,
             self.pool,
             Intake(config, self.limits),
-            Handoffs(self.pool, identity, connector),
+            HandoffReceiver(self.pool, connector, identity),
             Boundary(
                 config.hidden_size if config.shift_logits else None,
                 self._model.dtype,

@@ -48,7 +48,7 @@ class Source:
         """Computes the prompt and hands it over."""
         boundary = self.compute(request)
         self.connector.push_pages(reservation, range(len(reservation.pages)), 0)
-        self.connector.finish(reservation, boundary)
+        self.connector.finish(reservation, lambda: boundary)
 
     def compute(self, request: StartDecode) -> BoundaryState:
         """The prompt's KV, from page 0 on, and what goes beside it."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from effuse.kvtransfer.connector import Connector, ConnectorEvent
-from effuse.kvtransfer.digest import prompt_digest
+from effuse.kvtransfer.digest import HostDigester, page_digests, prompt_digest
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
@@ -23,7 +23,8 @@ from effuse.kvtransfer.messages import (
 )
 
 SMALL = KVLayout("unified", 2, 2, 4, 8, "float32")  # 1 KiB a page
-LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page
+LARGE = KVLayout("unified", 8, 2, 32, 16, "float32")  # 64 KiB a page, 8 groups of layers
+SEED = 7
 DEADLINE_S = 30.0
 LEASE_S = 60.0  # a push that a busy machine slows down must not run into it
 
@@ -77,8 +78,17 @@ def reservation(
         page_bytes=memory.page_bytes,
         pages=tuple(pages),
         fingerprint=fields if fields is not None else print_of(memory.layout),
+        digest_seed=SEED,
         lease_s=lease_s,
     )
+
+
+def digests_of(memory: PageMemory, pages: Sequence[int]) -> tuple[bytes, ...]:
+    """Digests of these pages, as a manifest has them."""
+    groups = range(memory.layout.num_groups)
+    pieces = HostDigester(memory).begin(pages, groups, SEED).poll()
+    assert pieces is not None, "it takes them at once"
+    return page_digests(pieces)
 
 
 def boundary(prompt_len: int = 25, **changes: Any) -> BoundaryState:

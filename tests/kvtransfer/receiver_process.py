@@ -1,4 +1,4 @@
-"""A receiving pool in a process of its own, driven by JSON lines; the connector tests' peer."""
+"""A pool in a process of its own, driven by JSON lines: the connector tests' peer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import sys
 import time
 from typing import Any
 
-from kvtransfer.fixtures import LARGE, SMALL, print_of, reservation
+from kvtransfer.fixtures import LARGE, SMALL, boundary, digests_of, print_of, reservation
 
-from effuse.kvtransfer.connector import Connector, Received, Refused
-from effuse.kvtransfer.digest import page_digests
+from effuse.kvtransfer.connector import Arrived, Connector, Refused
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import PageRef, encode
+from effuse.kvtransfer.messages import PageRef, decode_reservation, encode
+from effuse.kvtransfer.thread import ThreadConnector
+from effuse.kvtransfer.transport import Transport
 
 LAYOUTS: dict[str, KVLayout] = {"small": SMALL, "large": LARGE}
 
@@ -37,30 +38,37 @@ def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
             obey(json.loads(line), connector, memory, incarnation)
         for event in connector.poll():
             match event:
-                case Received(transfer_id, manifest):
+                case Arrived(transfer_id, manifest):
                     ids = [page.page_id for page in manifest.pages]
                     say(
                         event="received",
                         transfer=transfer_id,
                         at=time.monotonic(),
-                        digests=[d.hex() for d in page_digests(memory, ids)],
+                        digests=[d.hex() for d in digests_of(memory, ids)],
                         tail=list(manifest.boundary.tail_token_ids),
                     )
                 case Refused(transfer_id, cause, message):
                     say(event="refused", transfer=transfer_id, cause=cause.name, message=message)
                 case other:
-                    say(event=type(other).__name__)
+                    say(event=type(other).__name__.lower(), transfer=other.transfer_id)
 
 
 def make(kind: str, memory: PageMemory, incarnation: str) -> Connector:
     """The connector under test."""
+    return ThreadConnector(
+        transport(kind, memory, incarnation), memory, incarnation, print_of(memory.layout)
+    )
+
+
+def transport(kind: str, memory: PageMemory, incarnation: str) -> Transport:
+    """The transport under it."""
     if kind == "zmq":
-        from effuse.kvtransfer.zmq_connector import ZmqConnector
+        from effuse.kvtransfer.zmq_transport import ZmqTransport
 
-        return ZmqConnector(memory, incarnation, print_of(memory.layout))
-    from effuse.kvtransfer.nixl_connector import NixlConnector
+        return ZmqTransport(memory)
+    from effuse.kvtransfer.nixl_transport import NixlTransport
 
-    return NixlConnector(memory, incarnation, print_of(memory.layout), role="decode")
+    return NixlTransport(memory, incarnation, role="decode")
 
 
 def obey(command: dict[str, Any], connector: Connector, memory: PageMemory, own: str) -> None:
@@ -82,7 +90,12 @@ def obey(command: dict[str, Any], connector: Connector, memory: PageMemory, own:
             connector.forget(command["transfer"])
             say(forgotten=command["transfer"])
         case "digests":
-            say(digests=[d.hex() for d in page_digests(memory, range(memory.num_pages))])
+            say(digests=[d.hex() for d in digests_of(memory, range(memory.num_pages))])
+        case "push":
+            given = decode_reservation(base64.b64decode(command["reservation"]))
+            memory.tensor.fill_(command["value"])
+            connector.push_pages(given, command["pages"], 0)
+            connector.finish(given, boundary)
         case other:
             raise ValueError(f"unknown command {other}")
 

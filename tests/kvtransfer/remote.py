@@ -17,23 +17,28 @@ from typing import Any, Self
 
 from kvtransfer.fixtures import DEADLINE_S, LEASE_S
 
-from effuse.kvtransfer.messages import Reservation, decode_reservation
+from effuse.kvtransfer.messages import Reservation, decode_reservation, encode
 
 TESTS = Path(__file__).parents[1]
 
 
 class RemoteReceiver:
-    """A receiving pool in another process."""
+    """A pool in another process; receives, or pushes when told to."""
 
     def __init__(
-        self, kind: str, layout: str, num_pages: int, incarnation: str = "decode-1"
+        self,
+        kind: str,
+        layout: str,
+        num_pages: int,
+        incarnation: str = "decode-1",
+        **environment: str,
     ) -> None:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "kvtransfer.receiver_process"),
                 *(kind, layout, str(num_pages), incarnation),
             ],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -80,6 +85,11 @@ class RemoteReceiver:
         self.ask(do="forget", transfer=transfer_id)
         while self.hear() != {"forgotten": transfer_id}:
             pass
+
+    def push(self, reservation: Reservation, pages: Sequence[int], value: float) -> None:
+        """Has it fill its pool with a value and push pages of it."""
+        given = base64.b64encode(encode(reservation)).decode()
+        self.ask(do="push", reservation=given, pages=list(pages), value=value)
 
     def close(self) -> None:
         """Ends it for certain."""

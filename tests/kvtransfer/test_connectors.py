@@ -18,6 +18,7 @@ from kvtransfer.fixtures import (
     SMALL,
     boundary,
     changed,
+    digests_of,
     filled,
     next_event,
     print_of,
@@ -26,7 +27,7 @@ from kvtransfer.fixtures import (
 from kvtransfer.receiver_process import LAYOUTS, make
 from kvtransfer.remote import RemoteReceiver
 
-from effuse.kvtransfer import zmq_sender
+from effuse.kvtransfer import zmq_transport
 from effuse.kvtransfer.connector import (
     Cancelled,
     Cause,
@@ -35,7 +36,6 @@ from effuse.kvtransfer.connector import (
     Pushed,
     PushFailed,
 )
-from effuse.kvtransfer.digest import page_digests
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
@@ -59,7 +59,7 @@ class Pair:
 
     def push(self, reserved: Reservation, pages: Sequence[int]) -> None:
         self.sender.push_pages(reserved, pages, 0)
-        self.sender.finish(reserved, BOUNDARY)
+        self.sender.finish(reserved, lambda: BOUNDARY)
 
     def next_event(self, reserved: Reservation) -> ConnectorEvent:
         return next_event(self.sender, reserved.transfer_id)
@@ -113,7 +113,7 @@ def alone() -> Iterator[Connector]:
 
 
 def digests(memory: PageMemory, pages: Sequence[int]) -> list[str]:
-    return [digest.hex() for digest in page_digests(memory, pages)]
+    return [digest.hex() for digest in digests_of(memory, pages)]
 
 
 def test_pages_arrive_byte_for_byte(pair: Pair) -> None:
@@ -122,7 +122,7 @@ def test_pages_arrive_byte_for_byte(pair: Pair) -> None:
     pair.sender.push_pages(reserved, (), 0)
     pair.sender.push_pages(reserved, scattered[:3], 0)
     pair.sender.push_pages(reserved, scattered[3:], 3)
-    pair.sender.finish(reserved, BOUNDARY)
+    pair.sender.finish(reserved, lambda: BOUNDARY)
     pushed, heard = pair.next_event(reserved), pair.hear(reserved)
     assert isinstance(pushed, Pushed), pushed
     assert (pushed.pages, pushed.num_bytes) == (5, 5 * SMALL.page_bytes)
@@ -135,8 +135,8 @@ def test_chunks_may_come_in_any_order_and_handoffs_at_once(pair: Pair) -> None:
     pair.sender.push_pages(first, [2], 2)
     pair.sender.push_pages(second, [8, 9], 0)
     pair.sender.push_pages(first, [0, 1], 0)
-    pair.sender.finish(second, BOUNDARY)
-    pair.sender.finish(first, BOUNDARY)
+    pair.sender.finish(second, lambda: BOUNDARY)
+    pair.sender.finish(first, lambda: BOUNDARY)
     heard = [pair.remote.hear(), pair.remote.hear()]
     found = {words["transfer"]: words["digests"] for words in heard}
     assert found[first.transfer_id] == digests(pair.source, [0, 1, 2])
@@ -145,7 +145,7 @@ def test_chunks_may_come_in_any_order_and_handoffs_at_once(pair: Pair) -> None:
 
 def test_a_prompt_without_a_page_hands_over_its_boundary(pair: Pair) -> None:
     reserved = pair.remote.reserve([])
-    pair.sender.finish(reserved, BOUNDARY)
+    pair.sender.finish(reserved, lambda: BOUNDARY)
     assert isinstance(pair.next_event(reserved), Pushed)
     assert pair.hear(reserved)["event"] == "received"
 
@@ -255,7 +255,9 @@ def test_cancelling_what_is_unknown_or_over_is_answered(pair: Pair) -> None:
 def test_after_cancelled_nothing_more_is_written(
     large: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_sender, "DRAIN_S", DEADLINE_S)  # however long the receiver takes
+    monkeypatch.setattr(
+        zmq_transport.ZmqTransport, "drain_s", DEADLINE_S
+    )  # however long the receiver takes
     reserved = large.remote.reserve(range(768))
     large.sender.push_pages(reserved, range(768), 0)
     large.sender.cancel(reserved.transfer_id)
@@ -276,7 +278,7 @@ def test_a_receiver_that_dies_fails_the_push_and_is_reached_anew(pair: Pair) -> 
         pair.push(other, [])
         assert isinstance(pair.next_event(other), Pushed)
     pair.sender.push_pages(reserved, [1], 1)
-    pair.sender.finish(reserved, BOUNDARY)
+    pair.sender.finish(reserved, lambda: BOUNDARY)
     failed = pair.next_event(reserved)
     assert isinstance(failed, PushFailed), failed
     assert failed.cause in (Cause.PEER, Cause.LEASE)
@@ -325,17 +327,24 @@ def test_an_endpoint_where_nobody_listens_fails_the_push(alone: Connector, endpo
     [
         {"agent_name": "decode-9"},
         {"agent_metadata": b"junk" * 50},
+        {"agent_metadata": None},  # the receiver's own, with a name that is not UTF-8
         {"pool_address": 4096},
         {"memory_kind": ""},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=["name", "junk", "not UTF-8", "pool", "kind"],
 )
 def test_false_addresses_are_refused_and_the_honest_one_still_works(
     pair: Pair, change: dict[str, object]
 ) -> None:
+    honest = pair.remote.reserve([3])
     if pair.kind != "nixl":
         change = {"endpoint": "tcp://decode-9"}
-    honest = pair.remote.reserve([3])
+    elif change == {"agent_metadata": None}:
+        address = honest.address
+        name = address.agent_name.encode()
+        metadata = address.agent_metadata.replace(name, b"\xff" + name[1:])
+        assert metadata != address.agent_metadata
+        change = {"agent_metadata": metadata}
     false = msgspec.structs.replace(
         honest,
         address=msgspec.structs.replace(honest.address, **change),
@@ -368,7 +377,9 @@ def test_many_pushes_to_nobody_fail_one_by_one(
     alone: Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More messages than a socket queues by default: the connector must outlive them."""
-    monkeypatch.setattr(zmq_sender, "CONNECT_S", DEADLINE_S)  # each fails for itself, by its lease
+    monkeypatch.setattr(
+        zmq_transport, "CONNECT_S", DEADLINE_S
+    )  # each fails for itself, by its lease
     pushes = [
         msgspec.structs.replace(nowhere(), attempt=AttemptId("r", 1, f"nobody-{number}"))
         for number in range(1200)

@@ -26,24 +26,29 @@ SENDER_PAIRS = list(itertools.product(SenderState, SenderEvent))
 RECEIVER_LIVES = {
     "verified": ("OFFERED ARRIVED", "VERIFIED", "OPEN_PAGES EXPECT COMMIT_PAGES REPORT_VERIFIED"),
     "aborted": (
-        "OFFERED ABORTED WRITER_GONE",
+        "OFFERED ABORTED WRITER_GONE FENCED",
         "RELEASED",
-        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES FENCE_PAGES",
+        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES FENCE FREE_PAGES",
+    ),
+    "aborted, and a forgotten writer places nothing": (
+        "OFFERED ABORTED FENCED",
+        "RELEASED",
+        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES FREE_PAGES",
     ),
     "refused": (
-        "OFFERED REFUSED ABORTED WRITER_GONE",
+        "OFFERED REFUSED ABORTED WRITER_GONE FENCED",
         "RELEASED",
-        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES REPORT_FAILED FENCE_PAGES",
+        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES REPORT_FAILED FENCE FREE_PAGES",
     ),
     "expired, then it arrived after all": (
-        "OFFERED EXPIRED ARRIVED WRITER_GONE",
+        "OFFERED EXPIRED ARRIVED WRITER_GONE ARRIVED FENCED",
         "RELEASED",
-        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES REPORT_FAILED FENCE_PAGES",
+        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES REPORT_FAILED FENCE FREE_PAGES",
     ),
     "the writer died": (
-        "OFFERED WRITER_GONE",
+        "OFFERED WRITER_GONE WRITER_GONE ABORTED REFUSED FENCED",
         "RELEASED",
-        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES FENCE_PAGES REPORT_FAILED",
+        "OPEN_PAGES EXPECT FORGET QUARANTINE_PAGES FENCE REPORT_FAILED FREE_PAGES",
     ),
 }
 
@@ -129,8 +134,8 @@ def test_sender_lives(name: str) -> None:
 
 def test_no_receiver_frees_pages_that_a_writer_may_reach() -> None:
     for (_, event), (_, dos) in RECEIVER.items():
-        if ReceiverDo.FENCE_PAGES in dos:
-            assert event is ReceiverEvent.WRITER_GONE
+        if ReceiverDo.FREE_PAGES in dos:
+            assert event is ReceiverEvent.FENCED
         if ReceiverDo.REPORT_VERIFIED in dos:
             assert event is ReceiverEvent.ARRIVED
 

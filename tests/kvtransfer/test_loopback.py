@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import pytest
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of, reservation
 
-from effuse.kvtransfer.connector import Cancelled, Cause, Pushed, PushFailed, Received, Refused
+from effuse.kvtransfer.connector import (
+    Arrived,
+    Cancelled,
+    Cause,
+    Fenced,
+    Pushed,
+    PushFailed,
+    Refused,
+)
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
@@ -36,12 +44,12 @@ class Pair:
     def push(self, reserved: Reservation) -> None:
         self.sender.push_pages(reserved, [1], 0)
         self.sender.push_pages(reserved, [5], 1)
-        self.sender.finish(reserved, BOUNDARY)
+        self.sender.finish(reserved, lambda: BOUNDARY)
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    hub = Hub()
+@pytest.fixture(params=[True, False], ids=["two_sided", "one_sided"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    hub = Hub(is_two_sided=request.param)
     source, target = filled(SMALL, 6), PageMemory(SMALL, 6)
     sender, receiver = (
         LoopbackConnector(hub, memory, name, print_of(SMALL), lambda: 7.0)
@@ -58,12 +66,12 @@ def test_pages_and_boundary_arrive(pair: Pair) -> None:
     reserved = pair.reserve()
     pair.push(reserved)
     assert pair.sender.poll() == [Pushed("transfer-1", 2, 2 * SMALL.page_bytes, 0.0)]
-    (received,) = pair.receiver.poll()
-    assert isinstance(received, Received)
-    assert received.manifest.boundary == BOUNDARY
-    assert received.manifest.pages == PAGES
+    (arrived,) = pair.receiver.poll()
+    assert isinstance(arrived, Arrived)
+    assert arrived.manifest.boundary == BOUNDARY
+    assert arrived.manifest.pages == PAGES
     for page, source in zip(PAGES, (1, 5), strict=True):
-        assert pair.target.read_pages(page.page_id) == pair.source.read_pages(source)
+        assert pair.target.bytes_at(page.page_id) == pair.source.bytes_at(source)
 
 
 def test_what_is_held_back_is_delivered_later_or_never(pair: Pair) -> None:
@@ -74,7 +82,8 @@ def test_what_is_held_back_is_delivered_later_or_never(pair: Pair) -> None:
     pair.sender.cancel("transfer-1")
     assert pair.sender.poll() == [Cancelled("transfer-1")]
     pair.hub.resume()
-    assert pair.sender.poll() == [] and not pair.target.tensor.any()
+    assert pair.sender.poll() == [] and pair.receiver.poll() == []
+    assert not pair.target.tensor.any()
 
 
 def test_a_forgotten_transfer_is_refused(pair: Pair) -> None:
@@ -83,7 +92,8 @@ def test_a_forgotten_transfer_is_refused(pair: Pair) -> None:
     pair.push(reserved)
     failed = pair.sender.poll()[0]
     assert isinstance(failed, PushFailed) and failed.cause is Cause.UNKNOWN_TRANSFER
-    assert pair.receiver.poll() == [] and not pair.target.tensor.any()
+    assert pair.receiver.poll() == ([Fenced("transfer-1")] if pair.hub.is_two_sided else [])
+    assert pair.target.tensor.any() != pair.hub.is_two_sided  # as no one-sided writer is stopped
 
 
 def test_another_writer_is_refused_on_both_sides(pair: Pair) -> None:
@@ -92,13 +102,19 @@ def test_another_writer_is_refused_on_both_sides(pair: Pair) -> None:
     assert isinstance(failed, PushFailed) and failed.cause is Cause.INCARNATION
 
 
-def test_bytes_that_change_before_the_manifest_are_refused(pair: Pair) -> None:
-    reserved = pair.reserve()
-    pair.hub.pause()
-    pair.push(reserved)
-    pair.source.page_bytes_view(5)[3] ^= 1  # after its digest was taken
-    pair.hub.resume()
-    (refused,) = pair.receiver.poll()
+def test_bytes_that_change_on_the_way_are_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = pair.target.write
+
+    def spoil(page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+        write(page_ids, groups, payload)
+        pair.target.bytes_at(page_ids[0])[3] ^= 1
+
+    monkeypatch.setattr(pair.target, "write", spoil)
+    pair.push(pair.reserve())
+    refused, *fenced = pair.receiver.poll()
+    assert fenced == ([Fenced("transfer-1")] if pair.hub.is_two_sided else [])
     assert isinstance(refused, Refused) and refused.cause is Cause.DIGEST
     failed = pair.sender.poll()[0]
     assert isinstance(failed, PushFailed) and failed.cause is Cause.DIGEST

@@ -9,6 +9,7 @@ from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory, consecutive_runs
 
 LAYOUT = KVLayout("unified", 3, 2, 4, 8, "float32")
+ALL = range(3)  # groups of its layers
 DISTINCT = KVLayout("distinct", 3, 2, 4, 8, "float32")
 
 
@@ -34,7 +35,7 @@ def test_layer_views_are_strided_views_of_the_tensor() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_page_bytes_are_the_page_and_nothing_else(dtype: str) -> None:
     memory = filled(dtype)
-    view = memory.page_bytes_view(3)
+    view = memory.bytes_at(3)
     assert view.nbytes == memory.page_bytes
     assert bytes(view) == memory.tensor[3].view(torch.uint8).numpy().tobytes()
     view[:] = bytes(memory.page_bytes)
@@ -43,26 +44,42 @@ def test_page_bytes_are_the_page_and_nothing_else(dtype: str) -> None:
 
 def test_consecutive_pages_are_one_piece_of_bytes() -> None:
     memory = filled()
-    joined = bytes(memory.page_bytes_view(1)) + bytes(memory.page_bytes_view(2))
-    assert bytes(memory.page_bytes_view(1, 2)) == joined == bytes(memory.read_pages(1, 2))
+    joined = bytes(memory.bytes_at(1)) + bytes(memory.bytes_at(2))
+    assert bytes(memory.bytes_at(1, 2)) == joined
 
 
 def test_the_view_outlives_its_pool() -> None:
     memory = filled()
-    expected = bytes(memory.page_bytes_view(4))
-    view = memory.page_bytes_view(4)
+    expected = bytes(memory.bytes_at(4))
+    view = memory.bytes_at(4)
     del memory
     assert bytes(view) == expected
 
 
-def test_write_pages_takes_whole_pages_inside_the_pool() -> None:
+def test_pages_are_viewed_in_runs_and_written_one_by_one() -> None:
     memory, source = PageMemory(LAYOUT, 5), filled()
-    memory.write_pages(2, source.page_bytes_view(0, 3))
-    assert torch.equal(memory.tensor[2:], source.tensor[:3])
-    with pytest.raises(ValueError, match="not whole pages"):
-        memory.write_pages(0, memoryview(bytes(7)))
+    views = source.views([1, 2, 4], ALL)
+    assert [view.nbytes for view in views] == [2 * memory.page_bytes, memory.page_bytes]
+    memory.write([4, 0, 2], ALL, views)
+    assert torch.equal(memory.tensor[[4, 0, 2]], source.tensor[[1, 2, 4]])
+    with pytest.raises(ValueError, match="longer"):
+        memory.write([0], ALL, views)
     with pytest.raises(IndexError, match="of a pool of 5"):
-        memory.write_pages(3, source.page_bytes_view(0, 3))
+        memory.write([5], ALL, views[1:])
+
+
+def test_groups_of_layers_are_viewed_and_written_alone() -> None:
+    memory, source = PageMemory(LAYOUT, 5), filled()
+    views = source.views([1, 2], range(1, 3))
+    assert [view.nbytes for view in views] == [2 * LAYOUT.group_bytes] * 2
+    memory.write([3, 0], range(1, 3), views)
+    assert torch.equal(memory.tensor[[3, 0], 1:], source.tensor[[1, 2], 1:])
+    assert not memory.tensor[:, 0].any() and not memory.tensor[[1, 2, 4]].any()
+
+
+def test_rows_of_bytes_are_the_pages() -> None:
+    memory = filled()
+    assert bytes(memory.byte_rows()[3].numpy().data) == bytes(memory.bytes_at(3))
 
 
 @pytest.mark.parametrize("used", [0, 3, 8])
@@ -105,7 +122,7 @@ def test_zero_tail_refuses_a_count_beyond_the_page() -> None:
 
 def test_pages_outside_the_pool_have_no_bytes() -> None:
     with pytest.raises(IndexError):
-        filled().page_bytes_view(5)
+        filled().bytes_at(5)
 
 
 def test_consecutive_runs() -> None:

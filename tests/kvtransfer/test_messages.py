@@ -31,6 +31,7 @@ RESERVATION = Reservation(
     page_bytes=4096,
     pages=(PageRef(3, 1), PageRef(4, 7)),
     fingerprint=(Field("weights", "w1"),),
+    digest_seed=5,
     lease_s=5.0,
 )
 MANIFEST = sealed(

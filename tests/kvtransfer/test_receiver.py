@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of
 
-from effuse.kvtransfer.connector import Cause
+from effuse.kvtransfer.connector import Arrived, Cause
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import AuditError, PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, HandoffVerified
+from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, Identity
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
 BOUNDARY = boundary()
@@ -22,9 +22,9 @@ BOUNDARY = boundary()
 class Desk:
     """A receiver and a writer that pushes into it when told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_two_sided: bool = False) -> None:
         self.time = 50.0
-        hub = Hub()
+        hub = Hub(is_two_sided=is_two_sided)
         self.pool = PagePool(6)
         self.writer, self.connector = (
             LoopbackConnector(hub, memory, name, print_of(SMALL), self.now)
@@ -35,14 +35,8 @@ class Desk:
         )
         self.writer.start()
         self.connector.start()
-        self.receiver = HandoffReceiver(
-            self.pool,
-            self.connector,
-            incarnation="decode-1",
-            fingerprint=print_of(SMALL),
-            page_bytes=SMALL.page_bytes,
-            lease_s=5.0,
-        )
+        identity = Identity("decode-1", print_of(SMALL), SMALL.page_bytes, lease_s=5.0)
+        self.receiver = HandoffReceiver(self.pool, self.connector, identity)
 
     def now(self) -> float:
         return self.time
@@ -54,7 +48,7 @@ class Desk:
 
     def push(self, reservation: Reservation) -> None:
         self.writer.push_pages(reservation, [0, 3], 0)
-        self.writer.finish(reservation, BOUNDARY)
+        self.writer.finish(reservation, lambda: BOUNDARY)
 
     def count(self, state: PageState) -> int:
         return self.pool.count(state)
@@ -74,13 +68,12 @@ def test_a_verified_handoff_gives_its_pages_to_the_caller(desk: Desk) -> None:
     assert desk.count(PageState.RECEIVING) == 2
     assert reservation.lease_s == 5.0
     desk.push(reservation)
-    desk.time += 2.0
-    (verified,) = desk.receiver.poll(desk.time)
-    assert isinstance(verified, HandoffVerified)
-    assert (verified.pages, verified.seconds) == (reservation.pages, 2.0)
-    assert verified.manifest.boundary == BOUNDARY
+    (arrived,) = desk.receiver.poll(desk.time)
+    assert isinstance(arrived, Arrived)
+    assert (arrived.transfer_id, arrived.seconds) == ("transfer-1", 0.0)
+    assert arrived.manifest.boundary == BOUNDARY
     assert desk.count(PageState.COMMITTED) == 2
-    desk.pool.release(verified.pages)
+    desk.pool.release(reservation.pages)
 
 
 def test_aborted_pages_are_quarantined_until_the_writer_is_gone(desk: Desk) -> None:
@@ -92,8 +85,36 @@ def test_aborted_pages_are_quarantined_until_the_writer_is_gone(desk: Desk) -> N
     assert desk.receiver.is_open("transfer-1")
     with pytest.raises(AuditError, match="2 pages leaked"):
         desk.pool.audit(held=())
-    desk.receiver.writer_gone("transfer-1")
+    desk.receiver.writer_gone("transfer-1", has_drained=True)
+    assert desk.receiver.is_open("transfer-1")
+    assert desk.receiver.poll(desk.time) == []
     assert desk.pool.num_free == 6 and not desk.receiver.is_open("transfer-1")
+
+
+def test_pages_of_a_writer_that_died_wait_until_the_connector_has_shut_it_out(desk: Desk) -> None:
+    """While others write to the same address, what it sent may still come in."""
+    reservation = desk.reserve()
+    other = desk.reserve(AttemptId("request-2", 1, "transfer-2"))
+    failed = desk.receiver.writer_gone("transfer-1", has_drained=False)
+    assert isinstance(failed, HandoffFailed) and failed.cause is Cause.PEER
+    assert desk.receiver.poll(desk.time) == []
+    assert desk.count(PageState.QUARANTINED) == 2
+    assert list(desk.receiver.quarantined()) == list(reservation.pages)
+    desk.push(other)
+    (arrived,) = desk.receiver.poll(desk.time)
+    assert isinstance(arrived, Arrived) and arrived.transfer_id == "transfer-2"
+    assert desk.receiver.poll(desk.time) == []
+    assert desk.count(PageState.QUARANTINED) == 0
+    desk.pool.release(other.pages)
+
+
+def test_over_a_two_sided_connector_nothing_is_quarantined_for_long() -> None:
+    desk = Desk(is_two_sided=True)
+    desk.reserve()
+    desk.receiver.abort("transfer-1")
+    assert desk.receiver.poll(desk.time) == []
+    assert desk.pool.num_free == 6 and not desk.receiver.is_open("transfer-1")
+    assert desk.receiver.writer_gone("transfer-1", has_drained=False) is None
 
 
 def test_a_lease_that_runs_out_fails_the_handoff_once(desk: Desk) -> None:
@@ -103,12 +124,12 @@ def test_a_lease_that_runs_out_fails_the_handoff_once(desk: Desk) -> None:
     desk.time += 0.1
     (failed,) = desk.receiver.poll(desk.time)
     assert isinstance(failed, HandoffFailed)
-    assert (failed.cause, failed.attempt) == (Cause.LEASE, ATTEMPT)
+    assert (failed.cause, failed.transfer_id) == (Cause.LEASE, "transfer-1")
     assert "did not arrive within 5 s" in failed.message
     desk.time += 100.0
     assert desk.receiver.poll(desk.time) == []
     assert desk.count(PageState.QUARANTINED) == 2
-    desk.receiver.writer_gone("transfer-1")
+    desk.receiver.writer_gone("transfer-1", has_drained=True)
 
 
 def test_what_arrives_wrong_fails_the_handoff_and_stays_in_quarantine(desk: Desk) -> None:
@@ -118,21 +139,21 @@ def test_what_arrives_wrong_fails_the_handoff_and_stays_in_quarantine(desk: Desk
     (failed,) = desk.receiver.poll(desk.time)
     assert isinstance(failed, HandoffFailed) and failed.cause is Cause.GENERATION
     assert desk.count(PageState.QUARANTINED) == 2
-    desk.receiver.writer_gone("transfer-1")
+    desk.receiver.writer_gone("transfer-1", has_drained=True)
     assert desk.receiver.poll(desk.time) == [] and desk.pool.num_free == 6
 
 
 def test_a_writer_that_dies_fails_the_handoff_and_frees_its_pages(desk: Desk) -> None:
     desk.reserve()
-    failed = desk.receiver.writer_gone("transfer-1")
+    failed = desk.receiver.writer_gone("transfer-1", has_drained=True)
     assert isinstance(failed, HandoffFailed) and failed.cause is Cause.PEER
     assert desk.receiver.poll(desk.time) == []
-    assert desk.pool.num_free == 6
+    assert desk.receiver.poll(desk.time) == [] and desk.pool.num_free == 6
 
 
 def test_nothing_happens_to_handoffs_that_are_unknown(desk: Desk) -> None:
     desk.receiver.abort("transfer-9")
-    desk.receiver.writer_gone("transfer-9")
+    desk.receiver.writer_gone("transfer-9", has_drained=False)
     assert desk.receiver.poll(desk.time) == []
 
 
@@ -140,4 +161,4 @@ def test_a_transfer_id_is_reserved_once(desk: Desk) -> None:
     desk.reserve()
     with pytest.raises(ValueError, match="transfer-1 is reserved already"):
         desk.receiver.reserve(ATTEMPT, (), "prefill-1", desk.time)
-    desk.receiver.writer_gone("transfer-1")
+    desk.receiver.writer_gone("transfer-1", has_drained=True)

@@ -8,12 +8,13 @@ import pytest
 from kvtransfer.fixtures import SMALL, boundary, reservation
 
 from effuse.kvtransfer.connector import (
+    Arrived,
     Cancelled,
     Cause,
     ConnectorEvent,
+    Pending,
     Pushed,
     PushFailed,
-    Received,
 )
 from effuse.kvtransfer.digest import sealed
 from effuse.kvtransfer.memory import PageMemory
@@ -25,13 +26,7 @@ from effuse.kvtransfer.messages import (
     ReceiverAddress,
     Reservation,
 )
-from effuse.kvtransfer.sender import (
-    OVERTIME_S,
-    HandoffEnded,
-    HandoffPushed,
-    HandoffSender,
-    PushMissed,
-)
+from effuse.kvtransfer.sender import OVERTIME_S, Ended, HandoffSender
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
 BOUNDARY = boundary()
@@ -62,11 +57,19 @@ class Scripted:
 
     def forget(self, transfer_id: str) -> None: ...
 
-    def push_pages(self, reservation: Reservation, source_pages: Sequence[int], first: int) -> None:
-        self.asked.append(("push", tuple(source_pages), first))
+    def fence(self, transfer_id: str, *, has_drained: bool) -> None: ...
 
-    def finish(self, reservation: Reservation, boundary: BoundaryState) -> None:
-        self.asked.append(("finish", boundary))
+    def push_pages(
+        self,
+        reservation: Reservation,
+        source_pages: Sequence[int],
+        first: int,
+        num_final: Pending[int] | None = None,
+    ) -> None:
+        self.asked.append(("push", tuple(source_pages), first, num_final))
+
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
+        self.asked.append(("finish", boundary()))
 
     def cancel(self, transfer_id: str) -> None:
         self.asked.append(("cancel", transfer_id))
@@ -94,22 +97,27 @@ def desk() -> Desk:
     return Desk()
 
 
+def half() -> int:
+    """How many groups of layers a forward that runs has stored."""
+    return 1
+
+
 def test_pages_go_out_once_each_as_they_become_final(desk: Desk) -> None:
-    desk.sender.pages_ready("transfer-1", [5])
+    desk.sender.pages_ready("transfer-1", [5], half)
     assert desk.connector.asked == []
     desk.sender.address(RESERVED)
     desk.sender.pages_ready("transfer-1", [2, 7])
-    desk.sender.computed("transfer-1", BOUNDARY)
+    desk.sender.computed("transfer-1", lambda: BOUNDARY)
     assert desk.connector.asked == [
-        ("push", (), 0),  # reaches the peer early
-        ("push", (5,), 0),
-        ("push", (2, 7), 1),
+        ("push", (), 0, None),  # reaches the peer early
+        ("push", (5,), 0, half),
+        ("push", (2, 7), 1, None),
         ("finish", BOUNDARY),
     ]
     desk.connector.events = [Pushed("transfer-1", 3, 3072, 0.5)]
     assert desk.sender.poll() == [
-        HandoffPushed(ATTEMPT, 3, 3072, 0.5),
-        HandoffEnded(ATTEMPT),
+        Pushed("transfer-1", 3, 3072, 0.5),
+        Ended("transfer-1"),
     ]
     assert len(desk.sender) == 0
 
@@ -120,41 +128,41 @@ def test_a_failed_push_is_reported_at_once_and_ends_when_it_has_drained(desk: De
         PushFailed("transfer-1", Cause.PEER, "gone"),
         PushFailed("transfer-1", Cause.PEER, "gone again"),
     ]
-    assert desk.sender.poll() == [PushMissed(ATTEMPT, Cause.PEER, "gone")]
+    assert desk.sender.poll() == [PushFailed("transfer-1", Cause.PEER, "gone")]
     assert desk.connector.asked[-1] == ("cancel", "transfer-1")
     assert desk.sender.poll() == []
     desk.connector.events = [Cancelled("transfer-1")]
-    assert desk.sender.poll() == [HandoffEnded(ATTEMPT)]
+    assert desk.sender.poll() == [Ended("transfer-1")]
 
 
 def test_an_abort_before_the_reservation_ends_at_once(desk: Desk) -> None:
     desk.sender.abort("transfer-1")
     desk.sender.abort("transfer-1")
     assert desk.connector.asked == []
-    assert desk.sender.poll() == [HandoffEnded(ATTEMPT)]
+    assert desk.sender.poll() == [Ended("transfer-1")]
 
 
 def test_an_abort_waits_for_the_drain_even_if_the_push_succeeds(desk: Desk) -> None:
     desk.sender.address(RESERVED)
-    desk.sender.computed("transfer-1", BOUNDARY)
+    desk.sender.computed("transfer-1", lambda: BOUNDARY)
     desk.sender.abort("transfer-1")
     desk.connector.events = [Pushed("transfer-1", 3, 3072, 0.5)]
     assert desk.sender.poll() == []
     desk.connector.events = [Cancelled("transfer-1")]
-    assert desk.sender.poll() == [HandoffEnded(ATTEMPT)]
+    assert desk.sender.poll() == [Ended("transfer-1")]
 
 
 def test_computing_may_take_its_time_but_the_reservation_may_not(desk: Desk) -> None:
     desk.time += 1000.0
     assert desk.sender.poll() == []
-    desk.sender.computed("transfer-1", BOUNDARY)
+    desk.sender.computed("transfer-1", lambda: BOUNDARY)
     desk.time += 3.9
     assert desk.sender.poll() == []
     desk.time += 0.1
     missed, ended = desk.sender.poll()
-    assert isinstance(missed, PushMissed) and missed.cause is Cause.UNRESERVED
+    assert isinstance(missed, PushFailed) and missed.cause is Cause.UNRESERVED
     assert "no reservation came within 4 s" in missed.message
-    assert ended == HandoffEnded(ATTEMPT)
+    assert ended == Ended("transfer-1")
 
 
 def test_a_connector_that_is_stuck_is_overtaken_by_the_clock(desk: Desk) -> None:
@@ -163,7 +171,7 @@ def test_a_connector_that_is_stuck_is_overtaken_by_the_clock(desk: Desk) -> None
     assert desk.sender.poll() == []
     desk.time += 0.1
     (missed,) = desk.sender.poll()
-    assert isinstance(missed, PushMissed) and missed.cause is Cause.LEASE
+    assert isinstance(missed, PushFailed) and missed.cause is Cause.LEASE
 
 
 def test_events_of_others_are_left_alone(desk: Desk) -> None:
@@ -179,5 +187,5 @@ def test_events_of_others_are_left_alone(desk: Desk) -> None:
             boundary=BOUNDARY,
         )
     )
-    desk.connector.events = [Received("transfer-2", manifest), Cancelled("transfer-3")]
+    desk.connector.events = [Arrived("transfer-2", manifest, 0.0), Cancelled("transfer-3")]
     assert desk.sender.poll() == []

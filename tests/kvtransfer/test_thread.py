@@ -8,35 +8,39 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from kvtransfer.fixtures import DEADLINE_S
+from kvtransfer.fixtures import DEADLINE_S, SMALL, print_of
+from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import Cancelled, ConnectorDied
-from effuse.kvtransfer.thread import ConnectorThread
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.thread import ThreadConnector
+from effuse.kvtransfer.transport import Pace
 
 
-class Counting(ConnectorThread):
+class Sleepy(FakeTransport):
     """Counts its turns and sleeps long in between."""
 
-    def __init__(self) -> None:
-        super().__init__("counting")
-        self.turns = 0
+    def __init__(self, memory: PageMemory) -> None:
+        super().__init__(memory, name="sleepy")
         self.has_slept = threading.Event()
         self.is_shut = False
 
-    def open(self) -> None:
-        pass
-
-    def shut(self) -> None:
+    def close(self) -> None:
         self.is_shut = True
 
-    def turn(self) -> float:
-        self.turns += 1
-        return DEADLINE_S
-
-    def wait(self, seconds: float) -> None:
-        if not select.select([self.request_signal], [], [], 0)[0]:
+    def wait(self, pace: Pace, requests: int) -> None:
+        if not select.select([requests], [], [], 0)[0]:
             self.has_slept.set()
-        select.select([self.request_signal], [], [], seconds)
+        select.select([requests], [], [], DEADLINE_S)
+
+
+class Counting(ThreadConnector):
+    """A connector over such a transport."""
+
+    def __init__(self) -> None:
+        memory = PageMemory(SMALL, 2)
+        self.transport = Sleepy(memory)
+        super().__init__(self.transport, memory, "life-1", print_of(SMALL))
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def thread() -> Iterator[Counting]:
     made.start()
     yield made
     made.close()
-    assert made.is_shut
+    assert made.transport.is_shut
 
 
 def is_readable(descriptor: int, within_s: float = 0.0) -> bool:
@@ -53,9 +57,9 @@ def is_readable(descriptor: int, within_s: float = 0.0) -> bool:
 
 
 def test_requests_run_on_the_thread_and_events_wake_the_engine(thread: Counting) -> None:
-    thread.request(lambda: thread.emit(Cancelled(threading.current_thread().name)))
+    thread._request(lambda: thread._emit(Cancelled(threading.current_thread().name)))
     assert is_readable(thread.fileno(), DEADLINE_S)
-    assert thread.poll() == [Cancelled("counting")]
+    assert thread.poll() == [Cancelled("sleepy connector of life-1")]
     assert not is_readable(thread.fileno())
     assert thread.poll() == []
 
@@ -64,10 +68,10 @@ def test_a_request_signal_that_is_raised_late_does_not_make_the_thread_spin(
     thread: Counting,
 ) -> None:
     """As when a request is served between being queued and being signalled."""
-    assert thread.has_slept.wait(DEADLINE_S)
-    thread.has_slept.clear()
-    os.eventfd_write(thread.request_signal, 1)
-    assert thread.has_slept.wait(DEADLINE_S), "the signal stays up for ever"
+    assert thread.transport.has_slept.wait(DEADLINE_S)
+    thread.transport.has_slept.clear()
+    os.eventfd_write(thread._request_signal, 1)
+    assert thread.transport.has_slept.wait(DEADLINE_S), "the signal stays up for ever"
 
 
 def test_an_event_signal_that_is_raised_late_does_not_make_the_engine_spin(
@@ -96,32 +100,32 @@ def test_a_close_between_a_look_and_a_sleep_still_wakes_the_thread() -> None:
     assert held.is_held.wait(DEADLINE_S)
     closing = threading.Thread(target=held.close)
     closing.start()
-    assert is_readable(held.request_signal, DEADLINE_S)
+    assert is_readable(held._request_signal, DEADLINE_S)
     held.may_go_on.set()
     closing.join(DEADLINE_S)
-    assert held.is_shut
-    assert not held.has_slept.is_set()
+    assert held.transport.is_shut
+    assert not held.transport.has_slept.is_set()
 
 
 def test_a_thread_that_dies_is_noticed(thread: Counting, caplog: pytest.LogCaptureFixture) -> None:
     def die() -> None:
-        thread.is_shut = True
+        thread.transport.is_shut = True
         raise ZeroDivisionError("planted")
 
-    thread.request(die)
+    thread._request(die)
     assert is_readable(thread.fileno(), DEADLINE_S)
-    with pytest.raises(ConnectorDied, match="counting has ended") as caught:
+    with pytest.raises(ConnectorDied, match="sleepy connector of life-1 has ended") as caught:
         thread.poll()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "planted" in caplog.text
 
 
-def test_a_thread_that_cannot_open_says_so_at_the_start() -> None:
-    class Broken(Counting):
-        def open(self) -> None:
-            raise OSError("address in use")
+def test_a_thread_that_cannot_open_says_so_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError("address in use")
 
-    broken = Broken()
-    with pytest.raises(ValueError, match="counting cannot open: address in use"):
+    broken = Counting()
+    monkeypatch.setattr(broken.transport, "open", refuse)
+    with pytest.raises(ValueError, match="sleepy connector of life-1 cannot open: address in use"):
         broken.start()
     broken.close()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, HandoffVerified
+from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, Identity
 from effuse.kvtransfer.sender import HandoffSender
+from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
@@ -37,6 +39,9 @@ class Watched:
         self._runner = runner
         self.ran: list[Sequence[Part]] = []
         self.fails = 0
+
+    def progress(self) -> Callable[[], int]:
+        return self._runner.progress()
 
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
         self.ran.append(parts)
@@ -84,19 +89,14 @@ class Rig:
         self.source = self._connector(self.memory, PREFILL)
         self.target_memory, self.target_pool = PageMemory(self.layout, 64), PagePool(64)
         self.target = self._connector(self.target_memory, DECODE)
-        self.receiver = HandoffReceiver(
-            self.target_pool,
-            self.target,
-            incarnation=DECODE,
-            fingerprint=self.fingerprint,
-            page_bytes=self.layout.page_bytes,
-            lease_s=LEASE_S,
-        )
+        identity = Identity(DECODE, self.fingerprint, self.layout.page_bytes, LEASE_S)
+        self.receiver = HandoffReceiver(self.target_pool, self.target, identity)
         runner = ModelRunner(
             self.model,
             self.memory.layer_views(),
             page_size=page_size,
             block_size=config.block_size,
+            marks=LayerMarks(config.num_layers, self.layout.num_groups, self.model.device),
         )
         self.forward = Watched(runner)
         self.engine = PrefillEngine(
@@ -168,11 +168,11 @@ class Rig:
         self.said = [event for event in self.said if not isinstance(event, kind)]
         return found
 
-    def arrived(self) -> list[HandoffVerified]:
+    def arrived(self) -> list[Arrived]:
         """What the target has verified; nothing may have failed there."""
         reports = self.receiver.poll(self.time)
         assert not [report for report in reports if isinstance(report, HandoffFailed)], reports
-        return [report for report in reports if isinstance(report, HandoffVerified)]
+        return [report for report in reports if isinstance(report, Arrived)]
 
     def check_idle(self) -> None:
         """All source pages are free and nothing is left to say."""

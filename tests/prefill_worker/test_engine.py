@@ -92,7 +92,7 @@ def test_what_is_handed_over_is_the_prompts_kv(
     pages = reference.pages(count)
     origin = rig.model.config.block_origin(length)
     hidden = reference.forward(prompt[:count], 0, pages, count, origin)
-    handed = rig.kv([page.page_id for page in arrived.pages], count)
+    handed = rig.kv([page.page_id for page in arrived.manifest.pages], count)
     for layer in range(rig.model.config.num_layers):
         for side, expected in enumerate(reference.stored(layer, pages, count)):
             difference = handed[layer, side].transpose(0, 1) - expected
@@ -114,7 +114,7 @@ def test_the_unused_end_of_a_ragged_last_page_is_zero(make: Callable[..., Rig]) 
     rig.push_to(rig.start("a", PROMPT), 2)
     rig.settle()
     (arrived,) = rig.arrived()
-    last = rig.target_memory.tensor[arrived.pages[-1].page_id]
+    last = rig.target_memory.tensor[arrived.manifest.pages[-1].page_id]
     assert last[..., : 20 - 16, :].isfinite().all()
     assert not last[..., 20 - 16 :, :].any()
 
@@ -164,6 +164,7 @@ def test_final_pages_are_pushed_while_later_ones_are_computed(make: Callable[...
     rig = make(budget=8)
     reservation = rig.push_to(rig.start("a", PROMPT), 5)
     rig.step()
+    rig.hub.settle()
     assert rig.take(PrefillDone) == []
     landed = [bool(rig.target_memory.tensor[page.page_id].any()) for page in reservation.pages]
     assert landed == [True, True, False, False, False]

@@ -1,4 +1,4 @@
-"""The engine a forward ahead: what is launched, waited for and handed on, and in which order."""
+"""The engine ahead of a device: what is launched, has ended and is handed on, in which order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
+from effuse.kvtransfer import pushes
 from effuse.kvtransfer.connector import Cause, PushFailed
-from effuse.prefill_worker.flight import Wait, mark_of
+from effuse.prefill_worker.flight import IsOver, mark_of
 from effuse.worker.messages import AbortDone, Failed, PrefillDone, Pushed
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
@@ -19,16 +20,19 @@ BLOCK = 4
 
 
 class Device:
-    """Marks that are waited for one by one; says what was launched and what has landed."""
+    """Forwards that end when they are told to, or once they have been asked for a while."""
 
     def __init__(self) -> None:
         self.num_marked = 0
-        self.landed: list[int] = []
+        self.num_ended = 0
 
-    def mark(self) -> Wait:
+    def mark(self) -> IsOver:
         number = self.num_marked
         self.num_marked += 1
-        return lambda: self.landed.append(number)
+        return lambda: number < self.num_ended
+
+    def end(self, count: int = 1) -> None:
+        self.num_ended += count
 
 
 @pytest.fixture
@@ -44,29 +48,71 @@ def rig(tmp_path: Path, device: Device) -> Iterator[Rig]:
     made.close()
 
 
-def test_a_forward_is_waited_for_once_the_next_is_launched(rig: Rig, device: Device) -> None:
-    for name in "abc":
+def test_one_forward_is_launched_ahead_and_none_is_waited_for(rig: Rig, device: Device) -> None:
+    for name in "abcd":
         rig.start(name, PROMPT)
-    for step in (1, 2, 3):
-        assert rig.step()
-        assert len(rig.forward.ran) == step
-        assert device.landed == list(range(step - 1))
-        assert len(rig.take(PrefillDone)) == (step > 1)
-    assert rig.step()
-    assert device.landed == [0, 1, 2]
-    assert [done.attempt for done in rig.take(PrefillDone)] == [attempt_of("c")]
-    assert not rig.step()
+    assert [rig.step() for _ in range(4)] == [True, True, False, False]
+    assert len(rig.forward.ran) == 2 and rig.take(PrefillDone) == []
+    for number, name in enumerate("abcd"):
+        device.end()
+        rig.settle()
+        assert len(rig.forward.ran) == min(4, number + 3)
+        assert [done.attempt for done in rig.take(PrefillDone)] == [attempt_of(name)]
 
 
-def test_pages_leave_only_after_their_forward_has_landed(rig: Rig, device: Device) -> None:
-    for name in "ab":
-        rig.push_to(rig.start(name, PROMPT), 6)
-    rig.step()
-    assert not rig.target_memory.tensor.any()
+def test_messages_are_heard_while_a_forward_runs(rig: Rig, device: Device) -> None:
+    rig.start("a", PROMPT)
     rig.settle()
-    assert len(rig.take(Pushed)) == len(rig.arrived()) == 2
-    rig.take(PrefillDone)
+    rig.start("b", [5] * 200)
+    rig.settle()
+    assert [failed.attempt for failed in rig.take(Failed)] == [attempt_of("b")]
+    assert rig.take(PrefillDone) == []
+
+
+class Layers:
+    """Stands for the marks of a device: groups of layers are stored when a test says so."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_stored = 0
+        monkeypatch.setattr(rig.forward, "progress", lambda: lambda: self.num_stored)
+
+
+def test_layers_leave_while_later_ones_are_computed(
+    rig: Rig, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushes, "LEAST_BYTES", 1)
+    layers = Layers(rig, monkeypatch)
+    reservation = rig.push_to(rig.start("a", PROMPT), 6)
+    rig.settle()
+    pages = [page.page_id for page in reservation.pages]
+    assert not rig.target_memory.tensor.any()
+    layers.num_stored = 1
+    rig.settle()
+    first = rig.target_memory.tensor[pages]
+    assert first[:, 0].any() and not first[:, 1:].any()
+    layers.num_stored = rig.layout.num_groups
+    rig.settle()
+    assert torch.equal(rig.target_memory.tensor[pages][:, 0], first[:, 0])
+    assert rig.target_memory.tensor[pages][:, -1].any()
+    assert rig.take(Pushed) == []  # what goes beside the pages is not there yet
+    device.end()
+    rig.settle()
+    assert len(rig.take(Pushed)) == len(rig.take(PrefillDone)) == len(rig.arrived()) == 1
     rig.check_idle()
+
+
+def test_few_bytes_leave_in_one_piece(
+    rig: Rig, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = Layers(rig, monkeypatch)
+    rig.push_to(rig.start("a", PROMPT), 6)
+    layers.num_stored = rig.layout.num_groups - 1
+    rig.settle()
+    assert not rig.target_memory.tensor.any()
+    layers.num_stored += 1
+    device.end()
+    rig.settle()
+    assert len(rig.arrived()) == 1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -75,17 +121,21 @@ def test_it_hands_over_what_an_engine_that_waits_hands_over(
 ) -> None:
     path = write_tiny_checkpoint(tmp_path / "m", architecture, seed=3, block_size=BLOCK)
     seen = []
-    for mark in (None, Device().mark):
-        rig = Rig(path, budget=24, page_size=16, mark=mark)
+    for device in (None, Device()):
+        rig = Rig(path, budget=24, page_size=16, mark=device.mark if device else None)
         count = 20 if architecture == "sdar" else 22
         for name in "abc":
             rig.push_to(rig.start(name, PROMPT[ord(name) - ord("a") :] + PROMPT[:2]), 2)
+        for _ in "abc":
+            rig.settle()
+            if device:
+                device.end()
         rig.settle()
-        arrived = {report.attempt: report for report in rig.arrived()}
+        arrived = {report.manifest.attempt: report for report in rig.arrived()}
         seen.append(
             [
                 (
-                    rig.kv([p.page_id for p in arrived[attempt_of(n)].pages], count),
+                    rig.kv([p.page_id for p in arrived[attempt_of(n)].manifest.pages], count),
                     arrived[attempt_of(n)],
                 )
                 for n in "abc"
@@ -102,30 +152,39 @@ def test_it_hands_over_what_an_engine_that_waits_hands_over(
 def test_an_abort_is_answered_once_its_forward_has_landed(rig: Rig, device: Device) -> None:
     rig.start("a", PROMPT)
     rig.start("b", PROMPT)
-    rig.step()
+    rig.settle()
     rig.abort(attempt_of("a"))
+    rig.settle()
+    assert rig.take(AbortDone) == []
+    device.end(2)
     rig.settle()
     assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of("a"), was_running=True)]
     assert [done.attempt for done in rig.take(PrefillDone)] == [attempt_of("b")]
-    assert device.landed == [0, 1]
 
 
 def test_no_page_is_free_while_a_forward_may_write_it(rig: Rig, device: Device) -> None:
     rig.start("a", PROMPT)
     rig.step()
     rig.abort(attempt_of("a"))
-    assert (device.landed, rig.pool.num_free) == ([], rig.pool.num_pages - 6)
-    rig.step()
-    assert (device.landed, rig.pool.num_free) == ([0], rig.pool.num_pages)
+    rig.settle()
+    assert rig.pool.num_free == rig.pool.num_pages - 6
+    device.end()
+    rig.settle()
+    assert rig.pool.num_free == rig.pool.num_pages
 
 
-def test_a_push_that_fails_beside_one_that_ends_costs_only_its_own_prompt(rig: Rig) -> None:
+def test_a_push_that_fails_beside_one_that_ends_costs_only_its_own_prompt(
+    rig: Rig, device: Device
+) -> None:
     """Both are told of at once, the end first, while one forward still writes for both."""
     for name in "ab":
         rig.push_to(rig.start(name, PROMPT[:11]), 3)
     rig.step()
     rig.abort(attempt_of("a"))
-    rig.source._emit(PushFailed("transfer-b", Cause.PEER, "the decode worker died"))
+    rig.source.emit(PushFailed("transfer-b", Cause.PEER, "the decode worker died"))
+    rig.settle()
+    assert rig.take(AbortDone) == []
+    device.end()
     rig.settle()
     assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of("a"), was_running=True)]
     (failed,) = rig.take(Failed)
@@ -155,9 +214,9 @@ def test_a_device_ahead_of_its_host_hands_over_what_the_cpu_does(
             rig.push_to(rig.start(name, PROMPT[shift:] + PROMPT[:shift]), 2)
         rig.settle()
         assert len(rig.take(Pushed)) == len(names)
-        arrived = {report.attempt: report for report in rig.arrived()}
+        arrived = {report.manifest.attempt: report for report in rig.arrived()}
         reports = [arrived[attempt_of(name)] for name in names]
-        handed.append([rig.kv([page.page_id for page in r.pages], count) for r in reports])
+        handed.append([rig.kv([page.page_id for page in r.manifest.pages], count) for r in reports])
         rig.take(PrefillDone)
         rig.check_idle()
         rig.close()

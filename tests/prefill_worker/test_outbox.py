@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from effuse.kvtransfer.connector import Cause
+from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.kvtransfer.messages import AttemptId
-from effuse.kvtransfer.sender import PushMissed
 from effuse.prefill_worker.outbox import Outbox
 from effuse.worker.messages import Failed
 
@@ -15,7 +14,7 @@ ONE = AttemptId("r", 1, "t")
 
 def told(cause: Cause, message: str) -> Failed:
     outbox = Outbox()
-    outbox.missed(PushMissed(ONE, cause, message))
+    outbox.missed(ONE, PushFailed(ONE.transfer_id, cause, message))
     (failed,) = outbox.drain()
     assert isinstance(failed, Failed)
     return failed

@@ -17,14 +17,16 @@ class AttemptId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class WorkerRef(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address")
+    __slots__ = ("worker_id", "incarnation", "address", "engine_port")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_PORT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    engine_port: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., engine_port: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("start", "reservation")
@@ -71,7 +73,7 @@ class PrefillPushed(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("attempt", "incarnation", "connector", "endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "num_pool_pages", "page_bytes", "pages", "fingerprint", "lease_s")
+    __slots__ = ("attempt", "incarnation", "connector", "endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "num_pool_pages", "page_bytes", "pages", "fingerprint", "lease_s", "digest_seed")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +88,7 @@ class Reservation(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_SEED_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     connector: str
@@ -100,7 +103,8 @@ class Reservation(_message.Message):
     pages: _containers.RepeatedCompositeFieldContainer[PageRef]
     fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintField]
     lease_s: float
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    digest_seed: int
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ...) -> None: ...
 
 class PageRef(_message.Message):
     __slots__ = ("page_id", "generation")
@@ -267,12 +271,14 @@ class AbortRequest(_message.Message):
     def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
-    __slots__ = ("incarnation", "was_running")
+    __slots__ = ("incarnation", "was_running", "drained")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WAS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     was_running: bool
-    def __init__(self, incarnation: _Optional[str] = ..., was_running: _Optional[bool] = ...) -> None: ...
+    drained: bool
+    def __init__(self, incarnation: _Optional[str] = ..., was_running: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

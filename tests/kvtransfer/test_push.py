@@ -1,4 +1,4 @@
-"""What a push covers, what it claims, and where it may go at all."""
+"""What a push covers, when its layers may leave, what it claims, and where it may go at all."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import contextlib
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
-from kvtransfer.fixtures import SMALL, boundary, filled, print_of, reservation
+from kvtransfer.fixtures import SEED, SMALL, boundary, digests_of, filled, print_of, reservation
 
 from effuse.kvtransfer.connector import Cause, HandoffRefused
-from effuse.kvtransfer.digest import page_digests, seal_of
+from effuse.kvtransfer.digest import HostDigester, seal_of
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress
-from effuse.kvtransfer.outgoing import Origin, Push, checked_push, split
+from effuse.kvtransfer.push import Batch, Origin, Push, check_push
 
 SOURCE = filled(SMALL, 6)
-ORIGIN = Origin("prefill-1", print_of(SMALL), SMALL.page_bytes)
+ORIGIN = Origin("prefill-1", print_of(SMALL), SMALL)
 RESERVED = reservation(
     SOURCE, ReceiverAddress(connector="zmq"), tuple(PageRef(page, 2) for page in (4, 5, 1))
 )
@@ -24,7 +25,7 @@ BOUNDARY = boundary()
 
 @pytest.fixture
 def push() -> Push:
-    return checked_push(RESERVED, ORIGIN, "zmq", now=3.0)
+    return Push(check_push(RESERVED, ORIGIN, "zmq"), "a peer", ORIGIN, known_at=3.0)
 
 
 @contextlib.contextmanager
@@ -35,24 +36,22 @@ def refused(cause: Cause) -> Iterator[None]:
 
 
 def test_the_manifest_lists_pages_in_the_reservations_order(push: Push) -> None:
-    push.digest(SOURCE, push.cover([3], 2))
-    push.digest(SOURCE, push.cover([0, 5], 0))
-    push.boundary = BOUNDARY
-    manifest = push.manifest(ORIGIN)
+    push.cover([3], 2)
+    push.cover([0, 5], 0)
+    pieces = HostDigester(SOURCE).begin([0, 5, 3], range(SMALL.num_groups), SEED).poll()
+    assert pieces is not None
+    push.pieces = np.array(pieces)
+    manifest = push.manifest(BOUNDARY)
     assert manifest.pages == RESERVED.pages
-    assert list(manifest.page_digests) == page_digests(SOURCE, [0, 5, 3])
+    assert manifest.page_digests == digests_of(SOURCE, [0, 5, 3])
     assert manifest.seal == seal_of(manifest)
     assert manifest.num_bytes == push.num_bytes == 3 * SMALL.page_bytes
 
 
-def test_a_manifest_waits_for_every_page_and_the_boundary(push: Push) -> None:
-    push.digest(SOURCE, push.cover([0, 5, 3], 0))
+def test_a_manifest_waits_for_every_page(push: Push) -> None:
+    push.cover([0, 5], 0)
     with refused(Cause.COVERAGE):
-        push.manifest(ORIGIN)
-    push.boundary = BOUNDARY
-    push.digests.pop(1)
-    with refused(Cause.COVERAGE):
-        push.manifest(ORIGIN)
+        push.manifest(BOUNDARY)
 
 
 @pytest.mark.parametrize(("pages", "first"), [([0], 1), ([0, 1], 0), ([0], 3), ([0], -1)])
@@ -62,16 +61,23 @@ def test_overlaps_and_overruns_are_refused(push: Push, pages: list[int], first: 
         push.cover(pages, first)
 
 
-def test_a_chunk_is_split_without_loss(push: Push) -> None:
-    chunk = push.cover([0, 5, 3], 0)
-    pieces = split(chunk, 2)
-    assert [piece.first for piece in pieces] == [0, 2]
-    assert sum((piece.source_pages for piece in pieces), ()) == chunk.source_pages
-    assert sum((piece.targets for piece in pieces), ()) == chunk.targets
-
-
-def test_the_lease_is_counted_from_the_start_of_the_push(push: Push) -> None:
+def test_the_lease_is_counted_from_when_the_reservation_was_known(push: Push) -> None:
     assert push.deadline == 3.0 + RESERVED.lease_s
+
+
+def test_groups_leave_as_they_become_final_and_as_many_together_as_are_worth_it() -> None:
+    finals = iter((0, 2, 3, 5, 6, 8))
+    batch = Batch(0, (1, 2), lambda: next(finals), step=3)
+    left = []
+    for _ in range(6):
+        groups = batch.next_groups(8)
+        batch.num_sent = max(batch.num_sent, groups.stop)
+        left.append(list(groups))
+    assert left == [[], [], [0, 1, 2], [], [3, 4, 5], [6, 7]]
+
+
+def test_pages_that_are_final_leave_whole() -> None:
+    assert Batch(0, (1, 2), None, step=3).next_groups(8) == range(8)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +89,7 @@ def test_the_lease_is_counted_from_the_start_of_the_push(push: Push) -> None:
         ({"pages": (PageRef(6, 1),)}, Cause.MALFORMED),
         ({"pages": (PageRef(1, 1), PageRef(1, 2))}, Cause.MALFORMED),
         ({"lease_s": -1.0}, Cause.MALFORMED),
+        ({"digest_seed": -1}, Cause.MALFORMED),
     ],
     ids=str,
 )
@@ -90,4 +97,4 @@ def test_a_reservation_is_checked_before_anything_is_pushed(
     change: dict[str, object], cause: Cause
 ) -> None:
     with refused(cause):
-        checked_push(msgspec.structs.replace(RESERVED, **change), ORIGIN, "zmq", now=0.0)
+        check_push(msgspec.structs.replace(RESERVED, **change), ORIGIN, "zmq")

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from kvtransfer.fixtures import SMALL, boundary, filled, next_event, print_of, reservation
+from kvtransfer.fixtures import SMALL, boundary, filled, next_event, reservation
+from kvtransfer.receiver_process import make
 
-from effuse.kvtransfer import zmq_sender
 from effuse.kvtransfer.connector import Cancelled, Cause, Pushed, PushFailed
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress, encode
 from effuse.kvtransfer.wire import Accepted, Placed
-from effuse.kvtransfer.zmq_connector import ZmqConnector
+from effuse.kvtransfer.zmq_transport import ZmqTransport
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def test_what_was_not_claimed_yet_is_not_accepted(
     receiver: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that heard of it would not know what ended, and end itself."""
-    monkeypatch.setattr(zmq_sender, "WINDOW_BYTES", 1)  # one page at a time
+    monkeypatch.setattr(ZmqTransport, "window_bytes", 1)  # one page at a time
     memory = filled(SMALL, 4)
-    sender = ZmqConnector(memory, "prefill-1", print_of(SMALL))
+    sender = make("zmq", memory, "prefill-1")
     sender.start()
     try:
         endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -42,10 +42,10 @@ def test_what_was_not_claimed_yet_is_not_accepted(
         peer = receiver.recv_multipart()[0]  # its Begin
         receiver.recv_multipart()  # the first page
         receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
-        receiver.send_multipart([peer, encode(Placed(held.transfer_id, 0))])
+        receiver.send_multipart([peer, encode(Placed(held.transfer_id, 0, 0))])
         receiver.recv_multipart()  # the second page: what was said before Placed has been heard
-        sender.finish(held, boundary(16, tail_token_ids=()))
-        receiver.send_multipart([peer, encode(Placed(held.transfer_id, 1))])
+        sender.finish(held, lambda: boundary(16, tail_token_ids=()))
+        receiver.send_multipart([peer, encode(Placed(held.transfer_id, 1, 0))])
         receiver.recv_multipart()  # the manifest: the push went on
         assert not sender.poll()
         receiver.send_multipart([peer, encode(Accepted(held.transfer_id))])
@@ -59,7 +59,7 @@ def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
 ) -> None:
     """A newer receiver may say what an older sender does not know."""
     memory = filled(SMALL, 4)
-    sender = ZmqConnector(memory, "prefill-1", print_of(SMALL))
+    sender = make("zmq", memory, "prefill-1")
     sender.start()
     try:
         endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,106 @@
+"""All that one pool sends and receives over one transport: what the connector's thread runs.
+
+Knows no thread itself: thread.py gives it one, loopback.py does without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from effuse.kvtransfer.connector import ConnectorEvent, Pending
+from effuse.kvtransfer.digest import Digester
+from effuse.kvtransfer.layout import Fingerprint, KVLayout
+from effuse.kvtransfer.messages import BoundaryState, Reservation
+from effuse.kvtransfer.push import Origin
+from effuse.kvtransfer.pushes import Pushes
+from effuse.kvtransfer.reception import Destination, Receptions
+from effuse.kvtransfer.transport import FromReceiver, FromWriter, Lost, Pace, Transport
+
+LIVELY_S = 1.0  # a message that was sent may need more looks here before it leaves
+
+
+class Exchange:
+    """Pushes and receptions of one pool; the methods are Connector's, events go to `emit`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        digester: Digester,
+        layout: KVLayout,
+        incarnation: str,
+        fingerprint: Fingerprint,
+        emit: Callable[[ConnectorEvent], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._digester = digester
+        self._now = now
+        self._lively_until = 0.0
+        origin = Origin(incarnation, fingerprint, layout)
+        destination = Destination(incarnation, fingerprint, layout)
+        self._pushes = Pushes(transport, digester, origin, emit, now)
+        self._receptions = Receptions(transport, digester, destination, emit, now)
+
+    def close(self) -> None:
+        """Ends transport and digests."""
+        self._transport.close()
+        self._digester.close()
+
+    def expect(self, reservation: Reservation, writer: str | None) -> None:
+        """Accepts this transfer from now on."""
+        self._receptions.expect(reservation, writer)
+
+    def forget(self, transfer_id: str) -> None:
+        """Refuses this transfer from now on."""
+        self._receptions.forget(transfer_id)
+
+    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
+        """The writer of a forgotten transfer writes no more."""
+        self._receptions.fence(transfer_id, has_drained=has_drained)
+
+    def push_pages(
+        self,
+        reservation: Reservation,
+        source_pages: Sequence[int],
+        first: int,
+        num_final: Pending[int] | None = None,
+    ) -> None:
+        """Pages of a reservation, to leave as their layers become final."""
+        self._pushes.push_pages(reservation, source_pages, first, num_final)
+
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
+        """No more pages follow."""
+        self._pushes.finish(reservation, boundary)
+
+    def cancel(self, transfer_id: str) -> None:
+        """Stops a push."""
+        self._pushes.cancel(transfer_id)
+
+    def turn(self) -> bool:
+        """Hears what has been said and moves on what can be; True if anything did."""
+        heard = self._transport.hear()
+        for item in heard:
+            match item:
+                case FromWriter():
+                    self._receptions.take(item)
+                case FromReceiver(peer, message):
+                    self._pushes.hear(peer, message)
+                case Lost(peer, refusal):
+                    self._pushes.lose(peer, refusal)
+        moved = self._pushes.turn() | self._receptions.turn() | bool(heard)
+        if moved:
+            self._lively_until = self._now() + LIVELY_S
+        return moved
+
+    def wait(self, requests: int) -> None:
+        """Sleeps for as long as nothing is likely to happen, or until `requests` is readable."""
+        self._transport.wait(self._pace(), requests)
+
+    def _pace(self) -> Pace:
+        if self._pushes.is_moving or self._receptions.is_moving:
+            return Pace.MOVING
+        if self._receptions.has_begun:
+            return Pace.BEGUN
+        has_open = len(self._pushes) or len(self._receptions)
+        return Pace.EXPECTING if has_open or self._now() < self._lively_until else Pace.IDLE

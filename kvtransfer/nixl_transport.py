@@ -1,0 +1,278 @@
+"""The transport over NIXL: the sender writes straight into reserved pages.
+
+One agent writes; another is written to. NIXL has no fence: a released write still lands, and over
+TCP the bytes of a writer that is dead wait in our own sockets. So a write is only ever polled until
+it is over, and what a dead writer may have sent is kept out by closing the agent that it was sent
+to: the next one takes over what is reserved from then on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import select
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from effuse.kvtransfer.connector import HandoffRefused
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import MalformedMessage, ReceiverAddress, Reservation, encode
+from effuse.kvtransfer.nixl_agent import NixlAgent, Transfer
+from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, attempt
+from effuse.kvtransfer.transport import (
+    Chunk,
+    Delivery,
+    FromReceiver,
+    FromWriter,
+    Heard,
+    Pace,
+    Peer,
+    Reply,
+)
+from effuse.kvtransfer.wire import (
+    Begin,
+    Pages,
+    ToReceiver,
+    ToSender,
+    decode_to_receiver,
+    decode_to_sender,
+    source_of,
+)
+
+# On the host a write may be copied while it is posted: pieces let the other end digest meanwhile.
+HOST_CHUNK_BYTES = 8 << 20
+HOST_WINDOW_BYTES = 32 << 20
+DEVICE_BYTES = 1 << 40
+# A notification wakes nobody: it must be asked for. Over TCP that is also what moves the bytes.
+PAUSE_S = {Pace.MOVING: 20e-6, Pace.BEGUN: 200e-6, Pace.EXPECTING: 1e-3, Pace.IDLE: 0.1}
+_PR_SET_TIMERSLACK = 29
+_SLACK_NS = 1000  # the kernel's own 50 us would be added to every pause
+
+
+@dataclass(slots=True, eq=False)
+class Receiving:
+    """An agent that is written to, and the writers that it answers."""
+
+    agent: NixlAgent
+    writers: NixlWriters
+    address: ReceiverAddress
+
+
+@dataclass(frozen=True, slots=True)
+class NixlReply:
+    """A writer, and the agent that it spoke to."""
+
+    receiving: Receiving
+    incarnation: str
+
+
+@dataclass(slots=True)
+class NixlDelivery:
+    """A posted write."""
+
+    agent: NixlAgent
+    peers: NixlPeers
+    peer: NixlPeer
+    write: Transfer | None  # None where it was over at once
+
+    def is_over(self) -> bool:
+        """Whether it is. A write that raises is over, too."""
+        write = self.write
+        if write is None:
+            return True
+        try:
+            if not attempt("a write failed", lambda: self.agent.is_done(write)):
+                return False
+            attempt("a write could not be released", lambda: self.agent.release(write))
+        except HandoffRefused:
+            self.write = None
+            self.peers.lose(self.peer)
+            raise
+        self.write = None
+        return True
+
+
+class NixlTransport:
+    """A Transport whose agents are named after the role and this life of the engine."""
+
+    name = "nixl"
+    is_two_sided = False
+    drain_s = math.inf  # what was posted is not stopped by anybody
+
+    def __init__(self, memory: PageMemory, incarnation: str, *, role: str) -> None:
+        on_device = memory.device.type == "cuda"
+        self.chunk_bytes = DEVICE_BYTES if on_device else HOST_CHUNK_BYTES
+        self.window_bytes = DEVICE_BYTES if on_device else HOST_WINDOW_BYTES
+        self.num_malformed = 0
+        self._memory = memory
+        self._layout = memory.layout
+        self._kind = "VRAM" if on_device else "DRAM"
+        self._device_id = (memory.device.index or 0) if on_device else 0
+        self._name = f"{role}-{incarnation}"
+        self._num_agents = 0
+
+    def open(self) -> None:
+        """Creates the agents and registers the whole pool with each, once."""
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
+        if self._kind == "VRAM":
+            torch.cuda.set_device(self._memory.device)  # else UCX leaves the GPU out without a word
+            torch.zeros(1, device=self._memory.device)
+        self._sender = self._agent("w")
+        self._metadata = self._sender.metadata()
+        units = self._memory.num_pages * self._layout.num_groups
+        self._own_pages = self._sender.pages(
+            "", self._memory.address, self._layout.group_bytes, units, self._device_id, self._kind
+        )
+        self._peers = NixlPeers(self._sender, self._layout)
+        self._receiving = self._receive()
+        self._retired: list[Receiving] = []
+
+    def close(self) -> None:
+        """The agents go with the process; writes that are in flight stay so."""
+
+    def address(self) -> ReceiverAddress:
+        """The agent that is written to now, and this pool."""
+        return self._receiving.address
+
+    # Sending.
+
+    def reach(self, reservation: Reservation) -> Peer:
+        """The receiver of a reservation."""
+        peer = self._peers.find(reservation)
+        peer.num_pushes += 1
+        return peer
+
+    def leave(self, peer: Peer) -> None:
+        """A push does not use the peer any more."""
+        assert isinstance(peer, NixlPeer)
+        peer.num_pushes -= 1
+
+    def drop(self, peer: Peer) -> None:
+        """Would stop nothing."""
+
+    def say(self, peer: Peer, message: ToReceiver) -> None:
+        """Notifies a receiver."""
+        assert isinstance(peer, NixlPeer)
+        if isinstance(message, Begin):
+            message = Begin(
+                message.attempt,
+                message.source,
+                message.destination,
+                message.fingerprint,
+                self._metadata,
+            )
+        data = encode(message)
+        try:
+            attempt("the peer could not be notified", lambda: self._sender.notify(peer.name, data))
+        except HandoffRefused:
+            self._peers.lose(peer)
+            raise
+
+    def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
+        """Posts a write whose end notifies the receiver. May take as long as copying it does."""
+        assert isinstance(peer, NixlPeer)
+        targets = [page.page_id for page in chunk.targets]
+        source_units = self._units(chunk.source_pages, chunk.groups)
+        target_units = self._units(targets, chunk.groups)
+
+        def post() -> Transfer | None:
+            write = self._sender.write(self._own_pages, source_units, peer.pages, target_units)
+            if not self._sender.post(write, encode(header)):
+                return write
+            self._sender.release(write)
+            return None
+
+        try:
+            write = attempt("a write could not be posted", post)
+        except HandoffRefused:
+            self._peers.lose(peer)
+            raise
+        return NixlDelivery(self._sender, self._peers, peer, write)
+
+    # Hearing.
+
+    def hear(self) -> list[Heard]:
+        """Notifications since the last call."""
+        heard: list[Heard] = []
+        for name, data in self._sender.notifications():
+            peer = self._peers.named(name)
+            try:
+                answer = decode_to_sender(data)
+            except MalformedMessage:
+                self.num_malformed += 1
+                continue
+            if peer is not None:
+                heard.append(FromReceiver(peer, answer))
+        for receiving in (self._receiving, *self._retired):
+            for _, data in receiving.agent.notifications():
+                try:
+                    message = decode_to_receiver(data)
+                except MalformedMessage:
+                    self.num_malformed += 1
+                    continue
+                heard.append(FromWriter(message, (), NixlReply(receiving, source_of(message))))
+        return heard
+
+    def learn(self, reply: Reply, begin: Begin) -> None:
+        """Connects to a writer that is going to be answered."""
+        assert isinstance(reply, NixlReply)
+        reply.receiving.writers.learn(begin.source, begin.reply_to)
+
+    def answer(self, reply: Reply, message: ToSender) -> None:
+        """Notifies a writer; one that has not introduced itself hears nothing."""
+        assert isinstance(reply, NixlReply)
+        if reply.receiving is self._receiving or reply.receiving in self._retired:
+            reply.receiving.writers.tell(reply.incarnation, encode(message))
+
+    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+        """The peer has placed them."""
+        raise AssertionError("over NIXL, the sender places pages")
+
+    # Fencing.
+
+    def renew(self, address: ReceiverAddress) -> None:
+        """Has another agent receive from now on."""
+        if self._receiving.address == address:
+            self._retired.append(self._receiving)
+            self._receiving = self._receive()
+
+    def shut_off(self, address: ReceiverAddress) -> None:
+        """Closes an agent, its connections, and whatever waits in them."""
+        for receiving in [one for one in self._retired if one.address == address]:
+            self._retired.remove(receiving)
+            receiving.agent.close()
+
+    def wait(self, pace: Pace, requests: int) -> None:
+        """Sleeps; a request ends the longer sleeps early."""
+        seconds = PAUSE_S[pace]
+        if pace is Pace.MOVING:
+            time.sleep(seconds)
+        else:
+            select.select([requests], [], [], seconds)
+
+    def _units(self, page_ids: Sequence[int], groups: range) -> list[int]:
+        """Places of groups of pages in a prepared list, page by page: neighbours are merged."""
+        count = self._layout.num_groups
+        return [page_id * count + group for page_id in page_ids for group in groups]
+
+    def _agent(self, suffix: str) -> NixlAgent:
+        memory = self._memory
+        agent = NixlAgent(f"{self._name}-{suffix}")
+        agent.register(memory.address, memory.num_bytes, self._device_id, self._kind)
+        return agent
+
+    def _receive(self) -> Receiving:
+        agent = self._agent(f"r{self._num_agents}")
+        self._num_agents += 1
+        address = ReceiverAddress(
+            connector=self.name,
+            agent_name=agent.name,
+            agent_metadata=agent.metadata(),
+            pool_address=self._memory.address,
+            device_id=self._device_id,
+            memory_kind=self._kind,
+        )
+        return Receiving(agent, NixlWriters(agent), address)

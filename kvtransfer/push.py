@@ -1,0 +1,172 @@
+"""One push: what it covers, how far it is, and what it claims at its end. Bookkeeping only.
+
+What is done about it is pushes.py, how bytes travel the transport's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from effuse.kvtransfer.connector import (
+    Cause,
+    HandoffRefused,
+    Pending,
+)
+from effuse.kvtransfer.digest import (
+    DigestJob,
+    PieceDigests,
+    page_digests,
+    pieces_in_group,
+    sealed,
+)
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, mismatch
+from effuse.kvtransfer.messages import (
+    BoundaryState,
+    MalformedMessage,
+    Manifest,
+    Reservation,
+    check_reservation,
+)
+from effuse.kvtransfer.transport import Chunk, Delivery, Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who pushes: what a manifest says of its writer."""
+
+    incarnation: str
+    fingerprint: Fingerprint
+    layout: KVLayout
+
+
+@dataclass(slots=True)
+class Batch:
+    """Pages that one forward makes final, layer by layer."""
+
+    first: int  # place in the reservation
+    source_pages: tuple[int, ...]
+    num_final: Pending[int] | None
+    step: int  # groups that leave together
+    num_sent: int = 0  # groups that have left, or wait in the push's queue
+
+    def next_groups(self, num_groups: int) -> range:
+        """Groups that may leave now."""
+        final = num_groups if self.num_final is None else self.num_final() or 0
+        if final < num_groups:
+            final = self.num_sent + (final - self.num_sent) // self.step * self.step
+        return range(self.num_sent, final)
+
+
+@dataclass(slots=True)
+class Push:
+    """One transfer on its way out."""
+
+    reservation: Reservation
+    peer: Peer
+    origin: Origin
+    known_at: float  # when the reservation was
+    covered: set[int] = field(default_factory=set)  # places of pages that were pushed
+    batches: list[Batch] = field(default_factory=list)  # not all of whose layers have left
+    queue: list[Chunk] = field(default_factory=list)
+    deliveries: list[tuple[Delivery, int]] = field(default_factory=list)  # with their bytes
+    digesting: list[tuple[Chunk, DigestJob]] = field(default_factory=list)
+    pieces: PieceDigests = field(init=False)  # [pages, pieces], of what was digested
+    boundary: Pending[BoundaryState] | None = None
+    boundary_state: BoundaryState | None = None  # once it is there
+    final_at: float | None = None  # when all pages and the boundary were final
+    is_finished: bool = False  # the manifest was sent
+    is_accepted: bool = False
+    is_failed: bool = False
+    cancelled_at: float | None = None
+    uses_peer: bool = True
+
+    def __post_init__(self) -> None:
+        layout = self.origin.layout
+        shape = len(self.reservation.pages), layout.num_groups * pieces_in_group(layout)
+        self.pieces = np.zeros(shape, dtype=np.int64)
+
+    @property
+    def transfer_id(self) -> str:
+        """Name of the handoff."""
+        return self.reservation.transfer_id
+
+    @property
+    def deadline(self) -> float:
+        """When the lease ends."""
+        return self.known_at + self.reservation.lease_s
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages, boundary state left out."""
+        return len(self.reservation.pages) * self.reservation.page_bytes
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Bytes of deliveries that are not over."""
+        return sum(num_bytes for _, num_bytes in self.deliveries)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing of it reads or writes pages, neither ours nor the peer's."""
+        return not self.deliveries and not self.digesting
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it moves on by itself, or the receiver's last word is due."""
+        has_more = bool(self.queue or self.batches or self.boundary is not None)
+        return not self.is_quiet or (has_more and not self.is_failed)
+
+    def cover(self, source_pages: Sequence[int], first: int) -> None:
+        """Takes note of pages to be pushed. Raises HandoffRefused where they overlap or overrun."""
+        span = range(first, first + len(source_pages))
+        if first < 0 or span.stop > len(self.reservation.pages):
+            raise HandoffRefused(
+                Cause.COVERAGE,
+                f"pages {first}..{span.stop} of {len(self.reservation.pages)} reserved ones",
+            )
+        if not self.covered.isdisjoint(span):
+            raise HandoffRefused(Cause.COVERAGE, f"pages {first}..{span.stop} overlap earlier ones")
+        self.covered.update(span)
+
+    def manifest(self, boundary: BoundaryState) -> Manifest:
+        """The sealed account of the push. Raises HandoffRefused where pages are missing."""
+        missing = len(self.reservation.pages) - len(self.covered)
+        if missing:
+            raise HandoffRefused(Cause.COVERAGE, f"{missing} pages were never pushed")
+        return sealed(
+            Manifest(
+                attempt=self.reservation.attempt,
+                source_incarnation=self.origin.incarnation,
+                destination_incarnation=self.reservation.incarnation,
+                fingerprint=self.origin.fingerprint,
+                pages=self.reservation.pages,
+                page_digests=page_digests(self.pieces),
+                num_bytes=self.num_bytes,
+                boundary=boundary,
+            )
+        )
+
+
+def check_push(reservation: Reservation, origin: Origin, transport: str) -> Reservation:
+    """A reservation that may be pushed into. Raises HandoffRefused, naming both sides."""
+    try:
+        reservation = check_reservation(reservation)
+    except MalformedMessage as error:
+        raise HandoffRefused(Cause.MALFORMED, f"reservation: {error}") from error
+    if reservation.address.connector != transport:
+        raise HandoffRefused(
+            Cause.PEER,
+            f"the reservation is for {reservation.address.connector}, this is {transport}",
+        )
+    found = mismatch(origin.fingerprint, reservation.fingerprint)
+    if found is not None:
+        raise HandoffRefused(Cause.FINGERPRINT, str(found))
+    if reservation.page_bytes != origin.layout.page_bytes:
+        raise HandoffRefused(
+            Cause.SIZE,
+            f"pages have {origin.layout.page_bytes} bytes here, {reservation.page_bytes} there",
+        )
+    return reservation

@@ -1,0 +1,304 @@
+"""The sending half of every connector: what is sent of each push, when, and how it ends.
+
+Layers leave as they become final, digests are taken beside, and the manifest follows when all has
+landed. How bytes travel is the transport's. Runs on the connector's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from effuse.kvtransfer.connector import (
+    Cancelled,
+    Cause,
+    ConnectorEvent,
+    HandoffRefused,
+    Pending,
+    Pushed,
+    PushFailed,
+    cause_of,
+)
+from effuse.kvtransfer.digest import Digester, pieces_in_group
+from effuse.kvtransfer.messages import BoundaryState, Reservation
+from effuse.kvtransfer.push import Batch, Origin, Push, check_push
+from effuse.kvtransfer.transport import Chunk, Delivery, Peer, Transport
+from effuse.kvtransfer.wire import (
+    MAX_CHUNK_PAGES,
+    Accepted,
+    Begin,
+    Finish,
+    Pages,
+    Placed,
+    Rejected,
+    ToSender,
+)
+
+LEAST_BYTES = 4 << 20  # of groups of layers that leave before the others
+
+
+class Pushes:
+    """All transfers that leave one pool."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        digester: Digester,
+        origin: Origin,
+        emit: Callable[[ConnectorEvent], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._digester = digester
+        self._origin = origin
+        self._layout = origin.layout
+        self._emit = emit
+        self._now = now
+        self._pushes: dict[str, Push] = {}
+
+    def __len__(self) -> int:
+        return len(self._pushes)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether any of them moves on by itself, or its receiver's last word is due."""
+        return any(push.is_moving for push in self._pushes.values())
+
+    # What the engine asks for.
+
+    def push_pages(
+        self,
+        reservation: Reservation,
+        source_pages: Sequence[int],
+        first: int,
+        num_final: Pending[int] | None,
+    ) -> None:
+        """Pages of a reservation, to leave as their layers become final."""
+        try:
+            push = self._find(reservation)
+            if not push.is_failed and source_pages:
+                push.cover(source_pages, first)
+                step = self._step(len(source_pages))
+                push.batches.append(Batch(first, tuple(source_pages), num_final, step))
+        except HandoffRefused as refusal:
+            self._fail(reservation.transfer_id, refusal)
+
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
+        """No more pages follow."""
+        try:
+            self._find(reservation).boundary = boundary
+        except HandoffRefused as refusal:
+            self._fail(reservation.transfer_id, refusal)
+
+    def cancel(self, transfer_id: str) -> None:
+        """Sends nothing more of a push; Cancelled follows once what was sent is over."""
+        push = self._pushes.get(transfer_id)
+        if push is None:
+            self._emit(Cancelled(transfer_id))
+            return
+        self._stop(push)
+        if push.cancelled_at is None:
+            push.cancelled_at = self._now()
+
+    # What receivers and the transport say.
+
+    def hear(self, peer: Peer, message: ToSender) -> None:
+        """What a receiver answers; only the one that a push goes to may."""
+        push = self._pushes.get(message.transfer_id)
+        if push is None or push.peer is not peer:
+            return
+        match message:
+            case Accepted() if push.is_finished:  # nobody can have accepted what was not claimed
+                push.is_accepted = True
+            case Rejected(transfer_id, cause, text):
+                self._fail(transfer_id, HandoffRefused(cause_of(cause), text))
+            case Accepted() | Placed():
+                pass  # the latter is the transport's
+
+    def lose(self, peer: Peer, refusal: HandoffRefused) -> None:
+        """A receiver is out of reach: fails what goes there."""
+        for push in list(self._pushes.values()):
+            if push.peer is peer:
+                self._fail(push.transfer_id, refusal)
+
+    def turn(self) -> bool:
+        """Advances every push; True if anything moved."""
+        moved = False
+        for push in list(self._pushes.values()):
+            moved |= self._advance(push)
+        return moved
+
+    # One push.
+
+    def _find(self, reservation: Reservation) -> Push:
+        push = self._pushes.get(reservation.transfer_id)
+        if push is not None:
+            return push
+        checked = check_push(reservation, self._origin, self._transport.name)
+        peer = self._transport.reach(checked)
+        push = Push(checked, peer, self._origin, self._now())
+        self._pushes[reservation.transfer_id] = push
+        self._transport.say(
+            peer,
+            Begin(
+                reservation.attempt,
+                self._origin.incarnation,
+                reservation.incarnation,
+                self._origin.fingerprint,
+            ),
+        )
+        return push
+
+    def _step(self, num_pages: int) -> int:
+        """Groups of layers of so many pages that are worth a delivery of their own."""
+        num_bytes = num_pages * self._layout.group_bytes
+        return min(self._layout.num_groups, -(-LEAST_BYTES // num_bytes))
+
+    def _advance(self, push: Push) -> bool:
+        moved = self._reap(push)
+        if push.is_failed:
+            return self._drain(push) or moved
+        if push.is_accepted and push.is_quiet:
+            self._end(push)
+            return True
+        if self._now() > push.deadline:
+            text = f"the push did not end within its lease of {push.reservation.lease_s:g} s"
+            self._fail(push.transfer_id, HandoffRefused(Cause.LEASE, text))
+            return True
+        try:
+            return self._move_on(push) or moved
+        except HandoffRefused as refusal:
+            self._fail(push.transfer_id, refusal)
+            return True
+
+    def _reap(self, push: Push) -> bool:
+        """Takes note of deliveries and digests that are over."""
+        before = len(push.deliveries), len(push.digesting)
+        push.deliveries = [pair for pair in push.deliveries if not self._is_over(push, pair[0])]
+        digesting = []
+        for chunk, job in push.digesting:
+            found = job.poll()
+            if found is None:
+                digesting.append((chunk, job))
+                continue
+            width = pieces_in_group(self._layout)
+            columns = slice(chunk.groups.start * width, chunk.groups.stop * width)
+            push.pieces[chunk.first : chunk.first + len(chunk.targets), columns] = found
+        push.digesting = digesting
+        return before != (len(push.deliveries), len(push.digesting))
+
+    def _is_over(self, push: Push, delivery: Delivery) -> bool:
+        try:
+            return delivery.is_over()
+        except HandoffRefused as refusal:
+            self._fail(push.transfer_id, refusal)
+            return True
+
+    def _move_on(self, push: Push) -> bool:
+        """Sends what is final; then, when all has landed, the manifest. True if anything was."""
+        # First: the boundary is there after the pages, so all of these are looked at below.
+        if push.boundary_state is None and push.boundary is not None:
+            push.boundary_state = push.boundary()
+        boundary = push.boundary_state
+        moved = self._queue_final(push)
+        while push.queue and push.bytes_under_way < self._transport.window_bytes:
+            if not self._deliver(push, push.queue[0]):
+                break
+            del push.queue[0]
+            moved = True
+        if boundary is None or push.is_finished:
+            return moved
+        if push.final_at is None:
+            push.final_at = self._now()
+        if push.batches or push.queue or not push.is_quiet:
+            return moved
+        push.is_finished = True
+        self._transport.say(push.peer, Finish(push.manifest(boundary)))
+        return True
+
+    def _queue_final(self, push: Push) -> bool:
+        moved = False
+        for batch in push.batches:
+            groups = batch.next_groups(self._layout.num_groups)
+            if groups:
+                batch.num_sent = groups.stop
+                push.queue += self._chunks(push, batch, groups)
+                moved = True
+        push.batches = [b for b in push.batches if b.num_sent < self._layout.num_groups]
+        return moved
+
+    def _chunks(self, push: Push, batch: Batch, groups: range) -> list[Chunk]:
+        """These groups of a batch in pieces that the transport takes."""
+        page_bytes = len(groups) * self._layout.group_bytes
+        most = max(1, min(MAX_CHUNK_PAGES, self._transport.chunk_bytes // page_bytes))
+        return [
+            Chunk(
+                batch.first + at,
+                batch.source_pages[at : at + most],
+                push.reservation.pages[batch.first + at :][: len(batch.source_pages[at:][:most])],
+                groups,
+            )
+            for at in range(0, len(batch.source_pages), most)
+        ]
+
+    def _deliver(self, push: Push, chunk: Chunk) -> bool:
+        """Sends a chunk and has it digested; False where there is no room for it now."""
+        header = Pages(
+            push.reservation.attempt,
+            self._origin.incarnation,
+            push.reservation.incarnation,
+            chunk.first,
+            chunk.targets,
+            chunk.groups.start,
+            chunk.groups.stop,
+        )
+        delivery = self._transport.deliver(push.peer, header, chunk)
+        if delivery is None:
+            return False
+        num_bytes = len(chunk.targets) * len(chunk.groups) * self._layout.group_bytes
+        push.deliveries.append((delivery, num_bytes))
+        seed = push.reservation.digest_seed
+        job = self._digester.begin(chunk.source_pages, chunk.groups, seed)
+        push.digesting.append((chunk, job))
+        return True
+
+    # How it ends.
+
+    def _end(self, push: Push) -> None:
+        self._leave(push)
+        del self._pushes[push.transfer_id]
+        assert push.final_at is not None, "it was finished"
+        seconds = self._now() - max(push.final_at, push.known_at)
+        pages = len(push.reservation.pages)
+        self._emit(Pushed(push.transfer_id, pages, push.num_bytes, seconds))
+
+    def _fail(self, transfer_id: str, refusal: HandoffRefused) -> None:
+        push = self._pushes.get(transfer_id)
+        if push is not None:
+            if push.is_failed:
+                return
+            self._stop(push)
+        self._emit(PushFailed(transfer_id, refusal.cause, str(refusal)))
+
+    def _stop(self, push: Push) -> None:
+        push.is_failed = True
+        push.queue.clear()
+        push.batches.clear()
+
+    def _drain(self, push: Push) -> bool:
+        """Waits for what was sent; a push that nobody has cancelled yet waits for that, too."""
+        if push.cancelled_at is None:
+            return False
+        if push.deliveries and self._now() - push.cancelled_at > self._transport.drain_s:
+            self._transport.drop(push.peer)
+            self._reap(push)
+        if not push.is_quiet:
+            return False
+        self._leave(push)
+        del self._pushes[push.transfer_id]
+        self._emit(Cancelled(push.transfer_id))
+        return True
+
+    def _leave(self, push: Push) -> None:
+        if push.uses_peer:
+            push.uses_peer = False
+            self._transport.leave(push.peer)

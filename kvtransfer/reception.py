@@ -1,0 +1,372 @@
+"""The receiving half of every connector: which transfers may arrive, and what must hold.
+
+Nothing is placed and nothing is accepted that was not checked against its reservation first. What
+arrived is digested over the memory that holds it; whatever is missing or differs is refused. Runs
+on the connector's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from effuse.kvtransfer.connector import (
+    Arrived,
+    Cause,
+    ConnectorEvent,
+    Fenced,
+    HandoffRefused,
+    Refused,
+)
+from effuse.kvtransfer.digest import (
+    Digester,
+    DigestJob,
+    PieceDigests,
+    page_digests,
+    pieces_in_group,
+    seal_of,
+)
+from effuse.kvtransfer.layout import Fingerprint, KVLayout, mismatch
+from effuse.kvtransfer.messages import (
+    AttemptId,
+    Field,
+    Manifest,
+    PageRef,
+    ReceiverAddress,
+    Reservation,
+)
+from effuse.kvtransfer.transport import FromWriter, Reply, Transport
+from effuse.kvtransfer.wire import (
+    Accepted,
+    Begin,
+    Finish,
+    Pages,
+    Placed,
+    Rejected,
+    attempt_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Who receives: what a writer must mean."""
+
+    incarnation: str
+    fingerprint: Fingerprint
+    layout: KVLayout
+
+
+@dataclass(slots=True)
+class Expected:
+    """One transfer that may arrive, and what has."""
+
+    reservation: Reservation
+    writer: str | None  # incarnation of the only one that may write, if that is known
+    layout: KVLayout
+    since: float
+    reply: Reply | None = None  # of the writer that was let in
+    covered: npt.NDArray[np.bool_] = field(init=False)  # [pages, groups] that arrived
+    pieces: PieceDigests = field(init=False)  # [pages, pieces] found in memory
+    digesting: list[tuple[Pages, DigestJob]] = field(default_factory=list)
+    manifest: Manifest | None = None
+
+    def __post_init__(self) -> None:
+        num_pages, groups = len(self.reservation.pages), self.layout.num_groups
+        self.covered = np.zeros((num_pages, groups), dtype=np.bool_)
+        self.pieces = np.zeros((num_pages, groups * pieces_in_group(self.layout)), dtype=np.int64)
+
+    def span(self, pages: Pages) -> tuple[slice, slice]:
+        """Where these pages and groups are in `covered`."""
+        return (
+            slice(pages.first, pages.first + len(pages.pages)),
+            slice(pages.group, pages.end_group),
+        )
+
+    def take_digests(self) -> bool:
+        """Takes in digests that are done; whether all are."""
+        left = []
+        width = pieces_in_group(self.layout)
+        for pages, job in self.digesting:
+            found = job.poll()
+            if found is None:
+                left.append((pages, job))
+                continue
+            rows, groups = self.span(pages)
+            self.pieces[rows, groups.start * width : groups.stop * width] = found
+        self.digesting = left
+        return not left
+
+
+class Receptions:
+    """All transfers that may write into one pool."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        digester: Digester,
+        destination: Destination,
+        emit: Callable[[ConnectorEvent], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._digester = digester
+        self._destination = destination
+        self._emit = emit
+        self._now = now
+        self._expected: dict[str, Expected] = {}
+        # Given up, and not yet known to be over: the address that they were told.
+        self._given_up: dict[str, ReceiverAddress] = {}
+        self._cut_off: dict[str, ReceiverAddress] = {}  # of these, those whose writer is gone
+        self._placing: dict[str, Expected] = {}  # given up, while copies into pages are under way
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes are arriving or are being digested."""
+        has_some = any(e.digesting or e.covered.any() for e in self._expected.values())
+        return has_some or bool(self._placing)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a writer that was let in may write any moment."""
+        return any(e.reply is not None for e in self._expected.values())
+
+    # What the engine asks for.
+
+    def expect(self, reservation: Reservation, writer: str | None) -> None:
+        """Accepts this transfer from now on."""
+        self._expected[reservation.transfer_id] = Expected(
+            reservation, writer, self._destination.layout, self._now()
+        )
+
+    def forget(self, transfer_id: str) -> None:
+        """Refuses this transfer from now on."""
+        expected = self._expected.pop(transfer_id, None)
+        if expected is not None:
+            self._given_up[transfer_id] = expected.reservation.address
+        if not self._transport.is_two_sided:
+            return
+        if expected is None or expected.take_digests():
+            self._free(transfer_id)
+        else:  # a device digests behind what it copies
+            self._placing[transfer_id] = expected
+
+    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
+        """The writer of a forgotten transfer is done or gone; see Connector.fence."""
+        address = self._given_up.get(transfer_id)
+        if self._transport.is_two_sided:
+            return  # forgetting was enough
+        if address is None or has_drained:
+            self._free(transfer_id)
+            return
+        self._cut_off[transfer_id] = address
+        self._transport.renew(address)
+
+    # What writers say.
+
+    def take(self, heard: FromWriter) -> None:
+        """Obeys a writer, or refuses its transfer and tells both sides."""
+        message = heard.message
+        transfer_id = attempt_of(message).transfer_id
+        try:
+            self._obey(heard)
+        except HandoffRefused as refusal:
+            self._refuse(transfer_id, refusal, heard.reply)
+        if isinstance(message, Pages) and self._transport.is_two_sided:
+            self._transport.answer(heard.reply, Placed(transfer_id, message.first, message.group))
+
+    def turn(self) -> bool:
+        """Concludes what is complete; closes what nobody may write to any more."""
+        moved = False
+        for expected in list(self._expected.values()):
+            if expected.take_digests() and expected.manifest is not None:
+                self._conclude(expected, expected.manifest)
+                moved = True
+        for transfer_id, expected in list(self._placing.items()):
+            if expected.take_digests():
+                del self._placing[transfer_id]
+                self._free(transfer_id)
+                moved = True
+        if self._cut_off:
+            moved |= self._shut_off()
+        return moved
+
+    def _obey(self, heard: FromWriter) -> None:
+        match heard.message:
+            case Begin() as begin:
+                expected = self._identified(begin.attempt, begin.source, begin.destination)
+                self._check_fingerprint(begin.fingerprint)
+                self._transport.learn(heard.reply, begin)
+                expected.reply = heard.reply
+            case Pages() as pages:
+                self._take_pages(pages, heard.payload)
+            case Finish(manifest):
+                self._take_manifest(manifest)
+
+    def _take_pages(self, pages: Pages, payload: Sequence[memoryview]) -> None:
+        expected = self._identified(pages.attempt, pages.source, pages.destination)
+        if expected.reply is None:
+            raise HandoffRefused(Cause.FINGERPRINT, "pages came before their fingerprint")
+        check_span(expected.reservation, pages.first, pages.pages)
+        groups = range(pages.group, pages.end_group)
+        if not groups or groups.stop > expected.layout.num_groups:
+            raise HandoffRefused(
+                Cause.COVERAGE,
+                f"groups {groups.start}..{groups.stop} of {expected.layout.num_groups}",
+            )
+        span = expected.span(pages)
+        if expected.covered[span].any():
+            raise HandoffRefused(
+                Cause.COVERAGE,
+                f"pages {pages.first}..{pages.first + len(pages.pages)} overlap earlier ones",
+            )
+        ids = [page.page_id for page in pages.pages]
+        if self._transport.is_two_sided:
+            self._check_size(len(ids), groups, payload)
+            self._transport.place(ids, groups, payload)
+        elif payload:
+            raise HandoffRefused(Cause.MALFORMED, "pages that were written came with bytes, too")
+        expected.covered[span] = True
+        job = self._digester.begin(ids, groups, expected.reservation.digest_seed)
+        expected.digesting.append((pages, job))
+
+    def _check_size(self, num_pages: int, groups: range, payload: Sequence[memoryview]) -> None:
+        size = len(groups) * self._destination.layout.group_bytes
+        sizes = [part.nbytes for part in payload]
+        if sum(sizes) != num_pages * size or any(nbytes % size for nbytes in sizes):
+            raise HandoffRefused(
+                Cause.SIZE, f"{num_pages} pieces of {size} bytes are expected, got {sizes}"
+            )
+
+    def _take_manifest(self, manifest: Manifest) -> None:
+        expected = self._identified(
+            manifest.attempt, manifest.source_incarnation, manifest.destination_incarnation
+        )
+        if expected.manifest is not None:
+            raise HandoffRefused(Cause.MALFORMED, "a second manifest came")
+        self._check_fingerprint(manifest.fingerprint)
+        check_claims(expected.reservation, manifest)
+        missing = np.flatnonzero(~expected.covered.all(axis=1))
+        if len(missing):
+            index = int(missing[0])
+            page = expected.reservation.pages[index]
+            raise HandoffRefused(Cause.COVERAGE, f"page {index} ({page}) never arrived")
+        expected.manifest = manifest
+
+    def _conclude(self, expected: Expected, manifest: Manifest) -> None:
+        transfer_id = manifest.transfer_id
+        try:
+            check_digests(manifest.pages, manifest.page_digests, page_digests(expected.pieces))
+        except HandoffRefused as refusal:
+            assert expected.reply is not None, "its manifest was taken"
+            self._refuse(transfer_id, refusal, expected.reply)
+            return
+        del self._expected[transfer_id]
+        self._emit(Arrived(transfer_id, manifest, self._now() - expected.since))
+        if expected.reply is not None:
+            self._transport.answer(expected.reply, Accepted(transfer_id))
+
+    def _refuse(self, transfer_id: str, refusal: HandoffRefused, reply: Reply) -> None:
+        """The one way in which a transfer that was expected is refused; others are only told."""
+        if transfer_id in self._expected:
+            self._emit(Refused(transfer_id, refusal.cause, str(refusal)))
+            self.forget(transfer_id)
+        rejected = Rejected(transfer_id, refusal.cause.value, str(refusal)[:512])
+        self._transport.answer(reply, rejected)
+
+    def _identified(self, attempt: AttemptId, source: str, destination: str) -> Expected:
+        own = self._destination.incarnation
+        if destination != own:
+            raise HandoffRefused(
+                Cause.INCARNATION, f"meant for incarnation {destination}, this is {own}"
+            )
+        expected = self._expected.get(attempt.transfer_id)
+        if expected is None:
+            raise HandoffRefused(
+                Cause.UNKNOWN_TRANSFER, f"transfer {attempt.transfer_id} is not expected here"
+            )
+        if attempt != expected.reservation.attempt:
+            ours = expected.reservation.attempt
+            raise HandoffRefused(Cause.ATTEMPT, f"reserved for {ours}, written for {attempt}")
+        if expected.writer is not None and source != expected.writer:
+            raise HandoffRefused(
+                Cause.INCARNATION, f"writer {expected.writer} is expected, {source} wrote"
+            )
+        return expected
+
+    def _check_fingerprint(self, theirs: Sequence[Field]) -> None:
+        found = mismatch(self._destination.fingerprint, theirs)
+        if found is not None:
+            raise HandoffRefused(Cause.FINGERPRINT, str(found))
+
+    # How a given-up transfer ends.
+
+    def _shut_off(self) -> bool:
+        """Shuts off addresses that nobody but writers that are gone could still write to."""
+        in_use = {expected.reservation.address for expected in self._expected.values()}
+        unused = set(self._cut_off.values()) - in_use
+        for address in unused:
+            self._transport.shut_off(address)
+        for transfer_id, address in list(self._cut_off.items()):
+            if address in unused:
+                self._free(transfer_id)
+        return bool(unused)
+
+    def _free(self, transfer_id: str) -> None:
+        self._given_up.pop(transfer_id, None)
+        self._cut_off.pop(transfer_id, None)
+        self._emit(Fenced(transfer_id))
+
+
+def check_span(reservation: Reservation, first: int, pages: Sequence[PageRef]) -> None:
+    """Pages named by a writer are those reserved at [first, first + n), in this allocation."""
+    reserved = reservation.pages[first : first + len(pages)]
+    if first < 0 or len(reserved) != len(pages):
+        raise HandoffRefused(
+            Cause.COVERAGE,
+            f"pages {first}..{first + len(pages)} of {len(reservation.pages)} reserved ones",
+        )
+    for index, (ours, theirs) in enumerate(zip(reserved, pages, strict=True), first):
+        if ours != theirs:
+            cause = Cause.GENERATION if ours.page_id == theirs.page_id else Cause.COVERAGE
+            raise HandoffRefused(cause, f"page {index}: {ours} is reserved, {theirs} was written")
+
+
+def check_claims(reservation: Reservation, manifest: Manifest) -> None:
+    """Everything a manifest says that needs no look at the memory."""
+    if not manifest.seal:
+        raise HandoffRefused(Cause.SEAL, "the manifest has no seal")
+    if manifest.seal != seal_of(manifest):
+        raise HandoffRefused(Cause.SEAL, "the manifest does not match its seal")
+    if len(manifest.pages) != len(reservation.pages):
+        raise HandoffRefused(
+            Cause.COVERAGE,
+            f"{len(reservation.pages)} pages are reserved, {len(manifest.pages)} were written",
+        )
+    check_span(reservation, 0, manifest.pages)
+    num_bytes = len(reservation.pages) * reservation.page_bytes
+    if manifest.num_bytes != num_bytes:
+        raise HandoffRefused(
+            Cause.SIZE, f"{num_bytes} bytes are reserved, {manifest.num_bytes} were written"
+        )
+    if len(manifest.page_digests) != len(manifest.pages):
+        raise HandoffRefused(
+            Cause.DIGEST, f"{len(manifest.page_digests)} digests for {len(manifest.pages)} pages"
+        )
+
+
+def check_digests(
+    pages: Sequence[PageRef], claimed: Sequence[bytes], found: Sequence[bytes]
+) -> None:
+    """What lies in memory is what was sent, page by page."""
+    for index, (page, sent, lies) in enumerate(zip(pages, claimed, found, strict=True)):
+        if sent != lies:
+            raise HandoffRefused(
+                Cause.DIGEST,
+                f"page {index} ({page}): digest {sent.hex()} was sent, {lies.hex()} is in memory",
+            )

@@ -1,0 +1,144 @@
+"""The receiving socket of the ZMQ transport, and a guard against senders that never end a message.
+
+ZMQ bounds a frame, not a message: frames that announce another one pile up in its memory until the
+last has come. What each connection has sent, by the kernel's count, is held against what has come
+out of the socket, and a connection that is too far ahead is cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+LOG = logging.getLogger(__name__)
+
+MESSAGES_A_TURN = 32
+SLACK_BYTES = 16 << 20  # of the kernel's buffers, headers and heartbeats
+_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
+
+
+@dataclass(slots=True)
+class Connection:
+    """One accepted connection."""
+
+    twin: socket.socket  # of the same TCP connection, for the kernel's counts
+    num_taken: int = 0  # bytes that came out of the ZMQ socket
+
+    def num_received(self) -> int:
+        """Bytes that the kernel has received on it."""
+        info = self.twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        received: int = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]
+        return received
+
+    def cut(self) -> None:
+        """Ends the connection, for ZMQ too."""
+        try:
+            self.twin.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            LOG.debug("a connection had ended already: %s", error)
+
+
+@dataclass(slots=True)
+class Received:
+    """One message: who sent it, and its frames."""
+
+    sender: bytes
+    frames: list[zmq.Frame] = field(default_factory=list)
+
+
+class ZmqListener:
+    """A bound ROUTER socket. A connection holds `queued` messages of `message_bytes` here at
+    most, and one that is not complete."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        bind: str,
+        *,
+        message_bytes: int,
+        queued: int,
+    ) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, queued)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, message_bytes)
+        self.monitor = self.socket.get_monitor_socket(_WATCHED)
+        self.socket.bind(bind)
+        self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.num_cut = 0
+        self._most_waiting = (queued + 1) * message_bytes + SLACK_BYTES
+        self._connections: dict[int, Connection] = {}  # by ZMQ's descriptor
+
+    def close(self) -> None:
+        """Closes the socket; what is queued is dropped."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        for connection in self._connections.values():
+            connection.twin.close()
+        self._connections.clear()
+        self.socket.close(linger=0)
+
+    def receive(self) -> list[Received]:
+        """Messages that have come, within a bound."""
+        self._watch()
+        received: list[Received] = []
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                sender, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            self._count(frames)
+            received.append(Received(sender.bytes, frames))
+        self._guard()
+        return received
+
+    def answer(self, sender: bytes, message: bytes) -> None:
+        """Answers a sender, if it is still there."""
+        self.socket.send_multipart([sender, message], zmq.NOBLOCK)
+
+    def _watch(self) -> None:
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                gone = self._connections.pop(descriptor, None)
+                if gone is not None:
+                    gone.twin.close()
+                continue
+            try:
+                twin = socket.socket(fileno=os.dup(descriptor))
+            except OSError:
+                continue  # it has ended already
+            earlier = self._connections.pop(descriptor, None)
+            if earlier is not None:
+                earlier.twin.close()
+            self._connections[descriptor] = Connection(twin)
+
+    def _count(self, frames: list[zmq.Frame]) -> None:
+        connection = self._connections.get(_descriptor_of(frames))
+        if connection is not None:
+            connection.num_taken += sum(len(frame) for frame in frames)
+
+    def _guard(self) -> None:
+        for descriptor, connection in list(self._connections.items()):
+            waiting = connection.num_received() - connection.num_taken
+            if waiting > self._most_waiting:
+                LOG.warning("cut a connection that sent %d bytes without an end", waiting)
+                self.num_cut += 1
+                connection.cut()
+                connection.twin.close()
+                del self._connections[descriptor]
+
+
+def _descriptor_of(frames: list[zmq.Frame]) -> int:
+    if not frames:
+        return -1
+    descriptor: int = frames[0].get(zmq.SRCFD)
+    return descriptor

@@ -1,0 +1,277 @@
+"""The transport over ZMQ: the receiver places the bytes, after it has checked them.
+
+The safe fallback, and what machines without RDMA use. Pages in host memory are sent from where they
+lie; those of a GPU pass through pinned buffers. Each chunk is answered, so that a push keeps a
+bounded number of bytes unanswered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from effuse.kvtransfer.connector import Cause, HandoffRefused
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import (
+    MAX_MANIFEST_BYTES,
+    MalformedMessage,
+    ReceiverAddress,
+    Reservation,
+    encode,
+)
+from effuse.kvtransfer.staging import Fetched, Staging
+from effuse.kvtransfer.transport import (
+    Chunk,
+    Delivery,
+    FromReceiver,
+    FromWriter,
+    Heard,
+    Lost,
+    Pace,
+    Peer,
+    Reply,
+)
+from effuse.kvtransfer.wire import (
+    Begin,
+    Pages,
+    Placed,
+    ToReceiver,
+    ToSender,
+    decode_to_receiver,
+    decode_to_sender,
+)
+from effuse.kvtransfer.zmq_listener import Received, ZmqListener
+from effuse.kvtransfer.zmq_peer import ZmqPeer
+
+CHUNK_BYTES = 8 << 20
+WINDOW_BYTES = 32 << 20
+QUEUED_BYTES = 32 << 20  # per connection, beyond which TCP holds it back
+CONNECT_S = 5.0
+DRAIN_S = 2.0  # for a receiver to answer what is under way, before its connection is dropped
+IDLE_MS = 20  # between looks at deadlines and at floods; sockets wake the thread sooner
+MOVING_MS = 1
+DEVICE_PAUSE_S = 50e-6  # copies of a GPU wake nobody
+
+
+@dataclass(slots=True, eq=False)
+class ZmqDelivery:
+    """A chunk that was sent, or waits for its copy from a GPU."""
+
+    peer: ZmqPeer
+    header: Pages
+    fetched: Fetched | None
+    tracker: zmq.MessageTracker | None = None  # says whether ZMQ still reads the memory
+    is_placed: bool = False
+
+    def is_over(self) -> bool:
+        """Whether it was placed, or its connection has ended and nothing reads the source."""
+        if not self.is_placed and (self.peer.is_open or self._is_read()):
+            return False
+        if self.fetched is not None:
+            self.fetched.release()
+            self.fetched = None
+        return True
+
+    def _is_read(self) -> bool:
+        """Whether ZMQ or a copy may still read what is sent."""
+        is_fetched = self.fetched is None or self.fetched.is_over()
+        return not is_fetched or (self.tracker is not None and not self.tracker.done)
+
+
+class ZmqTransport:
+    """A Transport that listens on `host`, reached by peers as `advertised_host`."""
+
+    name = "zmq"
+    is_two_sided = True
+    window_bytes = WINDOW_BYTES
+    drain_s = DRAIN_S
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        *,
+        host: str = "127.0.0.1",
+        advertised_host: str | None = None,
+        port: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.chunk_bytes = max(CHUNK_BYTES, memory.page_bytes)
+        self.num_malformed = 0
+        self._memory = memory
+        self._bind = f"tcp://{host}:{port or '*'}"
+        self._advertised = advertised_host or host
+        self._now = now
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._address = ReceiverAddress(connector=self.name)
+        self._staging: Staging | None = None
+        self._peers: dict[str, ZmqPeer] = {}
+        self._fetching: list[ZmqDelivery] = []  # to be sent once they are on the host
+        self._sent: dict[tuple[str, int, int], ZmqDelivery] = {}  # not answered yet
+
+    def open(self) -> None:
+        """Binds the receiving socket."""
+        message_bytes = max(self.chunk_bytes, MAX_MANIFEST_BYTES)
+        queued = max(2, QUEUED_BYTES // message_bytes)
+        self._listener = ZmqListener(
+            self._context, self._bind, message_bytes=message_bytes, queued=queued
+        )
+        endpoint = f"tcp://{self._advertised}:{self._listener.port}"
+        self._address = ReceiverAddress(connector=self.name, endpoint=endpoint)
+        if self._memory.device.type == "cuda":
+            self._staging = Staging(self._memory, self.chunk_bytes)
+
+    def close(self) -> None:
+        """Closes every socket."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        self._listener.close()
+        self._context.term()
+
+    def address(self) -> ReceiverAddress:
+        """Where this pool listens."""
+        return self._address
+
+    # Sending.
+
+    def reach(self, reservation: Reservation) -> Peer:
+        """A connection to the receiver of a reservation, new or not."""
+        endpoint = reservation.address.endpoint
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            if not endpoint.startswith("tcp://"):
+                raise HandoffRefused(Cause.PEER, f"endpoint {endpoint!r} is not tcp://host:port")
+            try:
+                peer = ZmqPeer(self._context, endpoint, self._now())
+            except zmq.ZMQError as error:
+                raise HandoffRefused(Cause.PEER, f"endpoint {endpoint!r}: {error}") from error
+            self._peers[endpoint] = peer
+        return peer
+
+    def leave(self, peer: Peer) -> None:
+        """Connections stay, for the next push."""
+
+    def drop(self, peer: Peer) -> None:
+        """Closes a connection; what was sent over it is not read any more then."""
+        assert isinstance(peer, ZmqPeer)
+        if self._peers.get(peer.endpoint) is peer:
+            del self._peers[peer.endpoint]
+        peer.close()
+        self._fetching = [delivery for delivery in self._fetching if delivery.peer is not peer]
+        self._sent = {key: one for key, one in self._sent.items() if one.peer is not peer}
+
+    def say(self, peer: Peer, message: ToReceiver) -> None:
+        """Sends a message without payload."""
+        assert isinstance(peer, ZmqPeer)
+        if not peer.is_open:
+            raise HandoffRefused(Cause.PEER, f"the connection to {peer.endpoint} was closed")
+        peer.say(message)
+
+    def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
+        """Sends pages from where they lie; those of a GPU once they have been copied."""
+        assert isinstance(peer, ZmqPeer)
+        if not peer.is_open:
+            raise HandoffRefused(Cause.PEER, f"the connection to {peer.endpoint} was closed")
+        if self._staging is None:
+            delivery = ZmqDelivery(peer, header, None)
+            self._send(delivery, self._memory.views(chunk.source_pages, chunk.groups))
+            return delivery
+        fetched = self._staging.fetch(chunk.source_pages, chunk.groups)
+        if fetched is None:
+            return None
+        delivery = ZmqDelivery(peer, header, fetched)
+        self._fetching.append(delivery)
+        return delivery
+
+    def _send(self, delivery: ZmqDelivery, frames: Sequence[memoryview]) -> None:
+        header = delivery.header
+        delivery.tracker = delivery.peer.send(header, frames)
+        self._sent[header.attempt.transfer_id, header.first, header.group] = delivery
+
+    # Hearing.
+
+    def hear(self) -> list[Heard]:
+        """What peers have said; sends what has been copied from a GPU."""
+        fetching, self._fetching = self._fetching, []
+        for delivery in fetching:
+            assert delivery.fetched is not None
+            if delivery.fetched.is_over():
+                self._send(delivery, [delivery.fetched.view])
+            else:
+                self._fetching.append(delivery)
+        heard: list[Heard] = []
+        for message in self._listener.receive():
+            self._take(message, heard)
+        for peer in list(self._peers.values()):
+            self._hear_peer(peer, heard)
+        return heard
+
+    def _take(self, received: Received, heard: list[Heard]) -> None:
+        first, *payload = (frame.buffer for frame in received.frames or [zmq.Frame(b"")])
+        try:
+            message = decode_to_receiver(first)
+        except MalformedMessage:
+            self.num_malformed += 1  # nobody to answer: the sender did not name itself
+            return
+        heard.append(FromWriter(message, payload, received.sender))
+
+    def _hear_peer(self, peer: ZmqPeer, heard: list[Heard]) -> None:
+        for data in peer.answers():
+            try:
+                answer = decode_to_sender(data)
+            except MalformedMessage as error:
+                self._lose(peer, str(error), heard)
+                return
+            if isinstance(answer, Placed):
+                key = (answer.transfer_id, answer.first, answer.group)
+                delivery = self._sent.get(key)
+                if delivery is not None and delivery.peer is peer:
+                    delivery.is_placed = True
+                    del self._sent[key]
+            heard.append(FromReceiver(peer, answer))
+        if peer.is_lost():
+            self._lose(peer, "closed the connection", heard)
+        elif not peer.is_connected and self._now() - peer.opened_at > CONNECT_S:
+            self._lose(peer, f"cannot be reached within {CONNECT_S} s", heard)
+
+    def _lose(self, peer: ZmqPeer, reason: str, heard: list[Heard]) -> None:
+        self.drop(peer)
+        refusal = HandoffRefused(Cause.PEER, f"the receiver at {peer.endpoint} {reason}")
+        heard.append(Lost(peer, refusal))
+
+    def learn(self, reply: Reply, begin: Begin) -> None:
+        """Its connection is there."""
+
+    def answer(self, reply: Reply, message: ToSender) -> None:
+        """Answers over the writer's own connection."""
+        assert isinstance(reply, bytes)
+        self._listener.answer(reply, encode(message))
+
+    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+        """Copies pages into the pool, on a GPU behind what its stream does."""
+        if self._staging is None:
+            self._memory.write(page_ids, groups, payload)
+        else:
+            self._staging.store(page_ids, groups, payload)
+
+    def renew(self, address: ReceiverAddress) -> None:
+        """Not needed: nothing is placed that is not expected."""
+
+    def shut_off(self, address: ReceiverAddress) -> None:
+        """Not needed: nothing is placed that is not expected."""
+
+    def wait(self, pace: Pace, requests: int) -> None:
+        """Sleeps until a socket or the engine has something."""
+        if pace is Pace.MOVING and self._staging is not None:
+            time.sleep(DEVICE_PAUSE_S)
+            return
+        poller = zmq.Poller()
+        for source in (requests, self._listener.socket, self._listener.monitor):
+            poller.register(source, zmq.POLLIN)
+        for peer in self._peers.values():
+            poller.register(peer.socket, zmq.POLLIN)
+            poller.register(peer.monitor, zmq.POLLIN)
+        poller.poll(MOVING_MS if pace is Pace.MOVING else IDLE_MS)

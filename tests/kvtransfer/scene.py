@@ -1,0 +1,103 @@
+"""Transports that do nothing by themselves, for tests of what runs over them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from effuse.kvtransfer.connector import HandoffRefused
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import ReceiverAddress, Reservation
+from effuse.kvtransfer.transport import Chunk, Delivery, Heard, Pace, Peer, Reply
+from effuse.kvtransfer.wire import Begin, Pages, ToReceiver, ToSender
+
+
+@dataclass(eq=False)
+class Scripted:
+    """A delivery that ends when a test says so."""
+
+    header: Pages
+    chunk: Chunk
+    has_ended: bool = False
+    failure: HandoffRefused | None = None
+
+    def is_over(self) -> bool:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            self.has_ended = True
+            raise failure
+        return self.has_ended
+
+
+@dataclass(eq=False)
+class FakeTransport:
+    """Notes what it is asked for; places pages of a two-sided transport into `memory`."""
+
+    memory: PageMemory
+    is_two_sided: bool = True
+    name: str = "zmq"
+    chunk_bytes: int = 1 << 30
+    window_bytes: int = 1 << 30
+    drain_s: float = 2.0
+    said: list[ToReceiver] = field(default_factory=list)
+    answers: list[ToSender] = field(default_factory=list)
+    learnt: list[str] = field(default_factory=list)
+    deliveries: list[Scripted] = field(default_factory=list)
+    dropped: list[object] = field(default_factory=list)
+    left: list[object] = field(default_factory=list)
+    renewed: list[ReceiverAddress] = field(default_factory=list)
+    shut: list[ReceiverAddress] = field(default_factory=list)
+    has_room: bool = True
+    refusal: HandoffRefused | None = None
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def address(self) -> ReceiverAddress:
+        return ReceiverAddress(connector=self.name)
+
+    def reach(self, reservation: Reservation) -> Peer:
+        return sys.intern(reservation.address.endpoint)  # peers are told apart by identity
+
+    def leave(self, peer: Peer) -> None:
+        self.left.append(peer)
+
+    def drop(self, peer: Peer) -> None:
+        self.dropped.append(peer)
+        for delivery in self.deliveries:
+            delivery.has_ended = True
+
+    def say(self, peer: Peer, message: ToReceiver) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.said.append(message)
+
+    def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
+        if not self.has_room:
+            return None
+        self.deliveries.append(Scripted(header, chunk))
+        return self.deliveries[-1]
+
+    def hear(self) -> list[Heard]:
+        return []
+
+    def learn(self, reply: Reply, begin: Begin) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.learnt.append(begin.source)
+
+    def answer(self, reply: Reply, message: ToSender) -> None:
+        self.answers.append(message)
+
+    def place(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
+        self.memory.write(page_ids, groups, payload)
+
+    def renew(self, address: ReceiverAddress) -> None:
+        self.renewed.append(address)
+
+    def shut_off(self, address: ReceiverAddress) -> None:
+        self.shut.append(address)
+
+    def wait(self, pace: Pace, requests: int) -> None: ...

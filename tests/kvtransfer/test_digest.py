@@ -1,0 +1,89 @@
+"""Digests of pages: of which bytes, in which order, and that they are taken beside other work."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import xxhash
+from kvtransfer.fixtures import LARGE, SEED, SMALL, filled
+
+from effuse.kernels.piece_digests import piece_bytes_of
+from effuse.kvtransfer.digest import (
+    HostDigester,
+    PieceDigests,
+    digester_of,
+    page_digests,
+    pieces_in_group,
+    prompt_digest,
+)
+from effuse.kvtransfer.layout import KVLayout
+from effuse.kvtransfer.memory import PageMemory
+
+
+def expected(memory: PageMemory, page_id: int, groups: range, seed: int) -> list[int]:
+    """By the definition: xxh3_64 of each piece, as int64."""
+    layout = memory.layout
+    size = piece_bytes_of(layout.layer_bytes)
+    data = bytes(memory.bytes_at(page_id))
+    span = range(groups.start * layout.group_bytes, groups.stop * layout.group_bytes, size)
+    words = [xxhash.xxh3_64_intdigest(data[at : at + size], seed) for at in span]
+    return [word - (1 << 64) if word >> 63 else word for word in words]
+
+
+def take(memory: PageMemory, pages: list[int], groups: range, seed: int = SEED) -> PieceDigests:
+    found = HostDigester(memory).begin(pages, groups, seed).poll()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
+def test_pieces_are_those_of_the_groups_that_were_asked_for(layout: KVLayout) -> None:
+    memory, groups = filled(layout, 4), range(1, layout.num_groups)
+    found = take(memory, [3, 0], groups, seed=2**63 - 1)
+    assert found.shape == (2, len(groups) * pieces_in_group(layout))
+    for row, page in zip(found.tolist(), (3, 0), strict=True):
+        assert row == expected(memory, page, groups, 2**63 - 1)
+
+
+def test_groups_that_are_taken_one_by_one_are_the_page() -> None:
+    memory = filled(LARGE, 4)
+    parts = [take(memory, [2, 1], range(g, g + 1)) for g in range(LARGE.num_groups)]
+    whole = take(memory, [2, 1], range(LARGE.num_groups))
+    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+    assert page_digests(np.concatenate(parts, axis=1)) == page_digests(whole)
+
+
+def test_a_pages_digest_is_that_of_its_pieces() -> None:
+    whole = take(filled(SMALL, 2), [1, 0], range(SMALL.num_groups))
+    assert page_digests(whole) == tuple(
+        xxhash.xxh3_128_digest(row.astype("<i8").tobytes()) for row in whole
+    )
+    assert len(set(page_digests(whole))) == 2
+
+
+def test_a_thread_takes_digests_while_others_go_on() -> None:
+    memory, may_begin = filled(SMALL, 4), threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(may_begin.wait)
+        job = HostDigester(memory, thread).begin([1], range(SMALL.num_groups), SEED)
+        assert job.poll() is None
+        may_begin.set()
+    found = job.poll()
+    assert found is not None
+    assert np.array_equal(found, take(memory, [1], range(SMALL.num_groups)))
+
+
+def test_memory_of_the_host_is_digested_on_a_thread() -> None:
+    digester = digester_of(filled(SMALL, 2), "test")
+    job = digester.begin([0], range(SMALL.num_groups), SEED)
+    digester.close()  # waits for it
+    assert job.poll() is not None
+
+
+def test_prompts_differ_by_every_id_and_their_order() -> None:
+    digests = {prompt_digest(p) for p in ([1, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 0], [], [0])}
+    assert len(digests) == 6
+    assert prompt_digest([1, 2, 3]) == prompt_digest(np.array([1, 2, 3]))

@@ -1,0 +1,141 @@
+"""Many peers of one NIXL agent: each is added once, and only the least recent makes room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from kvtransfer.fixtures import SMALL, reservation
+
+from effuse.kvtransfer import nixl_peers
+from effuse.kvtransfer.connector import Cause, HandoffRefused
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS
+from effuse.kvtransfer.nixl_peers import NixlPeers, NixlWriters
+
+
+@dataclass
+class Agent:
+    """Notes who is added and removed; metadata is the name."""
+
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def add_peer(self, metadata: bytes) -> str:
+        self.added.append(metadata.decode())
+        return metadata.decode()
+
+    def remove_peer(self, name: str) -> None:
+        self.removed.append(name)
+
+    def pages(self, *_: object) -> object:
+        return object()
+
+    def release_pages(self, pages: object) -> None: ...
+
+    def notify(self, name: str, message: bytes) -> None:
+        self.told.append(name)
+
+
+def to(number: int, pool: int = 0) -> Reservation:
+    name = f"decode-{number}"
+    address = ReceiverAddress(
+        connector="nixl",
+        agent_name=name,
+        agent_metadata=name.encode(),
+        pool_address=pool,
+        memory_kind="DRAM",
+    )
+    return reservation(PageMemory(SMALL, 4), address, [PageRef(1, 1)])
+
+
+@pytest.fixture
+def agent() -> Any:
+    return Agent()
+
+
+def test_hundreds_of_peers_are_added_once_each(agent: Any) -> None:
+    peers = NixlPeers(agent, SMALL)
+    for _ in range(3):
+        for number in range(500):
+            assert peers.find(to(number)).name == f"decode-{number}"
+    assert len(agent.added) == 500 and agent.removed == []
+
+
+def test_the_least_recent_idle_peer_makes_room(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_peers, "MOST_PEERS", 3)
+    peers = NixlPeers(agent, SMALL)
+    in_use = peers.find(to(0))
+    in_use.num_pushes = 1
+    for number in (1, 2, 1, 3):
+        peers.find(to(number))
+    assert agent.removed == ["decode-2"]
+    for number in (1, 3):
+        peers.find(to(number)).num_pushes = 1
+    with pytest.raises(HandoffRefused, match="3 peers are in flight") as caught:
+        peers.find(to(4))
+    assert caught.value.cause is Cause.PEER
+
+
+def test_a_peer_that_changed_or_was_lost_is_added_anew_once_nothing_is_in_flight(
+    agent: Any,
+) -> None:
+    peers = NixlPeers(agent, SMALL)
+    peer = peers.find(to(1))
+    peer.num_pushes = 1
+    with pytest.raises(HandoffRefused, match="writes to it are in flight"):
+        peers.find(to(1, pool=4096))
+    assert peers.find(to(1)) is peer
+    peers.lose(peer)
+    peer.num_pushes = 0
+    assert peers.find(to(1)) is not peer
+    assert agent.removed == ["decode-1"] and agent.added == ["decode-1"] * 2
+
+
+@pytest.mark.parametrize("missing", ["agent_name", "agent_metadata", "memory_kind"])
+def test_an_address_that_lacks_something_is_refused(agent: Any, missing: str) -> None:
+    empty = b"" if missing == "agent_metadata" else ""
+    held = to(1)
+    address = msgspec.structs.replace(held.address, **{missing: empty})
+    with pytest.raises(HandoffRefused) as caught:
+        NixlPeers(agent, SMALL).find(msgspec.structs.replace(held, address=address))
+    assert caught.value.cause is Cause.MALFORMED and agent.added == []
+
+
+def test_metadata_of_another_agent_is_refused_and_forgotten(agent: Any) -> None:
+    held = to(1)
+    address = msgspec.structs.replace(held.address, agent_metadata=b"decode-9")
+    with pytest.raises(HandoffRefused, match="of agent decode-9, not decode-1"):
+        NixlPeers(agent, SMALL).find(msgspec.structs.replace(held, address=address))
+    assert agent.removed == ["decode-9"]
+
+
+def test_hundreds_of_writers_are_answered(agent: Any) -> None:
+    writers = NixlWriters(agent)
+    for _ in range(2):
+        for number in range(500):
+            writers.learn(f"life-{number}", f"prefill-{number}".encode())
+            writers.tell(f"life-{number}", b"accepted")
+    assert len(agent.added) == 500 and len(agent.told) == 1000
+    writers.tell("nobody", b"accepted")
+    assert len(agent.told) == 1000
+    with pytest.raises(HandoffRefused, match="does not say how it is answered"):
+        writers.learn("life-new", b"")
+
+
+def test_a_writer_that_cannot_be_told_is_learnt_anew(
+    agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str, message: bytes) -> None:
+        raise NIXL_ERRORS[0]("gone")
+
+    writers = NixlWriters(agent)
+    writers.learn("life-1", b"prefill-1")
+    monkeypatch.setattr(agent, "notify", fail)
+    writers.tell("life-1", b"accepted")
+    writers.learn("life-1", b"prefill-1")
+    assert agent.added == ["prefill-1"] * 2
