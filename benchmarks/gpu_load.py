@@ -96,12 +96,13 @@ class ClosedLoad:
         return not self._waiting and not self._running
 
     def step(self) -> None:
-        """Submits what there is room for, steps the engine and takes in what it says."""
+        """Submits what there is room for, has the engine make a step and takes in what it says."""
         while self._waiting and len(self._running) < self._most:
             message = self._waiting.popleft()
             self._running[message.attempt.transfer_id] = Served(time.perf_counter())
             self._engine.handle(message)
-        self._engine.step()
+        while not self._engine.step() and self._engine.is_working():
+            pass
         now = time.perf_counter()
         for event in self._engine.outbox():
             match event:

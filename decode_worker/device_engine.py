@@ -67,15 +67,21 @@ class DeviceDecodeEngine(DecodeEngine):
     def step(self) -> bool:
         """Hears of arrivals, admits, prefills, launches a step, and takes the last one's records.
 
-        While requests are on the device one launched step is always left unread.
+        One step is launched while another runs, and neither is waited for: until the older one has
+        ended, only arrivals are heard. While requests are on the device one step is left unread.
         """
-        has_moved = self._hear() | self._admit()
+        has_moved = self._hear() | self._admit() | self._read_ended()
+        if self._stepper.num_ahead > 1:
+            return has_moved
         has_worked = self._give_rows()
         has_launched = bool(self._residents)
         if has_launched:
             self._launch()
-        has_read = self._read(leave=1 if self._residents else 0)
-        return has_moved or has_worked or has_launched or has_read
+        return self._read_ended() or has_moved or has_worked or has_launched
+
+    def is_working(self) -> bool:
+        """Whether a step that was launched has not been read."""
+        return self._stepper.num_ahead > 0
 
     # Before a step.
 
@@ -89,7 +95,7 @@ class DeviceDecodeEngine(DecodeEngine):
         schedule = scheduler.schedule(demands, num_free=self._pool.num_free, limits=self._limits)
         if schedule.preempted and self._stepper.num_ahead:
             # What was launched must land before pages change hands; it may free some, too.
-            self._read(leave=0)
+            self._read_all()
             return self._give_rows()
         for index in schedule.preempted:
             self._preempt(running[index])
@@ -167,23 +173,33 @@ class DeviceDecodeEngine(DecodeEngine):
         failed = [resident.request for resident in self._residents.values()]
         for resident in list(self._residents.values()):
             self._move_out(resident)
-        self._read(leave=0)
+        self._read_all()
         for request in failed:
             self._fail(request, "INTERNAL", "the model failed in this step", retryable=True)
 
     # After a step.
 
-    def _read(self, *, leave: int) -> bool:
-        """Takes the records of all launched steps but the last `leave`; True if there were any."""
+    def _read_ended(self) -> bool:
+        """Takes the records of steps that have ended, but for the last one while requests are on
+        the device; True if there were any."""
         has_read = False
-        while self._stepper.num_ahead > leave:
-            records = self._stepper.read()
+        while self._stepper.num_ahead > (1 if self._residents else 0) and self._stepper.has_ended():
             has_read = True
-            for resident in list(self._residents.values()):
-                record = Record(records[resident.slot], self._stepper.layout)
-                if record.column(RecordColumn.GENERATION) == resident.generation:
-                    self._follow(resident, record)
+            self._read()
         return has_read
+
+    def _read_all(self) -> None:
+        """Waits for all launched steps and takes their records."""
+        while self._stepper.num_ahead:
+            self._read()
+
+    def _read(self) -> None:
+        """Takes the records of the oldest step."""
+        records = self._stepper.read()
+        for resident in list(self._residents.values()):
+            record = Record(records[resident.slot], self._stepper.layout)
+            if record.column(RecordColumn.GENERATION) == resident.generation:
+                self._follow(resident, record)
 
     def _follow(self, resident: Resident, record: Record) -> None:
         request = resident.request
@@ -222,5 +238,5 @@ class DeviceDecodeEngine(DecodeEngine):
         resident = self._residents.get(request.attempt.transfer_id)
         if resident is not None:
             self._move_out(resident)
-            self._read(leave=0)
+            self._read_all()
         super()._end(request)

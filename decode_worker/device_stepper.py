@@ -23,7 +23,8 @@ from effuse.decode_worker.device_step import DeviceStep
 from effuse.kernels.slots import Column, SlotLayout, Status
 
 _ROWS_THAT_SPLIT = 512
-_COPIES = 8  # host copies of records and rows that may be in use at a time
+_COPIES = 8  # host copies of records that may be in use at a time
+_STAGED = 256  # the same of rows and pages: as many requests may join while one step runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class DeviceStepper:
         shape = (_COPIES, *buffers.records.shape)
         self._copies = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
         width = buffers.table.layout.width
-        self._staged = torch.zeros(_COPIES, width, dtype=torch.int32, pin_memory=self._on_cuda)
+        self._staged = torch.zeros(_STAGED, width, dtype=torch.int32, pin_memory=self._on_cuda)
         self._staged_done: deque[torch.cuda.Event] = deque()
         self._num_staged = 0
         self._num_launched = 0
@@ -101,6 +102,11 @@ class DeviceStepper:
         self._launched.append(_Launched(copy, done))
         self._num_launched += 1
         self._forecast.launched()
+
+    def has_ended(self) -> bool:
+        """Whether the oldest launched step has, so that `read` does not wait."""
+        done = self._launched[0].done
+        return done is None or bool(done.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Integers:
         """Records [S, record_width] of the oldest launched step; waits for that step alone.
@@ -191,9 +197,9 @@ class DeviceStepper:
         if not self._on_cuda:
             target.copy_(torch.from_numpy(values))
             return
-        if len(self._staged_done) == _COPIES:
+        if len(self._staged_done) == _STAGED:
             self._staged_done.popleft().synchronize()
-        staged = self._staged[self._num_staged % _COPIES, : len(values)]
+        staged = self._staged[self._num_staged % _STAGED, : len(values)]
         staged.numpy()[:] = values
         target.copy_(staged, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -93,6 +93,10 @@ class DecodeEngine:
             self._apply(item, result)
         return True
 
+    def is_working(self) -> bool:
+        """False: a step has ended when it returns."""
+        return False
+
     def handle(self, message: ToEngine) -> None:
         """Takes one message of the front."""
         match message:

@@ -101,6 +101,10 @@ class PrefillEngine:
         has_landed = self._land()
         return has_moved or bool(chunks) or has_landed
 
+    def is_working(self) -> bool:
+        """Whether a forward that was launched has not ended."""
+        return bool(self._flights)
+
     def handle(self, message: ToEngine) -> None:
         """Takes one message of the front."""
         match message:

@@ -116,6 +116,9 @@ class FakeCore:
         known = waiting or decode
         self._out.append(AbortDone(attempt=message.attempt, was_running=known is not None))
 
+    def is_working(self) -> bool:
+        return False
+
     def step(self) -> bool:
         if self._stands_still or not self._decodes:
             return False

@@ -41,6 +41,7 @@ LOG = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=WorkerConfig)
 
 _PR_SET_PDEATHSIG = 1
+_WAIT_DEVICE_MS = 1  # that it has ended something no descriptor tells
 _WAIT_BUSY_MS = 2  # a peer or the connector may have something soon
 _WAIT_IDLE_MS = 100
 _BEAT_CHANGED_S = 0.05  # a changed load is told this soon
@@ -107,8 +108,13 @@ class EngineLoop:
         said, load = self._core.outbox(), self._core.load()
         self.tell([*self._beat(load, said), *said])
         if not worked:
-            self._poller.poll(_WAIT_BUSY_MS if load.running or load.waiting else self._idle_ms)
+            self._poller.poll(self._wait_ms(load))
         return True
+
+    def _wait_ms(self, load: Load) -> int | None:
+        if self._core.is_working():
+            return _WAIT_DEVICE_MS
+        return _WAIT_BUSY_MS if load.running or load.waiting else self._idle_ms
 
     def tell(self, messages: Sequence[ToFront]) -> None:
         """Sends messages as one frame; never waits."""

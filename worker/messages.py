@@ -242,7 +242,10 @@ class EngineCore(Protocol):
         """Takes one message. Never blocks; a bad request emits `Failed` and raises nothing."""
 
     def step(self) -> bool:
-        """Runs one iteration; False if there was nothing to do."""
+        """Runs one iteration; False if there was nothing to do, or nothing yet."""
+
+    def is_working(self) -> bool:
+        """Whether a device still runs what was launched on it: its end wakes nobody."""
 
     def outbox(self) -> Sequence[CoreEvent]:
         """Returns what is to be said since the last call, in order."""

@@ -83,6 +83,44 @@ def test_preemption_changes_no_token(model: Transformer, algorithm: str) -> None
         assert device.answers[name].finished.forward_passes == answer.finished.forward_passes
 
 
+class Slow:
+    """A device whose steps end when a test says so."""
+
+    def __init__(self, rig: DeviceRig, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert isinstance(rig.engine, DeviceDecodeEngine)
+        self.stepper, self.num_ended, self.num_read = rig.engine._stepper, 0, 0
+        monkeypatch.setattr(self.stepper, "has_ended", lambda: self.num_read < self.num_ended)
+        read = self.stepper.read
+
+        def count() -> object:
+            self.num_read += 1
+            return read()
+
+        monkeypatch.setattr(self.stepper, "read", count)
+
+
+def test_while_a_step_runs_newcomers_are_heard_and_nothing_waits(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request("a", PROMPT, max_tokens=24)
+    alone, rig = Rig(model), DeviceRig(model)
+    run(alone, [request])
+    slow = Slow(rig, monkeypatch)
+    rig.start(request)
+    assert rig.step() and rig.step() and rig.step()  # the prompt, then two steps
+    assert slow.stepper.num_ahead == 2 and rig.engine.is_working()
+    assert not rig.step()  # one runs, one is ahead of it
+    newcomer = rig.start(make_request("b", PROMPT[:7]))
+    assert rig.step()
+    assert [type(event) for event in newcomer.events] == [messages.Reserved]
+    assert slow.num_read == 0 and rig.engine.load().running == 2
+    while rig.engine.is_working():
+        slow.num_ended += 1
+        rig.step()
+    assert rig.answers["transfer-a"].token_ids == alone.answers["transfer-a"].token_ids
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
 @pytest.mark.parametrize("num_steps", range(1, 12, 2))
 def test_an_abort_at_any_step_frees_pages_and_spares_others(
     model: Transformer, num_steps: int

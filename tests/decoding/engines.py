@@ -143,11 +143,16 @@ class Rig:
         return self.answers.setdefault(request.attempt.transfer_id, Answer())
 
     def step(self) -> bool:
-        """One step; the pool's books are checked after it."""
-        worked = self.engine.step()
+        """One step that does something, if there is anything to do; a device may take its time for
+        it. The pool's books are checked after it."""
+        while not (worked := self.engine.step()) and self._device_works():
+            pass
         self.collect()
         self.engine.audit()
         return worked
+
+    def _device_works(self) -> bool:
+        return self._model.device.type == "cuda" and self.engine.is_working()
 
     def run(self, most_steps: int = 5000) -> None:
         """Steps until nothing moves."""

@@ -43,6 +43,9 @@ class Core:
         if isinstance(message, Abort):
             self.out.append(AbortDone(attempt=message.attempt, was_running=True))
 
+    def is_working(self) -> bool:
+        return False
+
     def step(self) -> bool:
         self.steps += 1
         started = [m for m in self.handled if isinstance(m, StartPrefill)]
