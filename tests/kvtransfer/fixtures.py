@@ -51,9 +51,9 @@ def changed(fields: Fingerprint, name: str) -> Fingerprint:
     return tuple(Field(f.name, f.value + "x") if f.name == name else f for f in fields)
 
 
-def filled(layout: KVLayout, num_pages: int, seed: int = 0) -> PageMemory:
+def filled(layout: KVLayout, num_pages: int, seed: int = 0, device: str = "cpu") -> PageMemory:
     """A pool whose pages all differ."""
-    memory = PageMemory(layout, num_pages)
+    memory = PageMemory(layout, num_pages, device)
     generator = torch.Generator().manual_seed(seed)
     memory.tensor.copy_(torch.rand(memory.tensor.shape, generator=generator))
     return memory
@@ -84,7 +84,11 @@ def reservation(
 
 
 def digests_of(memory: PageMemory, pages: Sequence[int]) -> tuple[bytes, ...]:
-    """Digests of these pages, as a manifest has them."""
+    """Digests of these pages, as a manifest has them; those of a GPU are copied for it."""
+    if memory.device.type != "cpu":
+        host = PageMemory(memory.layout, memory.num_pages)
+        host.tensor.copy_(memory.tensor)
+        memory = host
     groups = range(memory.layout.num_groups)
     pieces = HostDigester(memory).begin(pages, groups, SEED).poll()
     assert pieces is not None, "it takes them at once"

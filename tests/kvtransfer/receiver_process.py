@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import select
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from kvtransfer.fixtures import LARGE, SMALL, boundary, digests_of, print_of, reservation
 
 from effuse.kvtransfer.connector import Arrived, Connector, Refused
+from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, decode_reservation, encode
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
 
+DEVICE = "KV_TEST_DEVICE"  # the variable that says where the pool is
 LAYOUTS: dict[str, KVLayout] = {"small": SMALL, "large": LARGE}
 
 
 def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
     """Serves until stdin ends."""
     layout = LAYOUTS[layout_name]
-    memory = PageMemory(layout, num_pages)
+    memory = PageMemory(layout, num_pages, os.environ.get(DEVICE, "cpu"))
     connector = make(kind, memory, incarnation)
     connector.start()
     said = sys.stdin.buffer
@@ -96,8 +101,27 @@ def obey(command: dict[str, Any], connector: Connector, memory: PageMemory, own:
             memory.tensor.fill_(command["value"])
             connector.push_pages(given, command["pages"], 0)
             connector.finish(given, boundary)
+        case "spoil":
+            spoil(connector, memory, command["page"])
+            say(spoilt=True)
         case other:
             raise ValueError(f"unknown command {other}")
+
+
+def spoil(connector: Connector, memory: PageMemory, page: int) -> None:
+    """From now on a byte of this page changes between its arrival and its digest."""
+    assert isinstance(connector, ThreadConnector)
+    digester = connector._exchange._receptions._digester
+    begin = digester.begin
+
+    def begin_later(page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
+        if page in page_ids:
+            memory.byte_rows()[page, groups.start * memory.layout.group_bytes + 17] ^= 1
+            if memory.device.type == "cuda":
+                torch.cuda.synchronize()
+        return begin(page_ids, groups, seed)
+
+    digester.begin = begin_later  # type: ignore[method-assign]
 
 
 def say(**words: object) -> None:

@@ -207,6 +207,18 @@ def test_what_was_not_reserved_is_refused(
     pair.end(reserved)
 
 
+def test_a_byte_that_changes_in_memory_is_refused_on_both_sides(large: Pair) -> None:
+    large.remote.ask(do="spoil", page=3)
+    while large.remote.hear() != {"spoilt": True}:
+        pass
+    reserved = large.remote.reserve(range(8))
+    large.push(reserved, range(8))
+    failed, heard = large.next_event(reserved), large.hear(reserved)
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.DIGEST
+    assert (heard["event"], heard["cause"]) == ("refused", "DIGEST")
+    assert "page 3" in failed.message and "page 3" in heard["message"]
+
+
 def test_a_push_that_overlaps_itself_fails(pair: Pair) -> None:
     reserved = pair.remote.reserve([3, 4])
     pair.sender.push_pages(reserved, [0, 1], 0)

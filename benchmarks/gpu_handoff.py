@@ -1,0 +1,185 @@
+"""`python -m effuse.benchmarks.gpu_handoff`: pages from GPU to GPU, beside the bare transports.
+
+Two processes, each seeing one GPU of those that EFFUSE_GPUS names (0,1 or 0; none: the CPU). Pages
+of the Dream-7B shape lie scattered in both pools and are final; a handoff is timed from then to the
+receiver's word that all of it is verified, digests included. Beside it, in turns between the same
+two processes: a bare NIXL write of the same pages from prepared lists, to the receiver's answer,
+both ends polling without a pause; for ZMQ a bare push of as many bytes of host memory. With --busy
+our connectors poll without a pause, too. Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from effuse.benchmarks.raw_transfer import Move, hear, raw_rounds_s, scattered
+
+MODULE = "effuse.benchmarks.gpu_handoff"
+PAGE_TOKENS = 32
+PAGE_BYTES = 28 * 2 * 4 * PAGE_TOKENS * 128 * 2
+TOKENS = (512, 2048, 8192)
+WARM_UP, ROUNDS = 5, 25
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Prompts of one length over one connector; milliseconds, medians."""
+
+    connector: str
+    tokens: int
+    megabytes: float
+    handoff_ms: float
+    handoff_p99_ms: float
+    bare_ms: float
+    ratio: float
+    post_ms: float  # of the bare write: until posting it has returned
+    gigabytes_per_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what was asked for."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    parser.add_argument("--connector", choices=("nixl", "zmq"), action="append")
+    parser.add_argument("--tokens", type=int, action="append", help=f"else {TOKENS}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_handoff.json"))
+    parser.add_argument("--busy", action="store_true", help="poll without a pause, too")
+    parser.add_argument("--end", choices=("sender", "receiver"), help=argparse.SUPPRESS)
+    parser.add_argument("--pages", type=int, default=0, help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    if asked.end:
+        from effuse.benchmarks.gpu_handoff_end import End
+
+        End(asked.end, asked.connector[0], asked.pages, is_busy=asked.busy).serve()
+        return 0
+    lengths = asked.tokens or TOKENS
+    results = [
+        result
+        for kind in asked.connector or ("nixl", "zmq")
+        for result in measure(kind, lengths, asked.rounds, is_busy=asked.busy)
+    ]
+    print(table(results), flush=True)
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    return 0
+
+
+def measure(kind: str, lengths: Sequence[int], rounds: int, *, is_busy: bool) -> list[Result]:
+    """Handoffs over `kind` between two new processes, each length beside its limit."""
+    flags = ["--connector", kind, "--pages", str(max(lengths) // PAGE_TOKENS)]
+    flags += ["--busy"] if is_busy else []
+    with end("sender", flags, 0) as sender, end("receiver", flags, 1) as receiver:
+        hello = receiver.ask(do="hello")
+        receiver.ask(do="meet", **sender.ask(do="meet", **hello))
+        return [_measure(kind, tokens, rounds, sender, receiver) for tokens in lengths]
+
+
+def _measure(kind: str, tokens: int, rounds: int, sender: Peer, receiver: Peer) -> Result:
+    count = tokens // PAGE_TOKENS
+    ours: list[float] = []
+    bare: list[float] = []
+    posts: list[float] = []
+    for number in range(WARM_UP + rounds):
+        pages = {"source": scattered(count, 2 * number), "target": scattered(count, 2 * number + 1)}
+        if kind == "nixl":
+            receiver.tell(do="answer")
+            wrote = sender.ask(do="write", **pages)
+            receiver.hear()
+            bare.append(wrote["seconds"])
+            posts.append(wrote["post_s"])
+        held = receiver.ask(do="reserve", name=f"{tokens} {number}", pages=pages["target"])
+        ours.append(sender.ask(do="push", pages=pages["source"], **held)["seconds"])
+        receiver.hear()
+    if kind == "zmq":
+        move = Move(PAGE_BYTES, scattered(count, 1), scattered(count, 2))
+        ways = raw_rounds_s("zmq", move, WARM_UP + rounds)
+        bare = min(ways.values(), key=lambda times: statistics.median(times[WARM_UP:]))
+    return _result(kind, tokens, [values[WARM_UP:] for values in (ours, bare, posts)])
+
+
+def _result(kind: str, tokens: int, measured: list[list[float]]) -> Result:
+    ours, bare, posts = measured
+    handoff, limit = statistics.median(ours), statistics.median(bare)
+    num_bytes = tokens // PAGE_TOKENS * PAGE_BYTES
+    return Result(
+        connector=kind,
+        tokens=tokens,
+        megabytes=num_bytes / 1e6,
+        handoff_ms=1e3 * handoff,
+        handoff_p99_ms=1e3 * sorted(ours)[int(0.99 * (len(ours) - 1))],
+        bare_ms=1e3 * limit,
+        ratio=handoff / limit,
+        post_ms=1e3 * statistics.median(posts) if posts else 0.0,
+        gigabytes_per_s=num_bytes / handoff / 1e9,
+    )
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results, a line each, as Markdown."""
+    head = "| connector | tokens | MB | handoff ms | p99 | bare ms | ratio | bare post ms | GB/s |"
+    lines = [head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    lines += [
+        f"| {r.connector} | {r.tokens} | {r.megabytes:.1f} | {r.handoff_ms:.3f} | "
+        f"{r.handoff_p99_ms:.3f} | {r.bare_ms:.3f} | {r.ratio:.2f} | {r.post_ms:.3f} | "
+        f"{r.gigabytes_per_s:.1f} |"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+class Peer:
+    """One of the two processes, spoken to in JSON lines."""
+
+    def __init__(self, process: subprocess.Popen[str], said: IO[str]) -> None:
+        self._process = process
+        self._said = said
+
+    def tell(self, **command: object) -> None:
+        """Gives it something to do."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """What it says next."""
+        return hear(self._said)
+
+    def ask(self, **command: object) -> dict[str, Any]:
+        """Gives it something to do, and what it says then."""
+        self.tell(**command)
+        return self.hear()
+
+
+@contextmanager
+def end(role: str, flags: Sequence[str], index: int) -> Iterator[Peer]:
+    """A process with a pool on the GPU of this number, if there is one."""
+    gpus = [one for one in os.environ.get("EFFUSE_GPUS", "").split(",") if one]
+    visible = {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", MODULE, "--end", role, *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **visible},
+    )
+    assert process.stdout is not None
+    try:
+        yield Peer(process, process.stdout)
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
