@@ -33,12 +33,13 @@ class RemoteReceiver:
         incarnation: str = "decode-1",
         **environment: str,
     ) -> None:
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "kvtransfer.receiver_process"),
                 *(kind, layout, str(num_pages), incarnation),
             ],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **environment},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
