@@ -48,7 +48,8 @@ class End:
 
     def __init__(self, role: str, kind: str, num_pages: int, *, is_busy: bool) -> None:
         if is_busy:
-            nixl_transport.PAUSE_S[Pace.MOVING] = nixl_transport.PAUSE_S[Pace.BEGUN] = 0.0
+            for pace in (Pace.HOT, Pace.MOVING, Pace.BEGUN):
+                nixl_transport.PAUSE_S[pace] = 0.0
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._role, self._kind = role, kind
         self._memory = PageMemory(LAYOUT, num_pages, device)

@@ -51,6 +51,7 @@ class Digester(Protocol):
         ...
 
 
+@functools.cache
 def pieces_in_group(layout: KVLayout) -> int:
     """Pieces of one group of layers in a page."""
     return layout.group_bytes // piece_bytes_of(layout.layer_bytes)

@@ -18,6 +18,7 @@ from effuse.kvtransfer.reception import Destination, Receptions
 from effuse.kvtransfer.transport import FromReceiver, FromWriter, Lost, Pace, Transport
 
 LIVELY_S = 1.0  # a message that was sent may need more looks here before it leaves
+HOT_S = 0.0005  # after a movement the next one is due so soon that sleeping costs more
 
 
 class Exchange:
@@ -36,7 +37,7 @@ class Exchange:
         self._transport = transport
         self._digester = digester
         self._now = now
-        self._lively_until = 0.0
+        self._moved_at = -LIVELY_S
         origin = Origin(incarnation, fingerprint, layout)
         destination = Destination(incarnation, fingerprint, layout)
         self._pushes = Pushes(transport, digester, origin, emit, now)
@@ -90,7 +91,7 @@ class Exchange:
                     self._pushes.lose(peer, refusal)
         moved = self._pushes.turn() | self._receptions.turn() | bool(heard)
         if moved:
-            self._lively_until = self._now() + LIVELY_S
+            self._moved_at = self._now()
         return moved
 
     def wait(self, requests: int) -> None:
@@ -98,9 +99,10 @@ class Exchange:
         self._transport.wait(self._pace(), requests)
 
     def _pace(self) -> Pace:
+        since = self._now() - self._moved_at
         if self._pushes.is_moving or self._receptions.is_moving:
-            return Pace.MOVING
+            return Pace.HOT if since < HOT_S else Pace.MOVING
         if self._receptions.has_begun:
             return Pace.BEGUN
         has_open = len(self._pushes) or len(self._receptions)
-        return Pace.EXPECTING if has_open or self._now() < self._lively_until else Pace.IDLE
+        return Pace.EXPECTING if has_open or since < LIVELY_S else Pace.IDLE

@@ -47,7 +47,14 @@ HOST_CHUNK_BYTES = 8 << 20
 HOST_WINDOW_BYTES = 32 << 20
 DEVICE_BYTES = 1 << 40
 # A notification wakes nobody: it must be asked for. Over TCP that is also what moves the bytes.
-PAUSE_S = {Pace.MOVING: 20e-6, Pace.BEGUN: 200e-6, Pace.EXPECTING: 1e-3, Pace.IDLE: 0.1}
+PAUSE_S = {
+    Pace.HOT: 0.0,
+    Pace.MOVING: 20e-6,
+    Pace.BEGUN: 200e-6,
+    Pace.EXPECTING: 1e-3,
+    Pace.IDLE: 0.1,
+}
+HOST_HOT_S = 20e-6  # where processors move the bytes, somebody else may need this one
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS = 1000  # the kernel's own 50 us would be added to every pause
 
@@ -110,6 +117,7 @@ class NixlTransport:
         self._memory = memory
         self._layout = memory.layout
         self._kind = "VRAM" if on_device else "DRAM"
+        self._pause_s = PAUSE_S if on_device else {**PAUSE_S, Pace.HOT: HOST_HOT_S}
         self._device_id = (memory.device.index or 0) if on_device else 0
         self._name = f"{role}-{incarnation}"
         self._num_agents = 0
@@ -247,8 +255,8 @@ class NixlTransport:
 
     def wait(self, pace: Pace, requests: int) -> None:
         """Sleeps; a request ends the longer sleeps early."""
-        seconds = PAUSE_S[pace]
-        if pace is Pace.MOVING:
+        seconds = self._pause_s[pace]
+        if pace in (Pace.HOT, Pace.MOVING):
             time.sleep(seconds)
         else:
             select.select([requests], [], [], seconds)

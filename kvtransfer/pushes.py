@@ -18,7 +18,7 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     cause_of,
 )
-from effuse.kvtransfer.digest import Digester, pieces_in_group
+from effuse.kvtransfer.digest import Digester, DigestJob, pieces_in_group
 from effuse.kvtransfer.messages import BoundaryState, Reservation
 from effuse.kvtransfer.push import Batch, Origin, Push, check_push
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer, Transport
@@ -221,7 +221,10 @@ class Pushes:
             groups = batch.next_groups(self._layout.num_groups)
             if groups:
                 batch.num_sent = groups.stop
-                push.queue += self._chunks(push, batch, groups)
+                chunks = self._chunks(push, batch, groups)
+                push.queue += chunks
+                # Before they are sent: a device takes digests while posting a write takes its time.
+                push.digesting += [(chunk, self._digest(push, chunk)) for chunk in chunks]
                 moved = True
         push.batches = [b for b in push.batches if b.num_sent < self._layout.num_groups]
         return moved
@@ -241,7 +244,7 @@ class Pushes:
         ]
 
     def _deliver(self, push: Push, chunk: Chunk) -> bool:
-        """Sends a chunk and has it digested; False where there is no room for it now."""
+        """Sends a chunk; False where there is no room for it now."""
         header = Pages(
             push.reservation.attempt,
             self._origin.incarnation,
@@ -256,10 +259,11 @@ class Pushes:
             return False
         num_bytes = len(chunk.targets) * len(chunk.groups) * self._layout.group_bytes
         push.deliveries.append((delivery, num_bytes))
-        seed = push.reservation.digest_seed
-        job = self._digester.begin(chunk.source_pages, chunk.groups, seed)
-        push.digesting.append((chunk, job))
         return True
+
+    def _digest(self, push: Push, chunk: Chunk) -> DigestJob:
+        seed = push.reservation.digest_seed
+        return self._digester.begin(chunk.source_pages, chunk.groups, seed)
 
     # How it ends.
 

@@ -76,6 +76,7 @@ Heard = FromWriter | FromReceiver | Lost
 class Pace(Enum):
     """How soon something may happen that no descriptor tells of."""
 
+    HOT = auto()  # bytes or digests are under way, and some moved on a moment ago
     MOVING = auto()  # bytes or digests are under way
     BEGUN = auto()  # a writer has introduced itself and may write any moment
     EXPECTING = auto()  # something is reserved, or was said a moment ago

@@ -265,7 +265,8 @@ class ZmqTransport:
 
     def wait(self, pace: Pace, requests: int) -> None:
         """Sleeps until a socket or the engine has something."""
-        if pace is Pace.MOVING and self._staging is not None:
+        is_moving = pace in (Pace.HOT, Pace.MOVING)
+        if is_moving and self._staging is not None:
             time.sleep(DEVICE_PAUSE_S)
             return
         poller = zmq.Poller()
@@ -274,4 +275,4 @@ class ZmqTransport:
         for peer in self._peers.values():
             poller.register(peer.socket, zmq.POLLIN)
             poller.register(peer.monitor, zmq.POLLIN)
-        poller.poll(MOVING_MS if pace is Pace.MOVING else IDLE_MS)
+        poller.poll(MOVING_MS if is_moving else IDLE_MS)
