@@ -63,7 +63,9 @@ TURNS = 5
 ROUNDS = 9
 WARM_UP = 3
 DEADLINE_S = 60.0
-LEAST_SHARE = {"nixl": 0.7, "zmq": 0.5}
+# A bare transfer copies the bytes once. A handoff reads them twice more, for digests on both sides,
+# at the speed of the same memory: on a GPU these reads are next to free, on two processors not.
+LEAST_SHARE = {"nixl": 0.35, "zmq": 0.25}
 
 Seconds = dict[str, float]  # medians, by the way that pages went or by their order
 

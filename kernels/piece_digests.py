@@ -11,7 +11,9 @@ against an attacker: xxh3 is not cryptographic.
 from __future__ import annotations
 
 import struct
+from itertools import repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,19 +157,15 @@ def _on_host(
 ) -> Tensor:
     import xxhash
 
-    seed = int(key[SEED_WORD]) % 2**64
-    rows = []
-    for page_id in page_ids.tolist():
+    seeds = repeat(int(key[SEED_WORD]) % 2**64)
+    rows = pages.view(torch.uint8).numpy()[:, first_byte : first_byte + count * piece_bytes]
+    found = np.empty((len(page_ids), count), dtype=np.uint64)
+    for digests, page_id in zip(found, page_ids.tolist(), strict=True):
         if not 0 <= page_id < len(pages):
             raise IndexError(f"page {page_id} of a pool of {len(pages)}")
-        page: memoryview = pages[page_id].view(torch.uint8).numpy().data
-        begins = range(first_byte, first_byte + count * piece_bytes, piece_bytes)
-        digests = [
-            xxhash.xxh3_64_intdigest(page[begin : begin + piece_bytes], seed=seed)
-            for begin in begins
-        ]
-        rows.append([_signed(digest) for digest in digests])
-    return torch.tensor(rows, dtype=torch.int64).view(-1, count)
+        pieces = rows[page_id].reshape(count, piece_bytes)
+        digests[:] = list(map(xxhash.xxh3_64_intdigest, pieces, seeds))
+    return torch.from_numpy(found.view(np.int64))
 
 
 def _signed(word: int) -> int:

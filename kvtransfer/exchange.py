@@ -15,7 +15,14 @@ from effuse.kvtransfer.messages import BoundaryState, Reservation
 from effuse.kvtransfer.push import Origin
 from effuse.kvtransfer.pushes import Pushes
 from effuse.kvtransfer.reception import Destination, Receptions
-from effuse.kvtransfer.transport import FromReceiver, FromWriter, Lost, Pace, Transport
+from effuse.kvtransfer.transport import (
+    FromReceiver,
+    FromWriter,
+    Heard,
+    Lost,
+    Pace,
+    Transport,
+)
 
 LIVELY_S = 1.0  # a message that was sent may need more looks here before it leaves
 HOT_S = 0.0005  # after a movement the next one is due so soon that sleeping costs more
@@ -35,7 +42,6 @@ class Exchange:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
-        self._digester = digester
         self._now = now
         self._moved_at = -LIVELY_S
         origin = Origin(incarnation, fingerprint, layout)
@@ -44,9 +50,8 @@ class Exchange:
         self._receptions = Receptions(transport, digester, destination, emit, now)
 
     def close(self) -> None:
-        """Ends transport and digests."""
+        """Ends the transport."""
         self._transport.close()
-        self._digester.close()
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
         """Accepts this transfer from now on."""
@@ -78,9 +83,12 @@ class Exchange:
         """Stops a push."""
         self._pushes.cancel(transfer_id)
 
-    def turn(self) -> bool:
-        """Hears what has been said and moves on what can be; True if anything did."""
-        heard = self._transport.hear()
+    def hear(self) -> list[Heard]:
+        """What has been said since the last call."""
+        return self._transport.hear()
+
+    def turn(self, heard: Sequence[Heard]) -> bool:
+        """Takes in what was heard and moves on what can be; True if anything did."""
         for item in heard:
             match item:
                 case FromWriter():

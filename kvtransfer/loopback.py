@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import Cause, ConnectorEvent, HandoffRefused, Pending
-from effuse.kvtransfer.digest import DeviceDigester, Digester, HostDigester
+from effuse.kvtransfer.digest import digester_of
 from effuse.kvtransfer.exchange import Exchange
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.memory import PageMemory, bytes_of
@@ -63,7 +63,8 @@ class Hub:
     def settle(self) -> None:
         """Lets every member take its turns until nothing moves."""
         for _ in range(MOST_TURNS):
-            moved = [member.exchange.turn() for member in list(self.members.values())]
+            members = [member.exchange for member in self.members.values()]
+            moved = [exchange.turn(exchange.hear()) for exchange in members]
             if not any(moved):
                 return
         raise AssertionError("the members of a hub never come to rest")
@@ -211,7 +212,7 @@ class LoopbackConnector:
         self.transport = LoopbackTransport(hub, memory, incarnation)
         self.exchange = Exchange(
             self.transport,
-            _digester(memory),
+            digester_of(memory),
             memory.layout,
             incarnation,
             fingerprint,
@@ -283,7 +284,3 @@ class LoopbackConnector:
         """Tells the engine."""
         self._events.append(event)
         os.eventfd_write(self._signal, 1)
-
-
-def _digester(memory: PageMemory) -> Digester:
-    return DeviceDigester(memory) if memory.device.type == "cuda" else HostDigester(memory)

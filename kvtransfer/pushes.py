@@ -18,7 +18,7 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     cause_of,
 )
-from effuse.kvtransfer.digest import Digester, DigestJob, pieces_in_group
+from effuse.kvtransfer.digest import Digester, pieces_in_group
 from effuse.kvtransfer.messages import BoundaryState, Reservation
 from effuse.kvtransfer.push import Batch, Origin, Push, check_push
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer, Transport
@@ -221,10 +221,7 @@ class Pushes:
             groups = batch.next_groups(self._layout.num_groups)
             if groups:
                 batch.num_sent = groups.stop
-                chunks = self._chunks(push, batch, groups)
-                push.queue += chunks
-                # Before they are sent: a device takes digests while posting a write takes its time.
-                push.digesting += [(chunk, self._digest(push, chunk)) for chunk in chunks]
+                push.queue += self._chunks(push, batch, groups)
                 moved = True
         push.batches = [b for b in push.batches if b.num_sent < self._layout.num_groups]
         return moved
@@ -245,6 +242,8 @@ class Pushes:
 
     def _deliver(self, push: Push, chunk: Chunk) -> bool:
         """Sends a chunk; False where there is no room for it now."""
+        # Before it is sent: a device takes digests while posting a write takes its time.
+        self._digest(push, chunk)
         header = Pages(
             push.reservation.attempt,
             self._origin.incarnation,
@@ -261,9 +260,13 @@ class Pushes:
         push.deliveries.append((delivery, num_bytes))
         return True
 
-    def _digest(self, push: Push, chunk: Chunk) -> DigestJob:
-        seed = push.reservation.digest_seed
-        return self._digester.begin(chunk.source_pages, chunk.groups, seed)
+    def _digest(self, push: Push, chunk: Chunk) -> None:
+        """Begins a chunk's digests, if that was not done when there was no room for it."""
+        if push.digested is not chunk:
+            seed = push.reservation.digest_seed
+            job = self._digester.begin(chunk.source_pages, chunk.groups, seed)
+            push.digesting.append((chunk, job))
+            push.digested = chunk
 
     # How it ends.
 

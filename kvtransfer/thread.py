@@ -44,9 +44,8 @@ class ThreadConnector:
     ) -> None:
         self.name = transport.name
         self._transport = transport
-        digester = digester_of(memory, incarnation)
         self._exchange = Exchange(
-            transport, digester, memory.layout, incarnation, fingerprint, self._emit, now
+            transport, digester_of(memory), memory.layout, incarnation, fingerprint, self._emit, now
         )
         self._requests: deque[Callable[[], None]] = deque()
         self._events: deque[ConnectorEvent] = deque()
@@ -149,15 +148,19 @@ class ThreadConnector:
     def _live(self) -> None:
         self._transport.open()
         self._opened.set()
-        # The signal is lowered before closing is looked at: the other way round, a close() in
-        # between would wake nobody.
+        # What a peer says may follow from a request that is still queued: it may be the answer to a
+        # reservation. So requests are served after hearing, before what was heard is taken in.
+        heard = self._exchange.hear()
         while self._serve_requests() and threading.main_thread().is_alive():
-            if not self._exchange.turn():
+            if not self._exchange.turn(heard):
                 self._exchange.wait(self._request_signal)
+            heard = self._exchange.hear()
         self._exchange.close()
 
     def _serve_requests(self) -> bool:
         """False once the thread is to end."""
+        # Lowered before closing is looked at: the other way round, a close() in between would wake
+        # nobody.
         _lower(self._request_signal)
         if self._closing.is_set():
             return False

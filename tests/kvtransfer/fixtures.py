@@ -104,13 +104,15 @@ def boundary(prompt_len: int = 25, **changes: Any) -> BoundaryState:
     return BoundaryState(prompt_len=prompt_len, **(words | changes))
 
 
-def next_event(connector: Connector, transfer_id: str) -> ConnectorEvent:
-    """Waits for the connector's next event of this transfer; those of others are dropped."""
+def next_event(
+    connector: Connector, transfer_id: str, kind: type[object] = object
+) -> ConnectorEvent:
+    """Waits for this transfer's next event of a kind; what came before it or with it is dropped."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        events = [event for event in connector.poll() if event.transfer_id == transfer_id]
-        if events:
-            return events[0]
+        for event in connector.poll():
+            if event.transfer_id == transfer_id and isinstance(event, kind):
+                return event
         left = deadline - time.monotonic()
         assert left > 0, "no event came"
         select.select([connector.fileno()], [], [], left)

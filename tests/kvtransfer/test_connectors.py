@@ -72,8 +72,7 @@ class Pair:
     def end(self, reserved: Reservation) -> None:
         """Lets the sender forget a push, which it would else poll for until its lease is over."""
         self.sender.cancel(reserved.transfer_id)
-        while not isinstance(self.next_event(reserved), Cancelled):
-            pass
+        next_event(self.sender, reserved.transfer_id, Cancelled)
 
     def hear(self, reserved: Reservation) -> dict[str, Any]:
         return self.remote.hear(reserved.transfer_id)

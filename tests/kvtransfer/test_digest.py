@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import xxhash
@@ -64,23 +61,13 @@ def test_a_pages_digest_is_that_of_its_pieces() -> None:
     assert len(set(page_digests(whole))) == 2
 
 
-def test_a_thread_takes_digests_while_others_go_on() -> None:
-    memory, may_begin = filled(SMALL, 4), threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(may_begin.wait)
-        job = HostDigester(memory, thread).begin([1], range(SMALL.num_groups), SEED)
-        assert job.poll() is None
-        may_begin.set()
+def test_a_host_takes_digests_when_they_are_asked_for() -> None:
+    memory = filled(SMALL, 4)
+    job = digester_of(memory).begin([1], range(SMALL.num_groups), SEED)
+    memory.tensor[1] = 0
     found = job.poll()
     assert found is not None
     assert np.array_equal(found, take(memory, [1], range(SMALL.num_groups)))
-
-
-def test_memory_of_the_host_is_digested_on_a_thread() -> None:
-    digester = digester_of(filled(SMALL, 2), "test")
-    job = digester.begin([0], range(SMALL.num_groups), SEED)
-    digester.close()  # waits for it
-    assert job.poll() is not None
 
 
 def test_prompts_differ_by_every_id_and_their_order() -> None:

@@ -6,6 +6,7 @@ connector's thread is held up meanwhile, as any long call would.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -24,6 +25,7 @@ from effuse.kvtransfer.messages import PageRef, Reservation
 from effuse.kvtransfer.thread import ThreadConnector
 
 NUM_PAGES = 768
+MOST_DEATHS = 8
 WRITTEN, NEXT_OWNERS = 7.0, 9.0
 
 
@@ -68,24 +70,38 @@ class Victim:
         self.connector.close()
 
 
-@pytest.fixture
-def victim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
+@pytest.fixture(autouse=True)
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    made = Victim()
-    yield made
-    made.close()
 
 
-@pytest.mark.parametrize("is_trusted", [False, True])
-def test_what_a_dead_writer_sent_never_lands_in_free_pages(
-    victim: Victim, is_trusted: bool
-) -> None:
-    """Were its end taken for the end of what it sent, pages of another request would be spoilt:
-    the second case shows that the fault is real."""
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    with contextlib.closing(Victim()) as made:
+        yield made
+
+
+def test_what_a_dead_writer_sent_never_lands_in_free_pages(victim: Victim) -> None:
+    address = victim.connector.describe()
+    assert num_spoilt_by_a_death(victim, is_trusted=False) == 0
+    assert victim.connector.describe() != address
+
+
+def test_pages_are_spoilt_where_an_end_is_taken_for_the_end_of_what_was_sent() -> None:
+    """That the fault above is real. Whether a dead writer's bytes outlive it depends on what it had
+    not read itself, so it may take a few deaths."""
+    for _ in range(MOST_DEATHS):
+        with contextlib.closing(Victim()) as victim:
+            if num_spoilt_by_a_death(victim, is_trusted=True):
+                return
+    pytest.fail("nothing was ever spoilt")
+
+
+def num_spoilt_by_a_death(victim: Victim, *, is_trusted: bool) -> int:
+    """Free pages that are overwritten after a writer's death; `is_trusted` plants the bug."""
     met = victim.reserve(1, number=1)
     victim.writer.push(met, [0], WRITTEN)
     assert isinstance(next_event(victim.connector, met.transfer_id), Arrived)
-    address = victim.connector.describe()
     reserved, is_dead = victim.reserve(NUM_PAGES, number=2), threading.Event()
 
     def give_up(exchange: Exchange) -> None:
@@ -100,8 +116,7 @@ def test_what_a_dead_writer_sent_never_lands_in_free_pages(
     assert next_event(victim.connector, reserved.transfer_id) == Fenced(reserved.transfer_id)
     victim.memory.tensor.fill_(NEXT_OWNERS)
     time.sleep(1.0)
-    assert (victim.num_spoilt() > 0) is is_trusted
-    assert (victim.connector.describe() == address) is is_trusted
+    return victim.num_spoilt()
 
 
 def test_others_go_on_and_are_reached_anew(victim: Victim) -> None:

@@ -8,13 +8,15 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from kvtransfer.fixtures import DEADLINE_S, SMALL, print_of
+from kvtransfer.fixtures import DEADLINE_S, SMALL, print_of, reservation
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import Cancelled, ConnectorDied
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.thread import ThreadConnector
-from effuse.kvtransfer.transport import Pace
+from effuse.kvtransfer.transport import FromWriter, Heard, Pace
+from effuse.kvtransfer.wire import Begin
 
 
 class Sleepy(FakeTransport):
@@ -37,9 +39,9 @@ class Sleepy(FakeTransport):
 class Counting(ThreadConnector):
     """A connector over such a transport."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: type[Sleepy] = Sleepy) -> None:
         memory = PageMemory(SMALL, 2)
-        self.transport = Sleepy(memory)
+        self.transport = transport(memory)
         super().__init__(self.transport, memory, "life-1", print_of(SMALL))
 
 
@@ -105,6 +107,33 @@ def test_a_close_between_a_look_and_a_sleep_still_wakes_the_thread() -> None:
     closing.join(DEADLINE_S)
     assert held.transport.is_shut
     assert not held.transport.has_slept.is_set()
+
+
+def test_a_reservation_is_known_before_what_a_writer_says_of_it() -> None:
+    """The writer answers it before the thread gets round to it: told while the thread listens, the
+    thread must take in the reservation first."""
+
+    class Prompt(Sleepy):
+        """Whose writer is heard the moment that somebody was told of a reservation."""
+
+        def hear(self) -> list[Heard]:
+            if self.learnt or told.is_set():
+                return []
+            pages = (PageRef(0, 1),)
+            reserved = reservation(self.memory, self.address(), pages, incarnation="life-1")
+            made.expect(reserved, "prefill-1")
+            told.set()
+            begin = Begin(reserved.attempt, "prefill-1", "life-1", print_of(SMALL))
+            return [FromWriter(begin, (), "a reply")]
+
+    told = threading.Event()
+    made = Counting(Prompt)
+    made.start()
+    assert told.wait(DEADLINE_S)
+    assert made.transport.has_slept.wait(DEADLINE_S)
+    made.close()
+    assert made.transport.learnt == ["prefill-1"]
+    assert made.transport.answers == []
 
 
 def test_a_thread_that_dies_is_noticed(thread: Counting, caplog: pytest.LogCaptureFixture) -> None:
