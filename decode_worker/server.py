@@ -96,6 +96,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             stream.is_relayed = True
         elif isinstance(event, Verified):
             stream.is_verified = True
+            metrics.handoff.observe(event.handoff_s)
         elif isinstance(event, Committed):
             metrics.generation_tokens += len(event.token_ids)
             if not stream.num_commits:

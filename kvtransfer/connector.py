@@ -56,7 +56,7 @@ class Arrived:
 
     transfer_id: str
     manifest: Manifest
-    seconds: float  # since the transfer was expected, checks included
+    seconds: float  # as Pushed.seconds, less the receiver's word
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,8 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
     pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_PAGES)]
     page_digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_PAGES)]
     num_bytes: U63
+    # Since the last page was final and the reservation known, when this was sent.
+    elapsed_us: U63
     boundary: BoundaryState
     seal: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
 

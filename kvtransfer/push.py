@@ -132,7 +132,12 @@ class Push:
             raise HandoffRefused(Cause.COVERAGE, f"pages {first}..{span.stop} overlap earlier ones")
         self.covered.update(span)
 
-    def manifest(self, boundary: BoundaryState) -> Manifest:
+    def elapsed_s(self, now: float) -> float:
+        """Seconds since both the last page was final and the reservation known."""
+        assert self.final_at is not None, "its pages are final"
+        return now - max(self.final_at, self.known_at)
+
+    def manifest(self, boundary: BoundaryState, now: float) -> Manifest:
         """The sealed account of the push. Raises HandoffRefused where pages are missing."""
         missing = len(self.reservation.pages) - len(self.covered)
         if missing:
@@ -146,6 +151,7 @@ class Push:
                 pages=self.reservation.pages,
                 page_digests=page_digests(self.pieces),
                 num_bytes=self.num_bytes,
+                elapsed_us=round(self.elapsed_s(now) * 1e6),
                 boundary=boundary,
             )
         )

@@ -212,7 +212,7 @@ class Pushes:
         if push.batches or push.queue or not push.is_quiet:
             return moved
         push.is_finished = True
-        self._transport.say(push.peer, Finish(push.manifest(boundary)))
+        self._transport.say(push.peer, Finish(push.manifest(boundary, self._now())))
         return True
 
     def _queue_final(self, push: Push) -> bool:
@@ -273,9 +273,8 @@ class Pushes:
     def _end(self, push: Push) -> None:
         self._leave(push)
         del self._pushes[push.transfer_id]
-        assert push.final_at is not None, "it was finished"
-        seconds = self._now() - max(push.final_at, push.known_at)
         pages = len(push.reservation.pages)
+        seconds = push.elapsed_s(self._now())
         self._emit(Pushed(push.transfer_id, pages, push.num_bytes, seconds))
 
     def _fail(self, transfer_id: str, refusal: HandoffRefused) -> None:

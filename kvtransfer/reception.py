@@ -66,12 +66,12 @@ class Expected:
     reservation: Reservation
     writer: str | None  # incarnation of the only one that may write, if that is known
     layout: KVLayout
-    since: float
     reply: Reply | None = None  # of the writer that was let in
     covered: npt.NDArray[np.bool_] = field(init=False)  # [pages, groups] that arrived
     pieces: PieceDigests = field(init=False)  # [pages, pieces] found in memory
     digesting: list[tuple[Pages, DigestJob]] = field(default_factory=list)
     manifest: Manifest | None = None
+    claimed_at: float = 0.0  # when it came
 
     def __post_init__(self) -> None:
         num_pages, groups = len(self.reservation.pages), self.layout.num_groups
@@ -141,7 +141,7 @@ class Receptions:
     def expect(self, reservation: Reservation, writer: str | None) -> None:
         """Accepts this transfer from now on."""
         self._expected[reservation.transfer_id] = Expected(
-            reservation, writer, self._destination.layout, self._now()
+            reservation, writer, self._destination.layout
         )
 
     def forget(self, transfer_id: str) -> None:
@@ -257,6 +257,7 @@ class Receptions:
             page = expected.reservation.pages[index]
             raise HandoffRefused(Cause.COVERAGE, f"page {index} ({page}) never arrived")
         expected.manifest = manifest
+        expected.claimed_at = self._now()
 
     def _conclude(self, expected: Expected, manifest: Manifest) -> None:
         transfer_id = manifest.transfer_id
@@ -267,7 +268,8 @@ class Receptions:
             self._refuse(transfer_id, refusal, expected.reply)
             return
         del self._expected[transfer_id]
-        self._emit(Arrived(transfer_id, manifest, self._now() - expected.since))
+        seconds = manifest.elapsed_us / 1e6 + self._now() - expected.claimed_at
+        self._emit(Arrived(transfer_id, manifest, seconds))
         if expected.reply is not None:
             self._transport.answer(expected.reply, Accepted(transfer_id))
 

@@ -155,7 +155,7 @@ class Verified(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attempt: AttemptId
     bytes: int
     pages: int
-    handoff_s: float  # from the reservation, checks included
+    handoff_s: float  # since the last page was final and the reservation known, checks included
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -202,7 +202,7 @@ class Pushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attempt: AttemptId
     pages: int
     bytes: int  # boundary state left out
-    push_s: float  # from the first write to the last acknowledgement
+    push_s: float  # since the last page was final and the reservation known, to the last answer
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -12,7 +12,23 @@ from dataclasses import dataclass, field
 
 from effuse.placement.records import Load
 
-_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BUCKETS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
 _REQUEST_TIMEOUT_S = 5.0
 
 
@@ -46,6 +62,7 @@ class Metrics:
     finished: Counter[str] = field(default_factory=Counter)  # by how the attempt ended
     time_to_first_block: Histogram = field(default_factory=Histogram)
     request_latency: Histogram = field(default_factory=Histogram)
+    handoff: Histogram = field(default_factory=Histogram)  # of the prompts that came verified
 
 
 def render(metrics: Metrics, load: Load, restarts: int, tasks: int) -> str:
@@ -76,6 +93,7 @@ def render(metrics: Metrics, load: Load, restarts: int, tasks: int) -> str:
         lines.append(f'effuse_request_success_total{{finished_reason="{reason}"}} {count}')
     lines += metrics.time_to_first_block.lines("effuse_time_to_first_block_seconds")
     lines += metrics.request_latency.lines("effuse_e2e_request_latency_seconds")
+    lines += metrics.handoff.lines("effuse_kv_handoff_seconds")
     return "\n".join(lines) + "\n"
 
 

@@ -115,6 +115,7 @@ class Scene:
             pages=self.reserved.pages,
             page_digests=digests_of(self.source, range(3)),
             num_bytes=3 * self.source.page_bytes,
+            elapsed_us=250_000,
             boundary=boundary(20, tail_token_ids=(7, 8)),
         )
         return sealed(msgspec.structs.replace(honest, **changes))

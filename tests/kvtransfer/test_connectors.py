@@ -64,11 +64,6 @@ class Pair:
     def next_event(self, reserved: Reservation) -> ConnectorEvent:
         return next_event(self.sender, reserved.transfer_id)
 
-    def first_event(self) -> ConnectorEvent:
-        """The next event of all, whatever it is about."""
-        assert select.select([self.sender.fileno()], [], [], DEADLINE_S)[0]
-        return self.sender.poll()[0]
-
     def end(self, reserved: Reservation) -> None:
         """Lets the sender forget a push, which it would else poll for until its lease is over."""
         self.sender.cancel(reserved.transfer_id)
@@ -317,7 +312,7 @@ def test_a_frozen_receiver_is_noticed_by_the_lease(kind: str) -> None:
         pair.sender.cancel(reserved.transfer_id)
         if kind == "nixl":
             pair.sender.cancel("another")
-            assert pair.first_event() == Cancelled("another")
+            assert next_event(pair.sender, "another") == Cancelled("another")
             os.kill(pair.remote.process.pid, signal.SIGCONT)
         assert isinstance(pair.next_event(reserved), Cancelled)
 

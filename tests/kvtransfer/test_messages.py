@@ -43,6 +43,7 @@ MANIFEST = sealed(
         pages=(PageRef(3, 1), PageRef(4, 7)),
         page_digests=(b"a" * 16, b"b" * 16),
         num_bytes=8192,
+        elapsed_us=1500,
         boundary=boundary(37, tail_token_ids=(1, 2), hidden=b"h" * 8),
     )
 )
@@ -63,6 +64,7 @@ def test_the_seal_covers_every_field() -> None:
         {"pages": (PageRef(4, 7), PageRef(3, 1))},
         {"page_digests": (b"b" * 16, b"a" * 16)},
         {"num_bytes": 8193},
+        {"elapsed_us": 1501},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, prompt_len=38)},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, tail_token_ids=(1, 3))},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=b"g" * 8)},

@@ -41,17 +41,19 @@ def test_the_manifest_lists_pages_in_the_reservations_order(push: Push) -> None:
     pieces = HostDigester(SOURCE).begin([0, 5, 3], range(SMALL.num_groups), SEED).poll()
     assert pieces is not None
     push.pieces = np.array(pieces)
-    manifest = push.manifest(BOUNDARY)
+    push.final_at = 5.0  # after the reservation was known
+    manifest = push.manifest(BOUNDARY, 5.25)
     assert manifest.pages == RESERVED.pages
     assert manifest.page_digests == digests_of(SOURCE, [0, 5, 3])
     assert manifest.seal == seal_of(manifest)
+    assert manifest.elapsed_us == 250_000
     assert manifest.num_bytes == push.num_bytes == 3 * SMALL.page_bytes
 
 
 def test_a_manifest_waits_for_every_page(push: Push) -> None:
     push.cover([0, 5], 0)
     with refused(Cause.COVERAGE):
-        push.manifest(BOUNDARY)
+        push.manifest(BOUNDARY, 5.25)
 
 
 @pytest.mark.parametrize(("pages", "first"), [([0], 1), ([0, 1], 0), ([0], 3), ([0], -1)])

@@ -184,6 +184,7 @@ def test_events_of_others_are_left_alone(desk: Desk) -> None:
             pages=(),
             page_digests=(),
             num_bytes=0,
+            elapsed_us=0,
             boundary=BOUNDARY,
         )
     )

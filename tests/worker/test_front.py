@@ -323,6 +323,7 @@ def test_metrics_are_served_on_a_port_of_their_own(
             "effuse_generation_tokens_total 3",
             'effuse_request_success_total{finished_reason="length"} 1',
             "effuse_time_to_first_block_seconds_count 1",
+            "effuse_kv_handoff_seconds_count 1",
         ):
             assert line in text.splitlines()
 
