@@ -53,6 +53,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                 worker_id=shell.identity.worker_id,
                 incarnation=shell.incarnation,
                 address=shell.identity.address,
+                engine_port=0 if life is None else life.ready.engine_port,
             ),
             role=shell.role,
             running=max(load.running, len(shell.attempts) - load.waiting),
