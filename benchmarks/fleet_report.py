@@ -45,7 +45,8 @@ class Objectives:
 
 def report(content: Content) -> str:
     """All tables, as Markdown."""
-    parts = [_handoffs(content), _alone(content), _closed(content), _steps(content)]
+    parts = [_handoffs(content), _alone(content), _overlap(content)]
+    parts += [_closed(content), _steps(content)]
     parts += [_arriving(content), _best(content), _links(content)]
     return "\n\n".join(part for part in parts if part)
 
@@ -67,6 +68,29 @@ def _alone(content: Content) -> str:
             rows.append([shape, *_ms(ours, theirs, ours - theirs, moved)])
     heads = ["alone", "first block, split ms", "co-located ms", "difference", "handoff ms"]
     return _table(heads, rows)
+
+
+def _overlap(content: Content) -> str:
+    """Forward and handoff together, beside the longer of the two where each has all for itself."""
+    forwards, rows = content["limits"].get("prefill", {}), []
+    alone = {
+        (one["connector"], one["tokens"]): one["handoff_ms"] / 1e3
+        for one in content["handoffs"]
+        if one["polling"] == "as served"
+    }
+    for fleet in content["split"]:
+        for shape, requests in fleet["alone"].items():
+            prompt = shape.split("/")[0]
+            forward, handoff = forwards.get(prompt), alone.get((fleet["connector"], int(prompt)))
+            if forward is None or handoff is None:
+                continue
+            left = percentile([one["handoff_s"] for one in requests], 0.5)
+            ratio = (forward + left) / max(forward, handoff)
+            rows.append(
+                [f"{fleet['connector']}, {prompt}", *_ms(forward, handoff, left), f"{ratio:.2f}"]
+            )
+    heads = ["prompt over", "forward ms", "handoff ms", "handoff after the forward ms"]
+    return _table([*heads, "both / longer"], rows)
 
 
 def _closed(content: Content) -> str:

@@ -191,9 +191,10 @@ def _config(
     shapes = [*loads.alone, *(shape for shape, _ in [*loads.closed, *loads.arriving])]
     longest = max(shape.prompt + shape.answer for shape in shapes)
     pages = -(-longest // PAGE_SIZE)
-    step_rows = 2 * config.block_size * variant.max_num_seqs  # a settled and an active block each
+    # A settled and an active block each, and room for prompts, which any decode worker may have to
+    # prefill for itself.
+    step_rows = 2 * config.block_size * variant.max_num_seqs + variant.prompt_rows
     seqs = ("--max-num-seqs", str(variant.max_num_seqs))
-    own = 0 if variant.prefill else variant.prompt_rows
     memory = ("--gpu-memory-utilization", "0.8") if gpus else ("--num-pages", str(70 * pages))
     return FleetConfig(
         prefill=variant.prefill,
@@ -205,7 +206,7 @@ def _config(
             *memory,
         ),
         prefill_flags=("--max-num-batched-tokens", str(variant.prompt_rows)),
-        decode_flags=(*seqs, "--max-num-batched-tokens", str(step_rows + own)),
+        decode_flags=(*seqs, "--max-num-batched-tokens", str(step_rows)),
         gpus=tuple(gpus) or None,
         gpu_sharing=True,
         log_dir=log_dir,

@@ -94,6 +94,7 @@ class Alone:
             for at, size in zip(one.blocks, one.sizes, strict=True)
             if at >= begin
         )
+        load.end()
         say(
             tokens_per_s=tokens / taken,
             gap_p50_s=percentile(gaps, 0.5),

@@ -39,7 +39,7 @@ from effuse.models.config import ModelConfig
 
 ALONE = "effuse.benchmarks.gpu_alone"
 HANDOFFS_A_SECOND = 20
-BATCHES = (1, 2, 4, 6, 8, 12, 16, 24)
+BATCHES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class Plan:
     alone: tuple[Shape, ...]
     served: Shape  # arrives at rates
     rates: tuple[float, ...]
+    swept_rates: tuple[float, ...]  # for all variants but the first
     split: tuple[Variant, ...]  # the first one gets all loads, others arrivals only
     colocated: tuple[Variant, ...]
     handoffs: tuple[int, ...]  # tokens
@@ -69,11 +70,14 @@ class Plan:
         loads = [shape for shape, _ in (*self.closed, *self.steady)]
         return max(shape.prompt + shape.answer for shape in (*loads, *self.alone, self.served))
 
-    def loads(self, number: int) -> Loads:
-        """Of the variant of this number."""
+    def loads(self, number: int, connector: str) -> Loads:
+        """Of the variant of this number. What zmq moves is asked alone only."""
+        if connector == "zmq":
+            return Loads(alone=self.alone, alone_count=self.rounds)
         arriving = tuple((self.served, rate) for rate in self.rates)
         if number:
-            return Loads(arriving=arriving, warm_s=self.warm_s, seconds=self.seconds)
+            swept = tuple((self.served, rate) for rate in self.swept_rates)
+            return Loads(arriving=swept, warm_s=self.warm_s, seconds=self.seconds)
         return Loads(
             alone=self.alone,
             alone_count=self.rounds,
@@ -111,8 +115,9 @@ FULL = Plan(
     steady=((Shape(512, 1024), 16), (Shape(512, 1024), 32)),
     alone=(Shape(512, 128), Shape(2048, 128)),
     served=Shape(2048, 128),
-    rates=(4, 8, 12, 16, 18, 20, 22, 24),
-    split=(split(4096, 64), split(2048, 64)),
+    rates=(2, 4, 8, 12, 16, 18, 20, 22),
+    swept_rates=(4, 8, 12, 16, 20),
+    split=(split(4096, 64), split(4096, 16, "zmq"), split(2048, 16)),
     colocated=(colocated(4096, 64), colocated(2048, 16), colocated(2048, 4)),
     handoffs=(512, 2048, 8192),
     zmq=(2048,),
@@ -128,6 +133,7 @@ SHORT = Plan(
     alone=(Shape(2048, 128),),
     served=Shape(2048, 128),
     rates=(4,),
+    swept_rates=(),
     split=(split(4096, 16),),
     colocated=(colocated(4096, 16),),
     handoffs=(2048,),
@@ -143,7 +149,8 @@ TINY = Plan(
     alone=(Shape(64, 64),),
     served=Shape(64, 64),
     rates=(4, 8),
-    split=(split(256, 8),),
+    swept_rates=(),
+    split=(split(256, 8), split(256, 8, "zmq")),
     colocated=(colocated(256, 8),),
     handoffs=(512,),
     zmq=(512,),
@@ -219,8 +226,12 @@ class Bench:
         with timed("bare transports"):
             if len(gpus) > 1:
                 self.measured.peer_copy = gpu_handoff.peer_copy(gpus)
-            for kind, lengths in (("nixl", plan.handoffs), ("zmq", plan.zmq)):
-                found = gpu_handoff.measure(kind, lengths, plan.rounds, is_busy=False, gpus=gpus)
+            for kind, lengths, is_busy in (
+                ("nixl", plan.handoffs, True),
+                ("nixl", plan.handoffs, False),
+                ("zmq", plan.zmq, False),
+            ):
+                found = gpu_handoff.measure(kind, lengths, plan.rounds, is_busy=is_busy, gpus=gpus)
                 self.measured.handoffs += found
             print(gpu_handoff.table(self.measured.handoffs), flush=True)
 
@@ -297,7 +308,7 @@ class Bench:
         outcomes.append(
             run(
                 variant,
-                self._plan.loads(number),
+                self._plan.loads(number, variant.connector),
                 model=self._model,
                 config=self._plan.config,
                 gpus=gpus,

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +39,7 @@ class Result:
     """Prompts of one length over one connector; milliseconds, medians."""
 
     connector: str
+    polling: str
     tokens: int
     megabytes: float
     handoff_ms: float
@@ -94,7 +95,11 @@ def measure(
     with end("sender", flags, gpus[:1]) as sender, end("receiver", flags, gpus[-1:]) as receiver:
         hello = receiver.ask(do="hello")
         receiver.ask(do="meet", **sender.ask(do="meet", **hello))
-        return [_measure(kind, tokens, rounds, sender, receiver) for tokens in lengths]
+        polling = "without a pause" if is_busy else "as served"
+        return [
+            replace(_measure(kind, tokens, rounds, sender, receiver), polling=polling)
+            for tokens in lengths
+        ]
 
 
 def _measure(kind: str, tokens: int, rounds: int, sender: Peer, receiver: Peer) -> Result:
@@ -129,6 +134,7 @@ def _result(kind: str, tokens: int, ours: list[float], limit: float, post_s: flo
     handoff, num_bytes = statistics.median(ours), tokens // PAGE_TOKENS * PAGE_BYTES
     return Result(
         connector=kind,
+        polling="",
         tokens=tokens,
         megabytes=num_bytes / 1e6,
         handoff_ms=1e3 * handoff,
@@ -142,10 +148,11 @@ def _result(kind: str, tokens: int, ours: list[float], limit: float, post_s: flo
 
 def table(results: Sequence[Result]) -> str:
     """The results, a line each, as Markdown."""
-    head = "| connector | tokens | MB | handoff ms | p99 | bare ms | ratio | bare post ms | GB/s |"
-    lines = [head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    head = "| connector | our polling | tokens | MB | handoff ms | p99 | bare ms | ratio "
+    head += "| bare post ms | GB/s |"
+    lines = [head, "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     lines += [
-        f"| {r.connector} | {r.tokens} | {r.megabytes:.1f} | {r.handoff_ms:.3f} | "
+        f"| {r.connector} | {r.polling} | {r.tokens} | {r.megabytes:.1f} | {r.handoff_ms:.3f} | "
         f"{r.handoff_p99_ms:.3f} | {r.bare_ms:.3f} | {r.ratio:.2f} | {r.post_ms:.3f} | "
         f"{r.gigabytes_per_s:.1f} |"
         for r in results

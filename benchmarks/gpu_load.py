@@ -139,6 +139,12 @@ class ClosedLoad:
         served.tokens, served.forwards = event.num_tokens, event.forward_passes
         self.served.append(served)
 
+    def end(self) -> None:
+        """Submits nothing any more and serves what runs: its slots and pages are free then."""
+        self._next = None
+        while not self.is_done:
+            self.step()
+
     def run(self) -> float:
         """Serves everything; seconds from the first submission to the last end."""
         begin = time.perf_counter()
