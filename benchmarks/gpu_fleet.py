@@ -17,6 +17,7 @@ import queue
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -117,7 +118,7 @@ FULL = Plan(
     served=Shape(2048, 128),
     rates=(2, 4, 8, 12, 16, 18, 20, 22),
     swept_rates=(4, 8, 12, 16, 20),
-    split=(split(4096, 64), split(4096, 16, "zmq"), split(2048, 16)),
+    split=(split(4096, 64), split(2048, 16), split(4096, 16, "zmq")),
     colocated=(colocated(4096, 64), colocated(2048, 16), colocated(2048, 4)),
     handoffs=(512, 2048, 8192),
     zmq=(2048,),
@@ -176,8 +177,18 @@ class Measured:
 class Bench:
     """Runs a plan on these GPUs."""
 
-    def __init__(self, plan: Plan, gpus: Sequence[str], checkpoint: Path, logs: Path) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        gpus: Sequence[str],
+        checkpoint: Path,
+        logs: Path,
+        on_part: Callable[[Measured], object],
+    ) -> None:
+        """on_part: called with all that was found, after each part."""
         self._plan = plan
+        self._on_part = on_part
+        self._telling = threading.Lock()
         self._model = checkpoint
         self._logs = logs
         self.measured = Measured(plan)
@@ -199,6 +210,8 @@ class Bench:
                 job(gpus)
             finally:
                 free.put(gpus)
+                with self._telling:
+                    self._on_part(self.measured)
 
         with ThreadPoolExecutor(len(self.pairs)) as pool:
             running = [pool.submit(on_free_gpus, job) for job in self._jobs()]
@@ -334,17 +347,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     asked = parser.parse_args(argv)
     gpus = [one for one in os.environ.get("EFFUSE_GPUS", "").split(",") if one]
+    write = partial(_write, asked.out, gpus)
     with tempfile.TemporaryDirectory() as made:
-        bench = Bench(PLANS[asked.plan], gpus, asked.checkpoint or Path(made), asked.logs)
+        bench = Bench(PLANS[asked.plan], gpus, asked.checkpoint or Path(made), asked.logs, write)
         try:
             bench.run()
         finally:
-            _write(bench.measured, asked.out, gpus)
+            print(report(write(bench.measured)), flush=True)
     return 0
 
 
-def _write(measured: Measured, out: Path, gpus: Sequence[str]) -> None:
-    content = {
+def _write(out: Path, gpus: Sequence[str], measured: Measured) -> dict[str, Any]:
+    content: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "gpus": list(gpus),
@@ -358,7 +372,7 @@ def _write(measured: Measured, out: Path, gpus: Sequence[str]) -> None:
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)  # no NaN in JSON
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu_fleet.json").write_text(json.dumps(content) + "\n")
-    print(report(content), flush=True)
+    return content
 
 
 if __name__ == "__main__":
