@@ -34,15 +34,18 @@ class Client:
     ) -> Iterator[generation_pb2.GenerateStreamResponse]:
         return self.stub.GenerateStream(request, timeout=timeout_s)
 
-    def attempt_of(self, name: str) -> int:
-        """The newest attempt at a request; 0 where the router has not seen it yet."""
+    def look_up(self, name: str) -> generation_pb2.GetRequestResponse:
+        """Where a request is; nothing is set where the router has not seen it yet."""
         asked = generation_pb2.GetRequestRequest(request_id=name)
         try:
-            told: generation_pb2.GetRequestResponse = self.stub.GetRequest(asked, timeout=30)
+            return self.stub.GetRequest(asked, timeout=30)
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.NOT_FOUND, error
-            return 0
-        return told.attempt
+            return generation_pb2.GetRequestResponse()
+
+    def attempt_of(self, name: str) -> int:
+        """The newest attempt at a request; 0 where the router has not seen it yet."""
+        return self.look_up(name).attempt
 
     def close(self) -> None:
         self.channel.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
+import torch
 from e2e.workload import Job
 from oracle.forward import RawModel
 from oracle.settings import OracleResult, Settings
@@ -34,6 +35,21 @@ def margin(job: Job, answer: OracleResult) -> float:
         ),
         default=1.0,
     )
+
+
+def shaken(raw: RawModel, seed: int) -> RawModel:
+    """The model with weights that are off by 1 in 10,000, which disturbs its logits far more than
+    any order of additions does: an answer that is the same hangs on no rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    off = {
+        name: 1 + 1e-4 * torch.randn(getattr(raw.layers[0], name).shape, generator=generator)
+        for name in ("q", "k", "v", "out", "gate", "up", "down")
+    }
+    layers = [
+        replace(layer, **{name: getattr(layer, name) * factor for name, factor in off.items()})
+        for layer in raw.layers
+    ]
+    return replace(raw, layers=tuple(layers))
 
 
 def compare(pairs: list[Pair], answers: list[pb.GenerateResponse]) -> None:

@@ -37,10 +37,12 @@ def engine_of(worker: int) -> psutil.Process:
 
 @contextlib.contextmanager
 def standing_still(worker: int) -> Iterator[None]:
-    """The worker's engine does nothing meanwhile; shorter than it takes to be called hung."""
+    """The worker's engine does nothing meanwhile, which it may not outlive; shorter than it takes
+    to be called hung."""
     engine = engine_of(worker)
     engine.suspend()
     try:
         yield
     finally:
-        engine.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine.resume()

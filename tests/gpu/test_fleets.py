@@ -1,0 +1,245 @@
+"""Fleets of processes on a GPU, on two, and on the CPU: the tokens of one process, also where a
+worker dies while pages fly.
+
+fp32, and only jobs whose answers hang on no rounding: what else is in a batch changes the last bits
+of a GPU's products, and exactness is claimed for nothing else. REHEARSE=1 has all of it run on the
+CPU; deaths over NIXL, where a dead writer's bytes are worst, run there always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.client import Client, all_at_once, connect, load_of, wait_until
+from e2e.comparison import Pair, compare, margin, settings_of, shaken
+from e2e.processes import standing_still
+from e2e.workload import Job, draw_jobs
+from oracle.decode import decode_with
+from oracle.forward import load_raw
+from tokenizers import Tokenizer
+
+import effuse.models
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.gpus import gpus_here
+from effuse.models.problems import problem
+from effuse.v1 import generation_pb2 as pb
+
+BUNDLED = Path(next(iter(effuse.models.__path__))) / "bundled"
+BLOCK = PAGE = 16
+MARGIN = 1e-3  # as in the other tests on a GPU
+DRAWN, AT_LEAST = 8, 7  # jobs of each algorithm
+MOST_TOKENS = 40
+START_S = 180.0  # the first worker on a GPU compiles every kernel
+
+Case = tuple[int, str]  # GPUs, none of which is the CPU, and connector
+
+
+def cases(numbers_of_gpus: Sequence[int], *others: Case) -> list[object]:
+    """Both connectors on so many GPUs, and others; all of them on the CPU, too, for a rehearsal."""
+    numbers = [*([0] if os.environ.get("REHEARSE") else []), *numbers_of_gpus]
+    found = dict.fromkeys([*others, *((n, kind) for n in numbers for kind in ("nixl", "zmq"))])
+    return [
+        pytest.param(
+            (number, kind),
+            marks=[pytest.mark.gpu] if number else [],
+            id=f"{kind}-{number}gpus" if number else f"{kind}-cpu",
+        )
+        for number, kind in found
+    ]
+
+
+@functools.cache
+def workload() -> list[Pair]:
+    """Greedy and sampled jobs of both algorithms whose prompts take from none to a dozen pages,
+    with the oracle's answers."""
+    torch.set_num_threads(1)
+    raw = load_raw(BUNDLED)
+    other = shaken(raw, seed=1)
+    pairs: list[Pair] = []
+    for algorithm in ("d2f", "block_diffusion"):
+        solid = []
+        for number, drawn in enumerate(draw_jobs(5, DRAWN, algorithm, block_size=BLOCK, ids=[0])):
+            prompt = _prompt(number, len(drawn.prompt))
+            job = replace(drawn, prompt=prompt, max_tokens=min(drawn.max_tokens, MOST_TOKENS))
+            answer, again = (decode_with(one, prompt, settings_of(job)) for one in (raw, other))
+            if margin(job, answer) > MARGIN and again.token_ids == answer.token_ids:
+                solid.append((job, answer))
+        assert len(solid) >= AT_LEAST
+        pairs += solid
+    prompts = {len(job.prompt) // PAGE for job, _ in pairs}
+    assert min(prompts) == 0 and max(prompts) > 5, "prompts are of too few lengths"
+    assert any(job.temperature for job, _ in pairs), "nothing is sampled"
+    return pairs
+
+
+def _prompt(number: int, length: int) -> tuple[int, ...]:
+    """One to three problems, or the beginning of one where the length is below a block."""
+    words = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    texts = [problem(2, 3 * number + at, "held_out").prompt for at in range(1 + number % 3)]
+    ids = [token for text in texts for token in words.encode(text).ids]
+    return tuple(ids[:length] if length < BLOCK else ids)
+
+
+@contextlib.contextmanager
+def fleet_on(num_gpus: int, connector: str, prefill: int, decode: int) -> Iterator[Fleet]:
+    """A fleet whose workers share a GPU where there are more of them than GPUs."""
+    here = gpus_here()[:num_gpus]
+    if len(here) < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs, sees {len(here)}")
+    config = FleetConfig(
+        prefill=prefill,
+        decode=decode,
+        connector=connector,
+        gpus=here or None,
+        gpu_sharing=True,
+        worker_flags=(
+            *("--device", "cuda" if here else "cpu", "--dtype", "float32"),
+            *("--page-size", str(PAGE), "--num-pages", "512"),
+            # Fewer graphs to capture than by default.
+            *("--max-num-batched-tokens", "512", "--max-num-seqs", "32"),
+        ),
+        router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
+        ready_timeout_s=START_S,
+    )
+    with Fleet(config) as fleet:
+        assert {one.gpu for one in fleet.gpus.values()} == set(here)
+        yield fleet
+
+
+def ask(fleet: Fleet, pairs: Sequence[Pair]) -> list[pb.GenerateResponse]:
+    with connect(fleet.address) as client:
+        return all_at_once(lambda pair: client.generate(pair[0].message()), pairs)
+
+
+@functools.cache
+def alone(num_gpus: int) -> list[tuple[int, ...]]:
+    """The tokens of one worker that prefills for itself."""
+    with fleet_on(num_gpus, "zmq", 0, 1) as fleet:
+        return [tuple(answer.token_ids) for answer in ask(fleet, workload())]
+
+
+@pytest.mark.parametrize("case", cases([1, 2]))
+def test_tokens_are_those_of_one_process(case: Case) -> None:
+    (num_gpus, connector), pairs = case, workload()
+    with fleet_on(num_gpus, connector, 1, 1) as fleet:
+        answers = ask(fleet, pairs)
+        wait_until(lambda: _holds_nothing(fleet), "pages are left")
+    assert [tuple(answer.token_ids) for answer in answers] == alone(min(num_gpus, 1))
+    compare(pairs, answers)
+    for (job, _), answer in zip(pairs, answers, strict=True):
+        stats = answer.stats
+        assert (stats.connector, stats.prefill_worker) == (connector, "prefill-0")
+        assert stats.kv_pages == len(job.prompt) // PAGE
+
+
+@pytest.fixture(scope="module", params=cases([1], (0, "nixl")))
+def crowd(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """Two workers of each role."""
+    num_gpus, connector = request.param
+    with fleet_on(num_gpus, connector, 2, 2) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def whole_crowd(crowd: Fleet) -> Fleet:
+    """All four are there, also where another test has killed one, and have met each other."""
+    everybody = {f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)}
+    for name in everybody - set(crowd.processes):
+        crowd.restart(name, START_S)
+
+    def all_serve() -> bool:
+        answers = ask(crowd, workload())
+        compare(workload(), answers)
+        return _who_served(answers) == everybody
+
+    wait_until(all_serve, "not everybody serves")
+    wait_until(lambda: _holds_nothing(crowd), "pages are left")
+    return crowd
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_worker_that_dies_while_pages_fly_changes_no_token(
+    whole_crowd: Fleet, victim: str
+) -> None:
+    pairs = workload()
+    with connect(whole_crowd.address) as client:
+        answers = _ask_and_kill(whole_crowd, client, [job for job, _ in pairs], victim)
+    compare(pairs, answers)
+    wait_until(lambda: _holds_nothing(whole_crowd), "pages are left")
+
+
+def _ask_and_kill(
+    fleet: Fleet, client: Client, jobs: Sequence[Job], victim: str
+) -> list[pb.GenerateResponse]:
+    """Kills a worker while no prompt's pages have arrived, and every prompt's are under way.
+
+    First every prompt gets its pages, while the engines that would push stand still; then those
+    that would take note of an arrival do, while the others push.
+    """
+    names = [f"{victim}-{number}" for number in range(len(jobs))]
+    pages = sum(len(job.prompt) // PAGE for job in jobs)
+    with ThreadPoolExecutor(len(jobs)) as threads, contextlib.ExitStack() as receivers:
+        with contextlib.ExitStack() as senders:
+            for name in fleet.names("prefill"):
+                senders.enter_context(standing_still(fleet.processes[name].pid))
+            calls = [
+                threads.submit(client.generate, job.message(name))
+                for job, name in zip(jobs, names, strict=True)
+            ]
+            wait_until(
+                lambda: _held(fleet, "decode") == pages, "not every prompt has its pages reserved"
+            )
+            for name in fleet.names("decode"):
+                receivers.enter_context(standing_still(fleet.processes[name].pid))
+        wait_until(
+            lambda: _held(fleet, "prefill") == pages and not _queued(fleet),
+            "not every prompt is computed",
+        )
+        told = [client.look_up(name) for name in names]
+        hit = [one.request_id for one in told if victim in (one.prefill_worker, one.decode_worker)]
+        assert 0 < len(hit) < len(jobs)
+        assert {one.attempt for one in told} == {1}
+        assert _held(fleet, "prefill") == pages, "a push has ended"
+        fleet.kill(victim)
+        # Nobody has taken what did arrive for whole before it was given up.
+        wait_until(
+            lambda: all(client.attempt_of(name) > 1 for name in hit), "nobody missed the dead one"
+        )
+    return [call.result() for call in calls]
+
+
+def _held(fleet: Fleet, role: str) -> int:
+    """Pages that the workers of a role hold."""
+    loads = [load_of(fleet.address_of(name)) for name in _workers(fleet) if name.startswith(role)]
+    return sum(load.total_pages - load.free_pages for load in loads)
+
+
+def _queued(fleet: Fleet) -> int:
+    """Tokens of prompts that no forward has taken yet."""
+    return sum(load_of(fleet.address_of(name)).queued_tokens for name in fleet.names("prefill"))
+
+
+def _workers(fleet: Fleet) -> list[str]:
+    return [*fleet.names("prefill"), *fleet.names("decode")]
+
+
+def _who_served(answers: Sequence[pb.GenerateResponse]) -> set[str]:
+    stats = [answer.stats for answer in answers]
+    return {name for one in stats for name in (one.prefill_worker, one.decode_worker)}
+
+
+def _holds_nothing(fleet: Fleet) -> bool:
+    loads = [load_of(fleet.address_of(name)) for name in _workers(fleet)]
+    return all(
+        load.running == load.waiting == load.quarantined_pages == 0
+        and load.free_pages == load.total_pages
+        for load in loads
+    )
