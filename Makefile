@@ -28,7 +28,6 @@ GHZ := $(TOOLS)/bin/ghz-$(GHZ_VERSION)
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/v1/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
-FOLDERS := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
 # What `make eval` measures.
 SEED ?= 1
@@ -65,9 +64,9 @@ test: $(VENV)/.dev ## Run every test; only those marked gpu may be skipped
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .PHONY: gpu
-gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) view ## Run the tests for a GPU, small ones under compute-sanitizer too (PYTHON=.. takes one as it is)
+gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a GPU, small ones under compute-sanitizer too (PYTHON=.. takes one as it is)
 	@run="$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m pytest -m gpu -p no:cacheprovider"
-	export PYTHONPATH="$(CURDIR)/build/view$${PYTHONPATH:+:$$PYTHONPATH}"
+	export PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
 	$${run%% *} -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "PyTorch finds no GPU here")'
 	$$run $$(grep -rl 'mark\.gpu' tests --include='test_*.py') $(PYTEST_FLAGS)
 	PATH="$$PATH:/usr/local/cuda/bin"
@@ -130,16 +129,8 @@ format: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 
-types: $(VENV)/.dev view
-	$(BIN)/mypy build/view/effuse k8s tests
-
-# The package as links, for type checkers, which cannot follow an editable install's import finder,
-# and for a Python that it is not installed in.
-.PHONY: view
-view:
-	@mkdir -p build/view/effuse
-	for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/view/effuse/$$folder; done
-	ln -sfn ../../../protos/effuse/v1 build/view/effuse/v1
+types: $(VENV)/.dev
+	$(BIN)/mypy src/effuse k8s tests
 
 arrows: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache

@@ -27,7 +27,11 @@ DISTRIBUTIONS = {
     "zmq": "pyzmq",
 }
 # Part of torch's or the interpreter's own installation, or ours.
+LINKS = [path for path in (ROOT / "src/effuse").iterdir() if path.is_symlink()]
 GIVEN = {"effuse"} | set(sys.stdlib_module_names)
+
+
+NOT_IN_THE_WHEEL = {"benchmarks"}
 
 
 def _tracked() -> list[str]:
@@ -39,11 +43,10 @@ def _tracked() -> list[str]:
 
 def _folders() -> dict[str, str]:
     """Folder in the checkout to its place in the wheel."""
-    folders = {}
-    for package in PROJECT["tool"]["setuptools"]["packages"]:
-        name = package.removeprefix("effuse.")
-        folders["protos/effuse/v1" if name == "v1" else name] = f"effuse/{name}"
-    return folders
+    packages = PROJECT["tool"]["setuptools"]["packages"]
+    names = [package.removeprefix("effuse.") for package in packages if package != "effuse"]
+    places = {"protos/effuse/v1" if name == "v1" else name: f"effuse/{name}" for name in names}
+    return {"src/effuse": "effuse"} | places
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         copy = source / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / name).read_bytes())
+    for link in LINKS:
+        (source / link.relative_to(ROOT)).symlink_to(link.readlink())
     command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation"]
     done = subprocess.run(
         [*command, "--outdir", str(out), str(source)], capture_output=True, text=True, timeout=120
@@ -69,8 +74,6 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages(wheel: zipfile.ZipFi
         for name in _tracked():
             path = Path(name)
             inside = path.parent == Path(folder) or name.startswith("models/bundled/")
-            if name == "benchmarks/RESULTS.md":
-                continue  # a record for readers of the repository
             if inside and path.is_relative_to(folder):
                 expected.add(f"{place}/{path.relative_to(folder)}")
         if folder == "protos":  # the .proto files and stubs are the package effuse.v1
@@ -82,7 +85,14 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages(wheel: zipfile.ZipFi
 def test_every_folder_of_code_is_a_package() -> None:
     folders = {str(Path(name).parent) for name in _tracked() if name.endswith("/__init__.py")}
     source = {folder for folder in folders if not folder.startswith("tests")}
-    assert source == set(_folders())
+    assert source == set(_folders()) | NOT_IN_THE_WHEEL
+
+
+def test_every_folder_of_code_has_its_link() -> None:
+    """An editable install puts `src` on the path, where type checkers and editors follow them."""
+    targets = {str(link.resolve().relative_to(ROOT)) for link in LINKS}
+    assert targets == (set(_folders()) | NOT_IN_THE_WHEEL) - {"src/effuse"}
+    assert all(not link.readlink().is_absolute() for link in LINKS)
 
 
 def test_every_package_is_typed() -> None:
@@ -93,7 +103,7 @@ def test_every_import_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     base = _names(PROJECT["project"]["dependencies"])
     light = {"router", "placement", "protos"}
-    for folder in _folders():
+    for folder in {*_folders(), *NOT_IN_THE_WHEEL}:
         allowed = base if folder in light else base | _names(extras["worker"])
         allowed = allowed | _names(extras["dev"]) if folder == "benchmarks" else allowed
         for name in _tracked():
