@@ -115,9 +115,10 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
 def decode_engine(
     parts: Paged, limits: decode_scheduler.Limits, stepper: DeviceStepper, forward: Forward
 ) -> DeviceDecodeEngine:
-    """A decode worker's engine with device steps; prompts are prefilled in it, by `forward`."""
+    """A decode worker's engine with device steps; prompts are prefilled in it, by `forward`. Pages
+    beyond those of `limits` are left to others."""
     config, model = parts.model.config, parts.model
-    pool = PagePool(parts.memory.num_pages)
+    pool = PagePool(limits.num_pages)
     identity = Identity(
         incarnation=_NAME,
         fingerprint=parts.fingerprint,

@@ -1,11 +1,13 @@
 """`python -m effuse.benchmarks.gpu_handoff`: pages from GPU to GPU, beside the bare transports.
 
 Two processes, each seeing one GPU of those that EFFUSE_GPUS names (0,1 or 0; none: the CPU). Pages
-of the Dream-7B shape lie scattered in both pools and are final; a handoff is timed from then to the
-receiver's word that all of it is verified, digests included. Beside it, in turns between the same
-two processes: a bare NIXL write of the same pages from prepared lists, to the receiver's answer,
-both ends polling without a pause; for ZMQ a bare push of as many bytes of host memory. With --busy
-our connectors poll without a pause, too. Prints a table and writes JSON.
+of the Dream-7B shape lie scattered in both pools and are final; a handoff is timed as an engine
+sees it, from saying so to hearing the receiver's word that all of it is verified, digests included;
+the reservation was known 5 ms before. Beside it, in turns between the same two processes: a bare
+NIXL write of the same pages from prepared lists, to the receiver's answer, both ends polling
+without a pause, in the faster of two ways, a descriptor a page or one for each of its groups of
+layers; for ZMQ a bare push of as many bytes of host memory. With --busy our connectors poll without
+a pause, too. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +29,7 @@ from effuse.benchmarks.raw_transfer import Move, hear, raw_rounds_s, scattered
 MODULE = "effuse.benchmarks.gpu_handoff"
 PAGE_TOKENS = 32
 PAGE_BYTES = 28 * 2 * 4 * PAGE_TOKENS * 128 * 2
+GROUPS = 7  # of layers, which a page leaves in
 TOKENS = (512, 2048, 8192)
 WARM_UP, ROUNDS = 5, 25
 DEADLINE_S = 60.0
@@ -37,6 +40,7 @@ class Result:
     """Prompts of one length over one connector; milliseconds, medians."""
 
     connector: str
+    polling: str
     tokens: int
     megabytes: float
     handoff_ms: float
@@ -55,19 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_handoff.json"))
     parser.add_argument("--busy", action="store_true", help="poll without a pause, too")
-    parser.add_argument("--end", choices=("sender", "receiver"), help=argparse.SUPPRESS)
+    parser.add_argument("--end", choices=("sender", "receiver", "copy"), help=argparse.SUPPRESS)
     parser.add_argument("--pages", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="dream-7b", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.end:
-        from effuse.benchmarks.gpu_handoff_end import End
+        from effuse.benchmarks.gpu_handoff_end import End, copy_between, memory_for, serve
 
-        End(asked.end, asked.connector[0], asked.pages, is_busy=asked.busy).serve()
+        if asked.end == "copy":
+            copy_between(64 * PAGE_BYTES)
+            return 0
+        memory = memory_for(asked.pages, asked.model, asked.dtype)
+        serve(End(asked.end, asked.connector[0], memory, is_busy=asked.busy))
         return 0
     lengths = asked.tokens or TOKENS
+    gpus = [one for one in os.environ.get("EFFUSE_GPUS", "").split(",") if one]
     results = [
         result
         for kind in asked.connector or ("nixl", "zmq")
-        for result in measure(kind, lengths, asked.rounds, is_busy=asked.busy)
+        for result in measure(kind, lengths, asked.rounds, is_busy=asked.busy, gpus=gpus)
     ]
     print(table(results), flush=True)
     asked.json.parent.mkdir(parents=True, exist_ok=True)
@@ -75,62 +86,74 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(kind: str, lengths: Sequence[int], rounds: int, *, is_busy: bool) -> list[Result]:
-    """Handoffs over `kind` between two new processes, each length beside its limit."""
+def measure(
+    kind: str, lengths: Sequence[int], rounds: int, *, is_busy: bool, gpus: Sequence[str]
+) -> list[Result]:
+    """Handoffs over `kind` from the first of these GPUs to the last, between two new processes,
+    each length beside its limit."""
     flags = ["--connector", kind, "--pages", str(max(lengths) // PAGE_TOKENS)]
     flags += ["--busy"] if is_busy else []
-    with end("sender", flags, 0) as sender, end("receiver", flags, 1) as receiver:
+    with end("sender", flags, gpus[:1]) as sender, end("receiver", flags, gpus[-1:]) as receiver:
         hello = receiver.ask(do="hello")
         receiver.ask(do="meet", **sender.ask(do="meet", **hello))
-        return [_measure(kind, tokens, rounds, sender, receiver) for tokens in lengths]
+        polling = "without a pause" if is_busy else "as served"
+        return [
+            replace(_measure(kind, tokens, rounds, sender, receiver), polling=polling)
+            for tokens in lengths
+        ]
 
 
 def _measure(kind: str, tokens: int, rounds: int, sender: Peer, receiver: Peer) -> Result:
     count = tokens // PAGE_TOKENS
     ours: list[float] = []
-    bare: list[float] = []
-    posts: list[float] = []
+    bare: dict[int, list[dict[str, float]]] = {1: [], GROUPS: []}
     for number in range(WARM_UP + rounds):
         pages = {"source": scattered(count, 2 * number), "target": scattered(count, 2 * number + 1)}
-        if kind == "nixl":
+        for parts, wrote in bare.items() if kind == "nixl" else ():
             receiver.tell(do="answer")
-            wrote = sender.ask(do="write", **pages)
+            wrote.append(sender.ask(do="write", parts=parts, **pages))
             receiver.hear()
-            bare.append(wrote["seconds"])
-            posts.append(wrote["post_s"])
         held = receiver.ask(do="reserve", name=f"{tokens} {number}", pages=pages["target"])
         ours.append(sender.ask(do="push", pages=pages["source"], **held)["seconds"])
         receiver.hear()
     if kind == "zmq":
         move = Move(PAGE_BYTES, scattered(count, 1), scattered(count, 2))
-        ways = raw_rounds_s("zmq", move, WARM_UP + rounds)
-        bare = min(ways.values(), key=lambda times: statistics.median(times[WARM_UP:]))
-    return _result(kind, tokens, [values[WARM_UP:] for values in (ours, bare, posts)])
+        ways = [median_of(times) for times in raw_rounds_s("zmq", move, WARM_UP + rounds).values()]
+        return _result(kind, tokens, ours[WARM_UP:], min(ways), 0.0)
+    rounds_of = [wrote[WARM_UP:] for wrote in bare.values()]
+    best = min(rounds_of, key=lambda wrote: statistics.median(one["seconds"] for one in wrote))
+    limit, post = (statistics.median(one[name] for one in best) for name in ("seconds", "post_s"))
+    return _result(kind, tokens, ours[WARM_UP:], limit, post)
 
 
-def _result(kind: str, tokens: int, measured: list[list[float]]) -> Result:
-    ours, bare, posts = measured
-    handoff, limit = statistics.median(ours), statistics.median(bare)
-    num_bytes = tokens // PAGE_TOKENS * PAGE_BYTES
+def median_of(rounds: Sequence[float]) -> float:
+    """Of those after the first few, which warm up."""
+    return statistics.median(rounds[WARM_UP:])
+
+
+def _result(kind: str, tokens: int, ours: list[float], limit: float, post_s: float) -> Result:
+    handoff, num_bytes = statistics.median(ours), tokens // PAGE_TOKENS * PAGE_BYTES
     return Result(
         connector=kind,
+        polling="",
         tokens=tokens,
         megabytes=num_bytes / 1e6,
         handoff_ms=1e3 * handoff,
         handoff_p99_ms=1e3 * sorted(ours)[int(0.99 * (len(ours) - 1))],
         bare_ms=1e3 * limit,
         ratio=handoff / limit,
-        post_ms=1e3 * statistics.median(posts) if posts else 0.0,
+        post_ms=1e3 * post_s,
         gigabytes_per_s=num_bytes / handoff / 1e9,
     )
 
 
 def table(results: Sequence[Result]) -> str:
     """The results, a line each, as Markdown."""
-    head = "| connector | tokens | MB | handoff ms | p99 | bare ms | ratio | bare post ms | GB/s |"
-    lines = [head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    head = "| connector | our polling | tokens | MB | handoff ms | p99 | bare ms | ratio "
+    head += "| bare post ms | GB/s |"
+    lines = [head, "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     lines += [
-        f"| {r.connector} | {r.tokens} | {r.megabytes:.1f} | {r.handoff_ms:.3f} | "
+        f"| {r.connector} | {r.polling} | {r.tokens} | {r.megabytes:.1f} | {r.handoff_ms:.3f} | "
         f"{r.handoff_p99_ms:.3f} | {r.bare_ms:.3f} | {r.ratio:.2f} | {r.post_ms:.3f} | "
         f"{r.gigabytes_per_s:.1f} |"
         for r in results
@@ -161,17 +184,20 @@ class Peer:
         return self.hear()
 
 
+def end(role: str, flags: Sequence[str], gpus: Sequence[str]) -> AbstractContextManager[Peer]:
+    """One of the two, with a pool on the GPU named, if one is."""
+    return child(MODULE, ["--end", role, *flags], gpus)
+
+
 @contextmanager
-def end(role: str, flags: Sequence[str], index: int) -> Iterator[Peer]:
-    """A process with a pool on the GPU of this number, if there is one."""
-    gpus = [one for one in os.environ.get("EFFUSE_GPUS", "").split(",") if one]
-    visible = {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+def child(module: str, flags: Sequence[str], gpus: Sequence[str]) -> Iterator[Peer]:
+    """A process of this module that sees these GPUs, or what this one sees where none is named."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", MODULE, "--end", role, *flags],
+        [sys.executable, "-P", "-m", module, *flags],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **visible},
+        env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})},
     )
     assert process.stdout is not None
     try:
@@ -179,6 +205,13 @@ def end(role: str, flags: Sequence[str], index: int) -> Iterator[Peer]:
     finally:
         process.kill()
         process.wait(DEADLINE_S)
+
+
+def peer_copy(gpus: Sequence[str]) -> float:
+    """Bytes a second of a copy of 117 MB from the first of these GPUs to the second, best of a few;
+    both are seen by the process that copies."""
+    with child(MODULE, ["--end", "copy"], gpus[:2]) as copier:
+        return float(copier.hear()["bytes_per_s"])
 
 
 if __name__ == "__main__":

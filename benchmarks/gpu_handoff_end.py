@@ -10,12 +10,15 @@ import json
 import select
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from effuse.benchmarks.gpu_models import MODELS
 from effuse.kvtransfer import nixl_transport
 from effuse.kvtransfer.connector import Arrived, Pushed
 from effuse.kvtransfer.layout import KVLayout, ModelFacts, fingerprint
@@ -31,7 +34,7 @@ from effuse.kvtransfer.messages import (
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Pace, Transport
 
-LAYOUT = KVLayout("unified", 28, 4, 128, 32, "bfloat16")  # Dream-7B's, pages of 32 tokens
+PAGE_TOKENS = 32
 FACTS = ModelFacts(
     weights="benchmark",
     architecture="dream",
@@ -41,32 +44,26 @@ FACTS = ModelFacts(
     commit_rule="none",
 )
 LEASE_S = 60.0
+KNOWN_BEFORE_S = 0.005
 
 
 class End:
-    """Serves commands from standard input until it ends."""
+    """One of the two, with commands for `serve`."""
 
-    def __init__(self, role: str, kind: str, num_pages: int, *, is_busy: bool) -> None:
+    def __init__(self, role: str, kind: str, memory: PageMemory, *, is_busy: bool = False) -> None:
         if is_busy:
             for pace in (Pace.HOT, Pace.MOVING, Pace.BEGUN):
                 nixl_transport.PAUSE_S[pace] = 0.0
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._role, self._kind = role, kind
-        self._memory = PageMemory(LAYOUT, num_pages, device)
-        self._memory.tensor.normal_()
-        self._agreed = fingerprint(LAYOUT, FACTS)
+        self._memory = memory
+        self._agreed = fingerprint(memory.layout, FACTS)
         self._connector = ThreadConnector(
             self._transport(), self._memory, f"{role}-1", self._agreed
         )
         self._connector.start()
         self._generation = 0
+        self._events: deque[object] = deque()
         self._bare = Bare(role, self._memory) if kind == "nixl" else None
-
-    def serve(self) -> None:
-        """Does what the lines say."""
-        for line in sys.stdin:
-            command = json.loads(line)
-            getattr(self, f"_{command.pop('do')}")(**command)
 
     def _transport(self) -> Transport:
         if self._kind == "nixl":
@@ -82,6 +79,13 @@ class End:
         say(**({} if self._bare is None else self._bare.meet(**peer)))
 
     def _reserve(self, name: str, pages: Sequence[int]) -> None:
+        say(reservation=self.expect(name, pages))
+        arrived = self._await()
+        assert isinstance(arrived, Arrived), arrived
+        say(verified=arrived.manifest.num_bytes)
+
+    def expect(self, name: str, pages: Sequence[int]) -> str:
+        """Opens these pages to the sender; its reservation, encoded."""
         self._generation += 1
         reservation = Reservation(
             attempt=AttemptId(name, 1, name),
@@ -95,37 +99,62 @@ class End:
             lease_s=LEASE_S,
         )
         self._connector.expect(reservation, "sender-1")
-        say(reservation=base64.b64encode(encode(reservation)).decode())
-        arrived = self._await()
-        assert isinstance(arrived, Arrived), arrived
-        say(verified=arrived.manifest.num_bytes)
+        return base64.b64encode(encode(reservation)).decode()
+
+    def arrived(self) -> int:
+        """Handoffs that are verified since the last call."""
+        events = list(self._connector.poll())
+        assert all(isinstance(event, Arrived) for event in events), events
+        return len(events)
 
     def _push(self, reservation: str, pages: Sequence[int]) -> None:
-        given = decode_reservation(base64.b64decode(reservation))
-        boundary = BoundaryState(
-            prompt_len=len(pages) * LAYOUT.page_size, prompt_digest=bytes(16), tail_token_ids=()
-        )
         if self._memory.device.type == "cuda":
             torch.cuda.synchronize()
-        self._connector.push_pages(given, pages, 0)
-        self._connector.finish(given, lambda: boundary)
+        # As where a reservation comes while the prompt is computed.
+        self._connector.push_pages(_given(reservation), (), 0)
+        time.sleep(KNOWN_BEFORE_S)
+        begin = time.perf_counter()
+        self._begin_push(reservation, pages)
         pushed = self._await()
         assert isinstance(pushed, Pushed), pushed
-        say(seconds=pushed.seconds)
+        say(seconds=time.perf_counter() - begin)
 
-    def _write(self, source: Sequence[int], target: Sequence[int]) -> None:
+    def _push_many(self, reservations: list[str], pages: Sequence[int], every_s: float) -> None:
+        """The same pages again and again, one push beginning `every_s` after the other."""
+        begin = time.monotonic()
+        for number, reservation in enumerate(reservations):
+            time.sleep(max(0.0, begin + number * every_s - time.monotonic()))
+            self._begin_push(reservation, pages)
+        seconds: list[float] = []
+        while len(seconds) < len(reservations):
+            pushed = self._await()
+            assert isinstance(pushed, Pushed), pushed
+            seconds.append(pushed.seconds)
+        say(seconds=seconds)
+
+    def _begin_push(self, reservation: str, pages: Sequence[int]) -> None:
+        given = _given(reservation)
+        boundary = BoundaryState(
+            prompt_len=len(pages) * self._memory.layout.page_size,
+            prompt_digest=bytes(16),
+            tail_token_ids=(),
+        )
+        self._connector.push_pages(given, pages, 0)
+        self._connector.finish(given, lambda: boundary)
+
+    def _write(self, source: Sequence[int], target: Sequence[int], parts: int) -> None:
         assert self._bare is not None
-        say(**self._bare.write(source, target))
+        say(**self._bare.write(source, target, parts))
 
     def _answer(self) -> None:
         assert self._bare is not None
         say(**self._bare.answer())
 
     def _await(self) -> object:
-        while True:
+        while not self._events:
             select.select([self._connector.fileno()], [], [], LEASE_S)
-            for event in self._connector.poll():
-                return event
+            self._events.extend(self._connector.poll())
+        return self._events.popleft()
 
 
 class Bare:
@@ -150,26 +179,27 @@ class Bare:
         """Gets to know the other one; says how this one is reached."""
         peer = self._agent.add_remote_agent(base64.b64decode(metadata))
         self._peer = peer.decode() if isinstance(peer, bytes) else str(peer)
-        size, count = self._memory.page_bytes, self._memory.num_pages
-        self._own, self._theirs = (
-            self._agent.prep_xfer_dlist(
-                owner, np.array([[base, size, 0, size, count]], dtype=np.uint64), self._kind
-            )
-            for owner, base in (("", self._memory.address), (self._peer, int(address)))
-        )
+        self._lists = {
+            parts: [
+                self._prepare(owner, base, parts)
+                for owner, base in (("", self._memory.address), (self._peer, int(address)))
+            ]
+            for parts in (1, self._memory.layout.num_groups)
+        }
         return self.hello()
 
-    def write(self, source: Sequence[int], target: Sequence[int]) -> dict[str, float]:
-        """Writes pages; seconds to the answer, and of posting the write."""
-        agent = self._agent
+    def _prepare(self, owner: str, base: int, parts: int) -> object:
+        size, count = self._memory.page_bytes // parts, self._memory.num_pages * parts
+        described = np.array([[base, size, 0, size, count]], dtype=np.uint64)
+        return self._agent.prep_xfer_dlist(owner, described, self._kind)
+
+    def write(self, source: Sequence[int], target: Sequence[int], parts: int) -> dict[str, float]:
+        """Writes pages, each as so many descriptors, prepared ones; seconds to the answer, and of
+        posting the write."""
+        agent, (own, theirs) = self._agent, self._lists[parts]
         begin = time.perf_counter()
         handle = agent.make_prepped_xfer(
-            "WRITE",
-            self._own,
-            np.array(source, dtype=np.int32),
-            self._theirs,
-            np.array(target, dtype=np.int32),
-            b"written",
+            "WRITE", own, _units(source, parts), theirs, _units(target, parts), b"written"
         )
         state = agent.transfer(handle)
         posted = time.perf_counter()
@@ -190,6 +220,46 @@ class Bare:
         while time.perf_counter() - begin < 0.001:  # an answer may need more polling to leave
             self._agent.get_new_notifs()
         return {}
+
+
+def _given(reservation: str) -> Reservation:
+    return decode_reservation(base64.b64decode(reservation))
+
+
+def _units(pages: Sequence[int], parts: int) -> npt.NDArray[np.int32]:
+    first = np.array(pages, dtype=np.int32)[:, None] * parts
+    return (first + np.arange(parts)).astype(np.int32).ravel()
+
+
+def memory_for(num_pages: int, model: str, dtype: str) -> PageMemory:
+    """A pool of this model's pages on the GPU, if there is one, with something in them."""
+    config = MODELS[model]
+    sizes = (config.num_layers, config.num_kv_heads, config.head_dim, PAGE_TOKENS)
+    layout = KVLayout("unified", *sizes, dtype)
+    memory = PageMemory(layout, num_pages, "cuda" if torch.cuda.is_available() else "cpu")
+    memory.tensor.normal_()
+    return memory
+
+
+def copy_between(num_bytes: int) -> None:
+    """Says how fast so many bytes are copied from the first visible GPU to the second."""
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=at) for at in (0, 1))
+    taken = []
+    for _ in range(12):
+        torch.cuda.synchronize(0)
+        begin = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        taken.append(time.perf_counter() - begin)
+    say(bytes_per_s=num_bytes / min(taken))
+
+
+def serve(peer: object) -> None:
+    """Calls the methods that the lines of standard input name, until it ends."""
+    for line in sys.stdin:
+        command = json.loads(line)
+        getattr(peer, f"_{command.pop('do')}")(**command)
 
 
 def say(**words: object) -> None:

@@ -6,9 +6,9 @@ Only messages go in and events come out, as between a worker's front and its eng
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -30,13 +30,19 @@ from effuse.worker.messages import (
 
 @dataclass(slots=True)
 class Served:
-    """One request; seconds from its submission."""
+    """One request; points in time in seconds, and how long it took in all."""
 
     submitted_s: float
-    first_block_s: float = 0.0
+    blocks: list[float] = field(default_factory=list)  # when each was committed
+    sizes: list[int] = field(default_factory=list)  # tokens of each
     total_s: float = 0.0
     tokens: int = 0
     forwards: int = 0
+
+    @property
+    def first_block_s(self) -> float:
+        """From its submission to its first block; 0 where none came."""
+        return self.blocks[0] - self.submitted_s if self.blocks else 0.0
 
 
 @dataclass(slots=True)
@@ -82,33 +88,45 @@ def requests(
 
 
 class ClosedLoad:
-    """Keeps up to `most` requests in the engine."""
+    """Keeps up to `most` requests in the engine: `messages`, and whatever `then` gives after."""
 
-    def __init__(self, engine: DecodeEngine, messages: Sequence[StartDecode], most: int) -> None:
-        self._engine = engine
-        self._waiting = deque(messages)
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        messages: Sequence[StartDecode],
+        most: int,
+        then: Iterator[StartDecode] | None = None,
+    ) -> None:
+        self.engine = engine
+        self._messages = chain(messages, then or ())
+        self._next = next(self._messages, None)
         self._most = most
         self._running: dict[str, Served] = {}
         self.served: list[Served] = []
 
     @property
     def is_done(self) -> bool:
-        return not self._waiting and not self._running
+        return self._next is None and not self._running
+
+    def everyone(self) -> list[Served]:
+        """Requests that ended, and those that run."""
+        return [*self.served, *self._running.values()]
 
     def step(self) -> None:
         """Submits what there is room for, has the engine make a step and takes in what it says."""
-        while self._waiting and len(self._running) < self._most:
-            message = self._waiting.popleft()
-            self._running[message.attempt.transfer_id] = Served(time.perf_counter())
-            self._engine.handle(message)
-        while not self._engine.step() and self._engine.is_working():
+        while self._next is not None and len(self._running) < self._most:
+            self._running[self._next.attempt.transfer_id] = Served(time.perf_counter())
+            self.engine.handle(self._next)
+            self._next = next(self._messages, None)
+        while not self.engine.step() and self.engine.is_working():
             pass
         now = time.perf_counter()
-        for event in self._engine.outbox():
+        for event in self.engine.outbox():
             match event:
-                case Committed(attempt=attempt):
+                case Committed(attempt=attempt, token_ids=token_ids):
                     served = self._running[attempt.transfer_id]
-                    served.first_block_s = served.first_block_s or now - served.submitted_s
+                    served.blocks.append(now)
+                    served.sizes.append(len(token_ids))
                 case Finished(attempt=attempt):
                     self._finish(self._running.pop(attempt.transfer_id), event, now)
                 case Reserved() | Verified():
@@ -120,6 +138,12 @@ class ClosedLoad:
         served.total_s = now - served.submitted_s
         served.tokens, served.forwards = event.num_tokens, event.forward_passes
         self.served.append(served)
+
+    def end(self) -> None:
+        """Submits nothing any more and serves what runs: its slots and pages are free then."""
+        self._next = None
+        while not self.is_done:
+            self.step()
 
     def run(self) -> float:
         """Serves everything; seconds from the first submission to the last end."""

@@ -70,14 +70,15 @@ class Exchange:
         reservation: Reservation,
         source_pages: Sequence[int],
         first: int,
-        num_final: Pending[int] | None = None,
+        num_final: Pending[int] | None,
+        at: float,
     ) -> None:
-        """Pages of a reservation, to leave as their layers become final."""
-        self._pushes.push_pages(reservation, source_pages, first, num_final)
+        """Pages of a reservation, to leave as their layers become final; asked for then."""
+        self._pushes.push_pages(reservation, source_pages, first, num_final, at)
 
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow."""
-        self._pushes.finish(reservation, boundary)
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState], at: float) -> None:
+        """No more pages follow; said then."""
+        self._pushes.finish(reservation, boundary, at)
 
     def cancel(self, transfer_id: str) -> None:
         """Stops a push."""

@@ -207,6 +207,7 @@ class LoopbackConnector:
     ) -> None:
         self._hub = hub
         self._incarnation = incarnation
+        self._now = now
         self._events: deque[ConnectorEvent] = deque()
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.transport = LoopbackTransport(hub, memory, incarnation)
@@ -253,12 +254,12 @@ class LoopbackConnector:
         num_final: Pending[int] | None = None,
     ) -> None:
         """Pages of a reservation, to leave as their layers become final."""
-        self.exchange.push_pages(reservation, source_pages, first, num_final)
+        self.exchange.push_pages(reservation, source_pages, first, num_final, self._now())
         self._hub.settle()
 
     def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
         """No more pages follow."""
-        self.exchange.finish(reservation, boundary)
+        self.exchange.finish(reservation, boundary, self._now())
         self._hub.settle()
 
     def cancel(self, transfer_id: str) -> None:

@@ -77,7 +77,7 @@ class Push:
     pieces: PieceDigests = field(init=False)  # [pages, pieces], of what was digested
     boundary: Pending[BoundaryState] | None = None
     boundary_state: BoundaryState | None = None  # once it is there
-    final_at: float | None = None  # when all pages and the boundary were final
+    final_at: float = 0.0  # no earlier than this were all pages and the boundary final
     is_finished: bool = False  # the manifest was sent
     is_accepted: bool = False
     is_failed: bool = False
@@ -134,7 +134,6 @@ class Push:
 
     def elapsed_s(self, now: float) -> float:
         """Seconds since both the last page was final and the reservation known."""
-        assert self.final_at is not None, "its pages are final"
         return now - max(self.final_at, self.known_at)
 
     def manifest(self, boundary: BoundaryState, now: float) -> Manifest:

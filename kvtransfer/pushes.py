@@ -71,10 +71,11 @@ class Pushes:
         source_pages: Sequence[int],
         first: int,
         num_final: Pending[int] | None,
+        at: float,
     ) -> None:
-        """Pages of a reservation, to leave as their layers become final."""
+        """Pages of a reservation, to leave as their layers become final; asked for then."""
         try:
-            push = self._find(reservation)
+            push = self._find(reservation, at)
             if not push.is_failed and source_pages:
                 push.cover(source_pages, first)
                 step = self._step(len(source_pages))
@@ -82,10 +83,11 @@ class Pushes:
         except HandoffRefused as refusal:
             self._fail(reservation.transfer_id, refusal)
 
-    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
-        """No more pages follow."""
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState], at: float) -> None:
+        """No more pages follow; said then."""
         try:
-            self._find(reservation).boundary = boundary
+            push = self._find(reservation, at)
+            push.boundary, push.final_at = boundary, at
         except HandoffRefused as refusal:
             self._fail(reservation.transfer_id, refusal)
 
@@ -129,13 +131,13 @@ class Pushes:
 
     # One push.
 
-    def _find(self, reservation: Reservation) -> Push:
+    def _find(self, reservation: Reservation, at: float) -> Push:
         push = self._pushes.get(reservation.transfer_id)
         if push is not None:
             return push
         checked = check_push(reservation, self._origin, self._transport.name)
         peer = self._transport.reach(checked)
-        push = Push(checked, peer, self._origin, self._now())
+        push = Push(checked, peer, self._origin, at)
         self._pushes[reservation.transfer_id] = push
         self._transport.say(
             peer,
@@ -198,6 +200,8 @@ class Pushes:
         # First: the boundary is there after the pages, so all of these are looked at below.
         if push.boundary_state is None and push.boundary is not None:
             push.boundary_state = push.boundary()
+            if push.boundary_state is None:
+                push.final_at = self._now()
         boundary = push.boundary_state
         moved = self._queue_final(push)
         while push.queue and push.bytes_under_way < self._transport.window_bytes:
@@ -207,8 +211,6 @@ class Pushes:
             moved = True
         if boundary is None or push.is_finished:
             return moved
-        if push.final_at is None:
-            push.final_at = self._now()
         if push.batches or push.queue or not push.is_quiet:
             return moved
         push.is_finished = True

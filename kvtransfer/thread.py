@@ -44,6 +44,7 @@ class ThreadConnector:
     ) -> None:
         self.name = transport.name
         self._transport = transport
+        self._now = now
         self._exchange = Exchange(
             transport, digester_of(memory), memory.layout, incarnation, fingerprint, self._emit, now
         )
@@ -102,13 +103,15 @@ class ThreadConnector:
         num_final: Pending[int] | None = None,
     ) -> None:
         """Pages of a reservation, to leave as their layers become final."""
+        at = self._now()
         self._request(
-            lambda: self._exchange.push_pages(reservation, source_pages, first, num_final)
+            lambda: self._exchange.push_pages(reservation, source_pages, first, num_final, at)
         )
 
     def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
         """No more pages follow."""
-        self._request(lambda: self._exchange.finish(reservation, boundary))
+        at = self._now()
+        self._request(lambda: self._exchange.finish(reservation, boundary, at))
 
     def cancel(self, transfer_id: str) -> None:
         """Stops a push."""

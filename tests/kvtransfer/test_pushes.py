@@ -54,10 +54,10 @@ class Desk:
         self.boundary: BoundaryState | None = boundary()
 
     def push(self, *pages: int, first: int = 0) -> None:
-        self.pushes.push_pages(self.reserved, pages, first, None)
+        self.pushes.push_pages(self.reserved, pages, first, None, self.time)
 
     def finish(self) -> None:
-        self.pushes.finish(self.reserved, lambda: self.boundary)
+        self.pushes.finish(self.reserved, lambda: self.boundary, self.time)
 
     def turn(self) -> None:
         while self.pushes.turn():
@@ -117,20 +117,34 @@ def test_time_is_counted_from_the_later_of_pages_and_reservation(desk: Desk) -> 
     desk.finish()
     desk.turn()
     desk.time += 4.0  # the forward takes its time
+    desk.turn()
     desk.boundary = made
+    desk.time += 0.125  # nobody looks, and what nobody saw counts
     desk.turn()
     desk.time += 0.25
     desk.land()
     desk.pushes.hear(PEER, Accepted(NAME))
     desk.turn()
     (pushed,) = desk.events
-    assert isinstance(pushed, Pushed) and pushed.seconds == 0.25
+    assert isinstance(pushed, Pushed) and pushed.seconds == 0.375
+
+
+def test_time_counts_from_when_a_push_was_asked_for_not_from_when_its_turn_came(desk: Desk) -> None:
+    asked, desk.time = desk.time, desk.time + 3.0  # connecting takes its time
+    desk.pushes.push_pages(desk.reserved, [3, 5, 6, 7], 0, None, asked)
+    desk.pushes.finish(desk.reserved, lambda: desk.boundary, asked + 1.0)
+    desk.turn()
+    desk.land()
+    desk.pushes.hear(PEER, Accepted(NAME))
+    desk.turn()
+    (pushed,) = desk.events
+    assert isinstance(pushed, Pushed) and pushed.seconds == 2.0
 
 
 def test_layers_leave_before_later_ones_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pushes_module, "LEAST_BYTES", 1)
     desk, final = Desk(LARGE), 0
-    desk.pushes.push_pages(desk.reserved, [3, 5, 6, 7], 0, lambda: final)
+    desk.pushes.push_pages(desk.reserved, [3, 5, 6, 7], 0, lambda: final, desk.time)
     desk.turn()
     assert desk.sent() == []
     final = 2
@@ -149,7 +163,7 @@ def test_layers_leave_before_later_ones_are_final(monkeypatch: pytest.MonkeyPatc
 
 def test_few_bytes_wait_for_each_other() -> None:
     desk, final = Desk(LARGE), 7
-    desk.pushes.push_pages(desk.reserved, [3, 5, 6, 7], 0, lambda: final)
+    desk.pushes.push_pages(desk.reserved, [3, 5, 6, 7], 0, lambda: final, desk.time)
     desk.turn()
     assert desk.sent() == []
     final = 8
@@ -255,7 +269,7 @@ def test_a_lost_receiver_fails_what_goes_there_and_nothing_else(desk: Desk) -> N
     desk.push(3)
     address = ReceiverAddress(connector="zmq", endpoint="tcp://decode:2")
     other = reservation(desk.memory, address, [PageRef(3, 1)], number=2)
-    desk.pushes.push_pages(other, [6], 0, None)
+    desk.pushes.push_pages(other, [6], 0, None, desk.time)
     desk.pushes.lose(PEER, HandoffRefused(Cause.PEER, "gone"))
     assert desk.events == [PushFailed(NAME, Cause.PEER, "gone")]
 

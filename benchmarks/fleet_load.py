@@ -1,0 +1,184 @@
+"""Load on a running fleet as its clients make it: text in, text out, a gRPC stream a request.
+
+Closed (so many at once) and open (Poisson arrivals at a rate, the same ones for every fleet). Times
+are the client's clock; what the answer says of itself stands beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import grpc
+
+from effuse.benchmarks.random_checkpoint import word
+from effuse.protos.rpc import connect
+from effuse.protos.stubs import generation_stub
+from effuse.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+TOKENS_A_FORWARD = (
+    4  # of each request: what a distilled model does about, and random weights do not
+)
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens of a request's prompt and of its answer."""
+
+    prompt: int
+    answer: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt}/{self.answer}"
+
+
+@dataclass(slots=True)
+class Taken:
+    """What one request took; times in seconds, on this machine's monotonic clock where they are
+    points in time."""
+
+    shape: Shape
+    sent: float
+    blocks: list[float] = field(default_factory=list)  # when each arrived
+    sizes: list[int] = field(default_factory=list)  # tokens of each
+    ended: float = 0.0
+    failure: str = ""
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0
+    kv_bytes: int = 0
+    forwards: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+    @property
+    def first_s(self) -> float:
+        """From sending to the first block."""
+        return self.blocks[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between one block and the next."""
+        return [after - before for before, after in pairwise(self.blocks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of a load that counts: all requests of it, and from when to when."""
+
+    requests: list[Taken]
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end - self.begin
+
+
+class Client:
+    """Sends requests with prompts of random words to one router."""
+
+    def __init__(self, stub: GenerationServiceAsyncStub, num_words: int, block_size: int) -> None:
+        self._stub = stub
+        self._num_words = num_words
+        self._steps = block_size // TOKENS_A_FORWARD
+        self._draw = random.Random(1)
+
+    async def ask(self, shape: Shape, into: list[Taken] | None = None) -> Taken:
+        """One request. One that fails says so in `failure`."""
+        request = self._request(shape)
+        taken = Taken(shape, time.monotonic())
+        if into is not None:
+            into.append(taken)
+        try:
+            async for event in self._stub.GenerateStream(request, timeout=TIMEOUT_S):
+                _hear(taken, event)
+        except grpc.aio.AioRpcError as error:
+            taken.failure = f"{error.code().name}: {error.details()}"
+        else:
+            if not taken.ended:
+                taken.failure = "the stream ended without its last message"
+        return taken
+
+    async def alone(self, shape: Shape, count: int) -> list[Taken]:
+        """Requests one after the other, on an idle fleet."""
+        return [await self.ask(shape) for _ in range(count)]
+
+    async def closed(self, shape: Shape, at_once: int, warm_s: float, seconds: float) -> Window:
+        """Keeps `at_once` requests going; the window begins after `warm_s`."""
+        taken: list[Taken] = []
+        begin = time.monotonic() + warm_s
+        end = begin + seconds
+
+        async def user(number: int) -> None:
+            # Spread over the first moments, and with first answers of all lengths.
+            await asyncio.sleep(0.5 * warm_s * number / at_once)
+            first = max(1, shape.answer * (number + 1) // at_once)
+            await self.ask(Shape(shape.prompt, first), taken)
+            while time.monotonic() < end:
+                await self.ask(shape, taken)
+
+        async with asyncio.TaskGroup() as users:
+            for number in range(at_once):
+                users.create_task(user(number))
+        return Window(taken, begin, end)
+
+    async def arriving(self, shape: Shape, rate: float, seconds: float, seed: int) -> Window:
+        """Requests a second as they come, whoever is still being served; returns once all are."""
+        taken: list[Taken] = []
+        begin = time.monotonic()
+        async with asyncio.TaskGroup() as users:
+            for at in arrivals(rate, seconds, seed):
+                await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
+                users.create_task(self.ask(shape, taken))
+        return Window(taken, begin, begin + seconds)
+
+    def _request(self, shape: Shape) -> pb.GenerateRequest:
+        words = (word(self._draw.randrange(self._num_words)) for _ in range(shape.prompt))
+        return pb.GenerateRequest(
+            prompt=" ".join(words),
+            stopping=pb.StoppingParams(max_tokens=shape.answer, ignore_eos=True),
+            decoding=pb.DecodingParams(
+                algorithm=pb.ALGORITHM_BLOCK_DIFFUSION,
+                remasking=pb.REMASKING_LOW_CONFIDENCE_STATIC,
+                denoising_steps=self._steps,
+            ),
+        )
+
+
+@asynccontextmanager
+async def client_of(address: str, num_words: int, block_size: int) -> AsyncIterator[Client]:
+    """A client of the router there; prompts take words 0 to `num_words`."""
+    async with connect(address, keepalive=None) as channel:
+        yield Client(generation_stub(channel), num_words, block_size)
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
+    """Seconds from the begin at which requests come: a Poisson process."""
+    draw = random.Random(seed)
+    at = draw.expovariate(rate)
+    while at < seconds:
+        yield at
+        at += draw.expovariate(rate)
+
+
+def _hear(taken: Taken, event: pb.GenerateStreamResponse) -> None:
+    if event.HasField("commit"):
+        taken.blocks.append(time.monotonic())
+        taken.sizes.append(event.commit.num_tokens)
+    elif event.HasField("finished"):
+        stats = event.finished.stats
+        taken.ended = time.monotonic()
+        taken.prefill_s, taken.handoff_s = stats.prefill_s, stats.handoff_s
+        taken.kv_bytes, taken.forwards = stats.kv_bytes, stats.forward_passes
+        taken.prefill_worker, taken.decode_worker = stats.prefill_worker, stats.decode_worker

@@ -1,0 +1,316 @@
+"""`python -m effuse.benchmarks.fleet_report FILE`: what `gpu_fleet` wrote, as tables and a plot.
+
+Pure arithmetic over its JSON. A request meets a pair of objectives if its first block came in time
+and 99 % of the gaps between its blocks are within a multiple of one unloaded gap, the shorter of
+the two fleets' medians; goodput is how many a second did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD
+from effuse.benchmarks.gpu_handoff import Result, table
+from effuse.cli.figures import percentile
+
+Content = dict[str, Any]
+
+FIRST_S = 1.0
+GAPS = (2, 4)  # multiples of one unloaded gap
+GAP_SHARE = 0.99
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a user asks of a request, in seconds."""
+
+    first_s: float
+    gap_s: float
+
+    def met_by(self, request: Content) -> bool:
+        """Whether this request was served so."""
+        if request["failure"] or request["first_s"] is None or request["first_s"] > self.first_s:
+            return False
+        gaps = request["gaps"]
+        return bool(sum(gap <= self.gap_s for gap in gaps) >= GAP_SHARE * len(gaps))
+
+
+def report(content: Content) -> str:
+    """All tables, as Markdown."""
+    parts = [_handoffs(content), _alone(content), _overlap(content)]
+    parts += [_closed(content), _steps(content)]
+    parts += [_arriving(content), _best(content), _links(content)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _handoffs(content: Content) -> str:
+    if not content["handoffs"]:
+        return ""
+    copied = content["peer_copy_gigabytes_per_s"]
+    told = f"A copy from GPU to GPU: {copied:.0f} GB/s.\n\n" if copied else ""
+    return told + table([Result(**one) for one in content["handoffs"]])
+
+
+def _alone(content: Content) -> str:
+    rows = []
+    for split, colocated in _pairs(content):
+        for shape, requests in split["alone"].items():
+            ours, theirs = (_firsts(found) for found in (requests, colocated["alone"][shape]))
+            moved = percentile([one["handoff_s"] for one in requests], 0.5)
+            rows.append([shape, *_ms(ours, theirs, ours - theirs, moved)])
+    heads = ["alone", "first block, split ms", "co-located ms", "difference", "handoff ms"]
+    return _table(heads, rows)
+
+
+def _overlap(content: Content) -> str:
+    """Forward and handoff together, beside the longer of the two where each has all for itself."""
+    forwards, rows = content["limits"].get("prefill", {}), []
+    alone = {
+        (one["connector"], one["tokens"]): one["handoff_ms"] / 1e3
+        for one in content["handoffs"]
+        if one["polling"] == "as served"
+    }
+    for fleet in content["split"]:
+        for shape, requests in fleet["alone"].items():
+            prompt = shape.split("/")[0]
+            forward, handoff = forwards.get(prompt), alone.get((fleet["connector"], int(prompt)))
+            if forward is None or handoff is None:
+                continue
+            left = percentile([one["handoff_s"] for one in requests], 0.5)
+            ratio = (forward + left) / max(forward, handoff)
+            rows.append(
+                [f"{fleet['connector']}, {prompt}", *_ms(forward, handoff, left), f"{ratio:.2f}"]
+            )
+    heads = ["prompt over", "forward ms", "handoff ms", "handoff after the forward ms"]
+    return _table([*heads, "both / longer"], rows)
+
+
+def _closed(content: Content) -> str:
+    rows = []
+    for split, colocated in _pairs(content):
+        for one in split["closed"]:
+            other = _same(colocated["closed"], one)
+            allowed = _allowed(content, one)
+            beside = _gap_of_batch(content, one)
+            rows.append(
+                [
+                    f"{one['shape']} x {one['at_once']}",
+                    *(f"{one['tokens_per_s']:.0f}", f"{allowed:.0f}"),
+                    f"{one['tokens_per_s'] / allowed:.2f}",
+                    *_ms(one["handoff_p50_s"], one["handoff_p99_s"], one["gap_p99_s"]),
+                    f"{one['batch']:.1f}",
+                    f"{one['gap_p99_s'] / beside:.2f}",
+                    *(f"{other['tokens_per_s']:.0f}", *_ms(other["gap_p99_s"])),
+                    f"{one['tokens_per_s'] / other['tokens_per_s']:.2f}",
+                    f"{_shares(one['busy'])}; {_shares(other['busy'])}",
+                ]
+            )
+    heads = ["load", "split tok/s", "allowed", "share", "handoff p50 ms", "p99", "gap p99 ms"]
+    heads += ["batch", "gap / KV there", "co-located tok/s", "gap p99 ms", "split / co-located"]
+    return _table([*heads, "GPUs busy"], rows)
+
+
+def _steps(content: Content) -> str:
+    """A step in a fleet beside one in the engine alone, and beside arriving handoffs."""
+    rows = []
+    steps = BLOCK // TOKENS_A_FORWARD
+    for split, _ in _pairs(content):
+        for one in split["closed"]:
+            alone = _decode_alone(content, one)
+            if alone is None:
+                continue
+            ours, bare = one["gap_p50_s"] / steps, alone["gap_p50_s"] / steps
+            load = f"{one['shape']} x {one['at_once']}"
+            rows.append([load, *_ms(ours, bare), f"{ours / bare:.3f}", f"{one['batch']:.1f}"])
+    told = _table(["step of", "in the fleet ms", "alone ms", "ratio", "batch"], rows)
+    found = content["limits"].get("arrivals")
+    if found:
+        told += (
+            f"\n\nA step beside 20 handoffs a second: {1e3 * found['with']:.3f} ms, without "
+            f"{1e3 * found['without']:.3f} ms, ratio {found['with'] / found['without']:.3f}; "
+            f"a handoff then takes {1e3 * found['handoff_p50_s']:.2f} ms."
+        )
+    return told
+
+
+def _arriving(content: Content) -> str:
+    wanted = objectives(content)
+    rows = []
+    for fleet in (*content["split"], *content["colocated"]):
+        for one in fleet["arriving"]:
+            met = [_met(one, each) for each in wanted]
+            rows.append(
+                [
+                    *(fleet["name"], f"{one['rate']:g}"),
+                    *_ms(one["first_p50_s"], one["first_p99_s"]),
+                    *_ms(one["gap_p50_s"], one["gap_p99_s"], one["handoff_p99_s"]),
+                    *(f"{100 * share:.0f} %" for _, share in met),
+                    _shares(one["busy"]),
+                ]
+            )
+    heads = ["fleet", "arrive/s", "first p50 ms", "p99", "gap p50 ms", "p99", "handoff p99 ms"]
+    return _table([*heads, *(f"met at {times} gaps" for times in GAPS), "GPUs busy"], rows)
+
+
+def _best(content: Content) -> str:
+    """Goodput of each kind of fleet at its best setting and rate."""
+    rows = []
+    for times, each in zip(GAPS, objectives(content), strict=True):
+        best = [_best_of(content[kind], each) for kind in ("split", "colocated")]
+        ratio = f"{best[0][0] / best[1][0]:.2f}" if best[1][0] else "co-located has none"
+        told = [f"{goodput:.1f} ({name} at {rate:g}/s)" for goodput, name, rate in best]
+        rows.append([f"{times} x {1e3 * each.gap_s / times:.1f} ms", *told, ratio])
+    return _table(["gaps within", "split, requests/s", "co-located", "ratio"], rows)
+
+
+def _links(content: Content) -> str:
+    rows = [
+        [fleet["name"], pair, f"{rate / 1e9:.1f}"]
+        for fleet in content["split"]
+        for pair, rate in fleet["links"].items()
+    ]
+    return _table(["fleet", "pair", "GB/s, median handoff"], rows)
+
+
+def objectives(content: Content) -> list[Objectives]:
+    """One pair for each of GAPS. NaN gaps, which nothing meets, where nothing ran alone."""
+    gap = unloaded_gap(content)
+    return [Objectives(FIRST_S, times * gap) for times in GAPS]
+
+
+def unloaded_gap(content: Content) -> float:
+    """Seconds between blocks of a request that is alone: the faster fleet's median."""
+    medians = [
+        percentile([gap for one in fleet["alone"][content["served"]] for gap in one["gaps"]], 0.5)
+        for fleet in (*content["split"], *content["colocated"])
+        if content["served"] in fleet["alone"]
+    ]
+    return min(medians, default=math.nan)
+
+
+def _best_of(fleets: Sequence[Content], wanted: Objectives) -> tuple[float, str, float]:
+    found = [
+        (_met(one, wanted)[0], str(fleet["name"]), float(one["rate"]))
+        for fleet in fleets
+        for one in fleet["arriving"]
+    ]
+    return max(found, default=(0.0, "none", 0.0))
+
+
+def _met(load: Content, wanted: Objectives) -> tuple[float, float]:
+    """Requests a second that met them, and which share of all they are."""
+    met = sum(wanted.met_by(one) for one in load["each"])
+    return met / load["seconds"], met / max(1, len(load["each"]))
+
+
+def _allowed(content: Content, load: Content) -> float:
+    """Tokens a second that the busier GPU's time allows."""
+    prompt, answer = (int(part) for part in load["shape"].split("/"))
+    limits = content["limits"]
+    bounds = [answer / limits["prefill"][str(prompt)]] if str(prompt) in limits["prefill"] else []
+    alone = _decode_alone(content, load)
+    return min([*bounds, *([alone["tokens_per_s"]] if alone else [])], default=math.nan)
+
+
+def _decode_alone(content: Content, load: Content) -> Content | None:
+    same = [
+        one
+        for one in _decode_limits(content)
+        if (one["shape"], one["at_once"]) == (load["shape"], load["at_once"])
+    ]
+    return same[0] if same else None
+
+
+def _gap_of_batch(content: Content, load: Content) -> float:
+    """p99 of gaps in the smallest batch of this shape that was measured and is no smaller than the
+    load's own; its largest where none is."""
+    batches = sorted(
+        (one["at_once"], one["gap_p99_s"])
+        for one in _decode_limits(content)
+        if one["shape"] == load["shape"]
+    )
+    fitting = [gap for size, gap in batches if size >= load["batch"]]
+    return float(fitting[0] if fitting else batches[-1][1]) if batches else math.nan
+
+
+def _decode_limits(content: Content) -> list[Content]:
+    """Those that ran long enough to see gaps."""
+    return [one for one in content["limits"].get("decode", []) if one["gap_p99_s"] is not None]
+
+
+def _pairs(content: Content) -> Iterator[tuple[Content, Content]]:
+    """The fleets that got all loads."""
+    if content["split"] and content["colocated"]:
+        yield content["split"][0], content["colocated"][0]
+
+
+def _same(loads: Sequence[Content], load: Content) -> Content:
+    key = load["shape"], load["at_once"]
+    return next(one for one in loads if (one["shape"], one["at_once"]) == key)
+
+
+def _firsts(requests: Sequence[Content]) -> float:
+    return percentile([one["first_s"] for one in requests if one["first_s"] is not None], 0.5)
+
+
+def _ms(*seconds: float | None) -> list[str]:
+    return ["" if each is None else f"{1e3 * each:.2f}" for each in seconds]
+
+
+def _shares(busy: Sequence[float] | None) -> str:
+    return ", ".join(f"{100 * share:.0f} %" for share in busy or ()) or "?"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(content: Content, path: Path) -> None:
+    """Goodput by arrival rate, a panel for each pair of objectives, as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(GAPS), sharey=True)
+    for panel, times, wanted in zip(panels, GAPS, objectives(content), strict=True):
+        for fleet in (*content["split"], *content["colocated"]):
+            rates = [one["rate"] for one in fleet["arriving"]]
+            met = [_met(one, wanted)[0] for one in fleet["arriving"]]
+            style = "-o" if fleet["prefill"] else "--s"
+            panel.plot(rates, met, style, label=fleet["name"], markersize=4)
+        longest = max((one for line in panel.lines for one in line.get_xdata()), default=1.0)
+        panel.plot([0, longest], [0, longest], ":", color="grey", label="all that arrive")
+        panel.set_title(
+            f"first block within {FIRST_S:g} s, gaps within {times} x "
+            f"{1e3 * wanted.gap_s / times:.0f} ms"
+        )
+        panel.set_xlabel(f"requests of {content['served']} tokens that arrive a second")
+    panels[0].set_ylabel("requests a second that meet both")
+    panels[0].legend(fontsize=7)
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables and writes the plot."""
+    parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.fleet_report")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--plot", type=Path, default=Path("build/benchmarks/gpu_fleet.svg"))
+    asked = parser.parse_args(argv)
+    content = json.loads(asked.file.read_text())
+    print(report(content))
+    plot(content, asked.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""One fleet under its loads, for `gpu_fleet`; and how busy its GPUs were meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from effuse.benchmarks.fleet_figures import decoding, figures, links
+from effuse.benchmarks.fleet_load import Client, Shape, Taken, Window, client_of
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.models.config import ModelConfig
+
+PAGE_SIZE = 32
+READY_S = 240.0
+_SAMPLE_MS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A fleet and its limits. Without prefill workers, decode workers prefill for themselves."""
+
+    prefill: int
+    decode: int
+    connector: str = "nixl"
+    prompt_rows: int  # of one forward
+    max_num_seqs: int  # of each decode worker
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        size = f"{self.max_num_seqs} seqs, {self.prompt_rows} prompt rows"
+        if not self.prefill:
+            return f"{self.decode} co-located, {size}"
+        return f"{self.prefill}P{self.decode}D over {self.connector}, {size}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """What a fleet is put under, in this order; nothing is left out where there are none."""
+
+    alone: Sequence[Shape] = ()  # one request at a time
+    alone_count: int = 20
+    closed: Sequence[tuple[Shape, int]] = ()  # and how many at once
+    arriving: Sequence[tuple[Shape, float]] = ()  # and requests a second
+    warm_s: float = 3.0
+    seconds: float = 6.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a fleet did under its loads. `rows` are plain values for JSON."""
+
+    variant: Variant
+    ready_s: float = 0.0
+    alone: dict[str, list[Taken]] = field(default_factory=dict)
+    closed: dict[tuple[str, int], Window] = field(default_factory=dict)
+    arriving: dict[tuple[str, float], Window] = field(default_factory=dict)
+    busy: dict[str, list[float]] = field(default_factory=dict)  # of each GPU, by load
+
+    def everyone(self) -> list[Taken]:
+        """All requests."""
+        windows = [*self.closed.values(), *self.arriving.values()]
+        alone = [one for requests in self.alone.values() for one in requests]
+        return alone + [one for window in windows for one in window.requests]
+
+    def rows(self) -> dict[str, Any]:
+        """All that was measured."""
+        return {
+            "name": self.variant.name,
+            **asdict(self.variant),
+            "ready_s": self.ready_s,
+            "alone": {shape: [_row(one) for one in took] for shape, took in self.alone.items()},
+            "closed": [
+                {"shape": shape, "at_once": at_once, "busy": self.busy.get(f"{shape} {at_once}")}
+                | asdict(figures(window))
+                for (shape, at_once), window in self.closed.items()
+            ],
+            "arriving": [
+                {"shape": shape, "rate": rate, "busy": self.busy.get(f"{shape} {rate}/s")}
+                | {"seconds": window.seconds}
+                | asdict(figures(window))
+                | {"each": [_row(one) for one in window.requests]}
+                for (shape, rate), window in self.arriving.items()
+            ],
+            "links": links(self.everyone()),
+        }
+
+
+def _row(one: Taken) -> dict[str, object]:
+    return {
+        "first_s": one.first_s if one.blocks else None,
+        "gaps": [round(gap, 5) for gap in one.gaps],
+        "handoff_s": one.handoff_s,
+        "failure": one.failure,
+    }
+
+
+def run(
+    variant: Variant,
+    loads: Loads,
+    *,
+    model: Path,
+    config: ModelConfig,
+    gpus: Sequence[str],
+    log_dir: Path,
+) -> Outcome:
+    """Starts the fleet on these GPUs (none: the CPU), puts it under the loads and stops it.
+
+    Raises FleetError if it does not start, and RuntimeError if no request of a load ended well.
+    """
+    outcome = Outcome(variant)
+    settings = _config(variant, loads, model=model, config=config, gpus=gpus, log_dir=log_dir)
+    with Fleet(settings) as fleet, Busy(gpus) as busy:
+        outcome.ready_s = fleet.ready_s
+        _say(variant, f"ready in {fleet.ready_s:.0f} s")
+        asyncio.run(_put_under(fleet.address, config, loads, outcome, busy))
+    return outcome
+
+
+async def _put_under(
+    address: str, config: ModelConfig, loads: Loads, outcome: Outcome, busy: Busy
+) -> None:
+    words = min(config.mask_token_id, *config.eos_token_ids)
+    async with client_of(address, words, config.block_size) as client:
+        await _warm(client, loads)
+        for shape in loads.alone:
+            outcome.alone[str(shape)] = _well(await client.alone(shape, loads.alone_count))
+        for shape, at_once in loads.closed:
+            window = await client.closed(shape, at_once, loads.warm_s, loads.seconds)
+            outcome.closed[str(shape), at_once] = window
+            outcome.busy[f"{shape} {at_once}"] = busy.shares(window.begin, window.end)
+            _tell(outcome.variant, f"{shape} x {at_once}", window)
+        for number, (shape, rate) in enumerate(loads.arriving):
+            window = await client.arriving(shape, rate, loads.seconds, seed=number)
+            outcome.arriving[str(shape), rate] = window
+            outcome.busy[f"{shape} {rate}/s"] = busy.shares(window.begin, window.end)
+            _tell(outcome.variant, f"{shape} at {rate:g}/s", window)
+
+
+async def _warm(client: Client, loads: Loads) -> None:
+    """Each shape a few times at once, so that nothing is compiled in what counts."""
+    shapes = [*loads.alone, *(shape for shape, _ in [*loads.closed, *loads.arriving])]
+    for shape in dict.fromkeys(shapes):
+        short = Shape(shape.prompt, min(shape.answer, 64))
+        for at_once in (1, 8):
+            _well(list(await asyncio.gather(*(client.ask(short) for _ in range(at_once)))))
+
+
+def _well(requests: list[Taken]) -> list[Taken]:
+    if all(one.failure for one in requests):
+        raise RuntimeError(f"no request ended well: {requests[0].failure}")
+    return requests
+
+
+def _tell(variant: Variant, load: str, window: Window) -> None:
+    found = figures(_checked(window))
+    _say(
+        variant,
+        f"{load}: {found.tokens_per_s:.0f} tok/s, first {found.first_p50_s:.3f} "
+        f"{found.first_p99_s:.3f}, gaps {found.gap_p50_s:.3f} {found.gap_p99_s:.3f}, "
+        f"handoff {1e3 * found.handoff_p50_s:.1f} {1e3 * found.handoff_p99_s:.1f} ms, "
+        f"batch {decoding(window):.1f}, failed {found.failed} {found.failures[:1]}",
+    )
+
+
+def _checked(window: Window) -> Window:
+    _well(window.requests)
+    return window
+
+
+def _say(variant: Variant, line: str) -> None:
+    print(f"{variant.name}: {line}", flush=True)
+
+
+def _config(
+    variant: Variant,
+    loads: Loads,
+    *,
+    model: Path,
+    config: ModelConfig,
+    gpus: Sequence[str],
+    log_dir: Path,
+) -> FleetConfig:
+    shapes = [*loads.alone, *(shape for shape, _ in [*loads.closed, *loads.arriving])]
+    longest = max(shape.prompt + shape.answer for shape in shapes)
+    pages = -(-longest // PAGE_SIZE)
+    # A settled and an active block each, and room for prompts, which any decode worker may have to
+    # prefill for itself.
+    step_rows = 2 * config.block_size * variant.max_num_seqs + variant.prompt_rows
+    seqs = ("--max-num-seqs", str(variant.max_num_seqs))
+    memory = ("--gpu-memory-utilization", "0.8") if gpus else ("--num-pages", str(70 * pages))
+    return FleetConfig(
+        prefill=variant.prefill,
+        decode=variant.decode,
+        connector=variant.connector if variant.prefill else "loopback",
+        model=model,
+        worker_flags=(
+            *("--page-size", str(PAGE_SIZE), "--max-model-len", str(pages * PAGE_SIZE)),
+            *memory,
+        ),
+        prefill_flags=("--max-num-batched-tokens", str(variant.prompt_rows)),
+        decode_flags=(*seqs, "--max-num-batched-tokens", str(step_rows)),
+        gpus=tuple(gpus) or None,
+        gpu_sharing=True,
+        log_dir=log_dir,
+        ready_timeout_s=READY_S,
+    )
+
+
+class Busy:
+    """Asks nvidia-smi again and again how much of its last moments each GPU computed."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = list(dict.fromkeys(gpus))
+        self._samples: list[tuple[float, str, float]] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Busy:
+        if self._gpus:
+            self._process = subprocess.Popen(
+                [
+                    *("nvidia-smi", "--query-gpu=index,utilization.gpu"),
+                    *("--format=csv,noheader,nounits", "-i", ",".join(self._gpus)),
+                    *("-lms", str(_SAMPLE_MS)),
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            threading.Thread(target=self._read, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10.0)
+
+    def shares(self, begin: float, end: float) -> list[float]:
+        """Of each GPU in turn, between two points of the monotonic clock; empty where unknown."""
+        found = [
+            [share for at, gpu, share in self._samples if gpu == name and begin <= at < end]
+            for name in self._gpus
+        ]
+        return [sum(each) / len(each) for each in found if each]
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            gpu, _, share = line.partition(",")
+            if share.strip().isdigit():
+                self._samples.append((time.monotonic(), gpu.strip(), int(share) / 100))
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Prints how long it took."""
+    begin = time.monotonic()
+    yield
+    print(f"{what}: {time.monotonic() - begin:.0f} s", flush=True)

@@ -1,0 +1,173 @@
+"""The fleet benchmark on a tiny model and the CPU: that it counts what happened, and rightly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from effuse.benchmarks import fleet_report, gpu_fleet
+from effuse.benchmarks.fleet_figures import decoding, figures, links
+from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD, Shape, Taken, Window, arrivals
+from effuse.benchmarks.fleet_report import GAPS, Objectives, objectives, plot, report
+from effuse.benchmarks.fleet_runs import Loads, Outcome, run
+from effuse.benchmarks.gpu_models import TINY
+from effuse.benchmarks.random_checkpoint import word, write_checkpoint
+from effuse.models.weights import load_model
+from effuse.router.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+SHAPE = Shape(40, 96)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), TINY, CPU, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def outcomes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    loads = Loads(
+        alone=[SHAPE],
+        alone_count=3,
+        closed=[(SHAPE, 3)],
+        arriving=[(SHAPE, 8.0)],
+        warm_s=0.3,
+        seconds=1.0,
+    )
+    variants = [gpu_fleet.split(64, 4), replace(gpu_fleet.colocated(64, 4), decode=1)]
+    logs = tmp_path_factory.mktemp("logs")
+    return [
+        run(one, loads, model=checkpoint, config=TINY, gpus=[], log_dir=logs) for one in variants
+    ]
+
+
+def test_the_checkpoint_loads_as_the_shape_that_it_was_made_in(checkpoint: Path) -> None:
+    model = load_model(checkpoint)
+    assert model.config == TINY
+    assert not model.weights.head[[TINY.mask_token_id, *TINY.eos_token_ids]].any()
+    assert 0.01 < model.weights.layers[0].qkv.std() < 0.03
+
+
+def test_a_word_of_a_prompt_is_a_token(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    ids = [0, 7, 89, 92, 95]
+    text = " ".join(word(i) for i in ids)
+    assert asyncio.run(tokenizer.encode(text)) == ids
+    assert tokenizer.decode(ids) == text
+    tokenizer.close()
+
+
+def test_only_the_shape_of_dream_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'llada'"):
+        write_checkpoint(tmp_path, replace(TINY, architecture="llada"), CPU, torch.float32)
+
+
+def test_every_request_writes_as_many_tokens_a_forward(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        everyone = outcome.everyone()
+        assert not [one.failure for one in everyone if one.failure]
+        for one in everyone:
+            assert sum(one.sizes) == one.shape.answer
+            # The last forward of a block is its next one's first.
+            assert one.forwards * TOKENS_A_FORWARD >= one.shape.answer
+            assert one.sent < one.blocks[0] <= one.blocks[-1] <= one.ended
+        assert len(outcome.alone[str(SHAPE)]) == 3
+
+
+def test_only_what_was_split_was_handed_over(outcomes: list[Outcome]) -> None:
+    split, colocated = outcomes
+    assert all(one.kv_bytes and one.handoff_s and one.prefill_worker for one in split.everyone())
+    assert not any(one.kv_bytes or one.prefill_worker for one in colocated.everyone())
+    assert list(links(split.everyone())) == ["prefill-0 to decode-0"]
+    assert not links(colocated.everyone())
+
+
+def test_a_run_becomes_tables_and_a_plot(outcomes: list[Outcome], tmp_path: Path) -> None:
+    split, colocated = (one.rows() for one in outcomes)
+    content = _content(split, colocated)
+    text = report(json.loads(json.dumps(content), parse_constant=lambda _: None))
+    rate = split["closed"][0]["tokens_per_s"]
+    assert f"| {SHAPE} x 3 | {rate:.0f} | 640 | {rate / 640:.2f} |" in text
+    plot(content, tmp_path / "x.svg")
+    assert "1P1D over nixl" in (tmp_path / "x.svg").read_text()
+
+
+def _content(split: dict[str, Any], colocated: dict[str, Any]) -> dict[str, Any]:
+    alone = {"tokens_per_s": 9000.0, "gap_p50_s": 0.01, "gap_p99_s": 0.02, "step_s": 0.001}
+    return {
+        "served": str(SHAPE),
+        "split": [split],
+        "colocated": [colocated],
+        "limits": {
+            "prefill": {"40": 0.15},  # 96 tokens each
+            "decode": [{"shape": str(SHAPE), "at_once": 3, **alone}],
+            "arrivals": {"with": 0.002, "without": 0.001, "handoff_p50_s": 0.001},
+        },
+        "handoffs": [],
+        "peer_copy_gigabytes_per_s": 0.0,
+    }
+
+
+def test_arrivals_are_the_same_for_every_fleet_and_as_many_as_asked_for() -> None:
+    drawn = list(arrivals(50.0, 100.0, seed=3))
+    assert drawn == list(arrivals(50.0, 100.0, seed=3)) != list(arrivals(50.0, 100.0, seed=4))
+    assert drawn == sorted(drawn) and 4700 < len(drawn) < 5300
+    gaps = [after - before for before, after in pairwise(drawn)]
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 50, rel=0.1)
+
+
+def _taken(sent: float, blocks: list[float], failure: str = "") -> Taken:
+    return Taken(SHAPE, sent, blocks, [32] * len(blocks), blocks[-1] if blocks else 0, failure)
+
+
+def test_a_window_counts_tokens_that_came_in_it_and_requests_that_began_in_it() -> None:
+    window = Window(
+        [
+            _taken(0.0, [0.5, 1.5, 2.5]),  # before it; two of its blocks come inside
+            _taken(1.0, [1.4, 1.8, 3.5]),
+            _taken(1.5, [], "UNAVAILABLE: x"),
+            _taken(3.2, [3.4]),
+        ],
+        begin=1.0,
+        end=3.0,
+    )
+    found = figures(window)
+    assert (found.requests, found.failed, found.failures) == (2, 1, ("UNAVAILABLE: x",))
+    assert found.tokens_per_s == 4 * 32 / 2
+    assert found.first_p50_s == pytest.approx(0.4)
+    assert found.gap_p99_s == pytest.approx(1.7)
+    # The first decodes from the window's begin to 2.5, the second from one gap before 1.4 on.
+    assert decoding(window) == pytest.approx((1.5 + 2.0) / 2)
+
+
+@pytest.mark.parametrize(
+    ("request_", "meets"),
+    [
+        ({"first_s": 0.9, "gaps": [0.1, 0.2], "failure": ""}, True),
+        ({"first_s": 0.9, "gaps": [], "failure": ""}, True),
+        ({"first_s": 1.1, "gaps": [0.1], "failure": ""}, False),
+        ({"first_s": 0.9, "gaps": [0.1, 0.21], "failure": ""}, False),
+        ({"first_s": 0.9, "gaps": [0.1] * 99 + [9.0], "failure": ""}, True),
+        ({"first_s": 0.9, "gaps": [0.1], "failure": "INTERNAL"}, False),
+        ({"first_s": None, "gaps": [], "failure": ""}, False),
+    ],
+)
+def test_objectives(request_: dict[str, Any], meets: bool) -> None:
+    assert Objectives(1.0, 0.2).met_by(request_) is meets
+
+
+def test_one_gap_is_shared_by_both_kinds_of_fleet() -> None:
+    def fleet(gap: float) -> dict[str, Any]:
+        return {"alone": {str(SHAPE): [{"gaps": [gap, gap, 9.0]}]}}
+
+    content = {"served": str(SHAPE), "split": [fleet(0.03)], "colocated": [fleet(0.02)]}
+    assert [one.gap_s for one in objectives(content)] == [0.02 * times for times in GAPS]
+    assert {one.first_s for one in objectives(content)} == {fleet_report.FIRST_S}
