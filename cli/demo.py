@@ -16,6 +16,7 @@ from rich.console import Console
 from effuse.cli.arguments import command, whole
 from effuse.cli.client import Answer, StreamBroken, ask, explain
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.gpus import gpus_here
 from effuse.cli.knobs import Knobs, make_request
 from effuse.cli.watch import watch
 from effuse.models.problems import Problem, check, problem
@@ -41,10 +42,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     demo = parse(argv)
     console = Console(highlight=False)
-    config = FleetConfig(prefill=demo.prefill, decode=demo.decode, connector=demo.connector)
     try:
         with console.status("starting a fleet"):
-            fleet = Fleet(config)
+            fleet = Fleet(fleet_of(demo))
             fleet.start()
     except FleetError as error:
         print(f"effuse demo: {error}", file=sys.stderr)
@@ -85,6 +85,17 @@ def parse(argv: Sequence[str]) -> Demo:
     )
 
 
+def fleet_of(demo: Demo) -> FleetConfig:
+    """What to start: on the GPUs that are here, however few, or on the CPU."""
+    return FleetConfig(
+        prefill=demo.prefill,
+        decode=demo.decode,
+        connector=demo.connector,
+        gpus=gpus_here() or None,
+        gpu_sharing=True,
+    )
+
+
 async def solve(console: Console, address: str, demo: Demo) -> int:
     """Send the problems one after the other; how many answers are right."""
     right = 0
@@ -112,7 +123,8 @@ def apology(wrong: int, seed: int) -> str:
 def _introduce(console: Console, fleet: Fleet) -> None:
     console.print(f"A fleet is ready on {fleet.address} after {fleet.ready_s:.1f} s:")
     for name, process in fleet.processes.items():
-        console.print(f"  {name:<10} pid {process.pid}")
+        place = f" on {fleet.gpus[name]}" if name in fleet.gpus else ""
+        console.print(f"  {name:<10} pid {process.pid}{place}")
 
 
 def _judge(console: Console, drawn: Problem, answer: Answer) -> bool:

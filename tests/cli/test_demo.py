@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from effuse.cli.demo import apology, parse
+from effuse.cli.demo import apology, fleet_of, parse
 
 
-def test_it_solves_problems_on_a_fleet_of_its_own() -> None:
+def test_it_solves_problems_on_a_fleet_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the only GPU, by the driver's command; workers that find none go on without."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: One'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     command = [sys.executable, "-P", "-m", "effuse.cli", "demo", "--seed", "1", "--problems", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -19,6 +28,23 @@ def test_it_solves_problems_on_a_fleet_of_its_own() -> None:
     assert lines[-1] == "2 of 2 answers are right."
     assert {"redis", "router", "prefill-0", "decode-0"} <= {line.split(" ")[0] for line in lines}
     assert sum("KV bytes over zmq" in line for line in lines) == 2
+    assert sum("on GPU 0 (1/2 of its memory)" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("here", "places"),
+    [
+        ((), []),
+        (("0",), ["GPU 0 (1/3 of its memory)"] * 3),
+        (("0", "1", "2"), ["GPU 0", "GPU 1", "GPU 2"]),
+    ],
+)
+def test_it_takes_the_gpus_that_are_here(
+    here: tuple[str, ...], places: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("effuse.cli.demo.gpus_here", lambda: here)
+    assigned = fleet_of(parse(["--decode", "2"])).assignments()
+    assert list(map(str, assigned.values())) == places
 
 
 def test_one_wrong_answer_is_the_models() -> None:

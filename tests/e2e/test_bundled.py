@@ -20,6 +20,7 @@ from effuse.v1 import generation_pb2 as pb
 
 CONCURRENT = 16
 DRAWN = 22
+ON_CPU = ("--device", "cpu")
 BUNDLED = Path(next(iter(effuse.models.__path__))) / "bundled"
 
 
@@ -36,6 +37,7 @@ def test_sixteen_problems_at_once(connector: str, pages: int | None) -> None:
     raw = load_raw(BUNDLED)
     config = FleetConfig(
         connector=connector,
+        worker_flags=ON_CPU,
         decode_flags=() if pages is None else ("--num-pages", str(pages)),
         router_flags=("--prefill", "remote"),
     )
@@ -58,7 +60,10 @@ def test_sixteen_problems_at_once(connector: str, pages: int | None) -> None:
 
 def test_text_in_right_answers_out() -> None:
     problems = [problem(4, number, "held_out") for number in range(CONCURRENT)]
-    with Fleet(FleetConfig(connector="nixl")) as fleet, connect(fleet.address) as client:
+    with (
+        Fleet(FleetConfig(connector="nixl", worker_flags=ON_CPU)) as fleet,
+        connect(fleet.address) as client,
+    ):
         answers = all_at_once(
             lambda each: client.generate(pb.GenerateRequest(prompt=each.prompt)), problems
         )

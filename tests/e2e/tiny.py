@@ -60,7 +60,7 @@ def tiny_fleet(
             connector=connector,
             model=tiny_checkpoint(Path(home) / architecture, architecture),
             worker_flags=(
-                *("--dtype", "float32", "--page-size", str(TINY.page_size)),
+                *("--device", "cpu", "--page-size", str(TINY.page_size)),
                 *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
                 *worker_flags,
             ),

@@ -15,7 +15,7 @@ from load import report
 from load.up import UpError, running
 
 HERE = Path(__file__).parent
-FLEET = ("--prefill", "1", "--decode", "1")
+FLEET = ("--prefill", "1", "--decode", "1", "--gpu-sharing")
 
 
 def main() -> int:

@@ -9,8 +9,10 @@ import grpc
 import psutil
 import pytest
 from checkpoints import write_tiny_checkpoint
+from load.run import FLEET
 from load.up import UpError, running
 
+from effuse.cli.up import parse
 from effuse.v1 import model_pb2, model_pb2_grpc
 
 
@@ -29,6 +31,15 @@ def test_it_serves_holds_nothing_and_leaves_nothing(flags: tuple[str, ...]) -> N
         assert [model.decode_workers for model in listed] == [1]
         assert up.held() == []
     assert not psutil.wait_procs(processes, timeout=30)[1]
+
+
+@pytest.mark.parametrize("here", [(), ("0",), ("0", "1")])
+def test_it_has_a_place_for_both_workers(
+    here: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("effuse.cli.up.gpus_here", lambda: here)
+    assigned = parse(FLEET)[0].assignments()
+    assert {one.gpu for one in assigned.values()} == set(here)
 
 
 def test_a_worker_that_died_is_a_fault(flags: tuple[str, ...]) -> None:
