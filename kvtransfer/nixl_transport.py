@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from effuse.kvtransfer.connector import HandoffRefused
+from effuse.kvtransfer.connector import UNKNOWN, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MalformedMessage, ReceiverAddress, Reservation, encode
 from effuse.kvtransfer.nixl_agent import NixlAgent, Transfer
@@ -32,6 +32,7 @@ from effuse.kvtransfer.transport import (
     Peer,
     Reply,
 )
+from effuse.kvtransfer.ucx_log import route_of, ucx_log
 from effuse.kvtransfer.wire import (
     Begin,
     Pages,
@@ -125,10 +126,12 @@ class NixlTransport:
     def open(self) -> None:
         """Creates the agents and registers the whole pool with each, once."""
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
+        self._ucx = ucx_log()
         if self._kind == "VRAM":
             torch.cuda.set_device(self._memory.device)  # else UCX leaves the GPU out without a word
             torch.zeros(1, device=self._memory.device)
-        self._sender = self._agent("w")
+        with self._ucx.asked():
+            self._sender = self._agent("w")
         self._metadata = self._sender.metadata()
         units = self._memory.num_pages * self._layout.num_groups
         self._own_pages = self._sender.pages(
@@ -149,7 +152,9 @@ class NixlTransport:
 
     def reach(self, reservation: Reservation) -> Peer:
         """The receiver of a reservation."""
+        num_tables = len(self._ucx.tables())
         peer = self._peers.find(reservation)
+        peer.num_tables = peer.num_tables or num_tables
         peer.num_pushes += 1
         return peer
 
@@ -157,6 +162,18 @@ class NixlTransport:
         """A push does not use the peer any more."""
         assert isinstance(peer, NixlPeer)
         peer.num_pushes -= 1
+
+    def route(self, peer: Peer) -> Route:
+        """As UCX says. A table is told once: a peer without one of its own takes an earlier one."""
+        assert isinstance(peer, NixlPeer)
+        if peer.route is UNKNOWN:
+            tables = self._ucx.tables()
+            for told in (tables[peer.num_tables :], tables):
+                if peer.route is UNKNOWN:
+                    peer.route = route_of(
+                        told, on_gpu=self._kind == "VRAM", num_bytes=self._layout.page_bytes
+                    )
+        return peer.route
 
     def drop(self, peer: Peer) -> None:
         """Would stop nothing."""
@@ -259,6 +276,8 @@ class NixlTransport:
         if pace in (Pace.HOT, Pace.MOVING):
             time.sleep(seconds)
         else:
+            if pace is Pace.IDLE:
+                self._ucx.tables()  # so that warnings are seen
             select.select([requests], [], [], seconds)
 
     def _units(self, page_ids: Sequence[int], groups: range) -> list[int]:

@@ -262,6 +262,26 @@ class DecodeFinished(_message.Message):
     preemptions: int
     def __init__(self, stopped: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., forward_passes: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
+class RehearseRequest(_message.Message):
+    __slots__ = ("attempt", "incarnation", "writer", "most_pages")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    MOST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    attempt: AttemptId
+    incarnation: str
+    writer: WorkerRef
+    most_pages: int
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., writer: _Optional[_Union[WorkerRef, _Mapping]] = ..., most_pages: _Optional[int] = ...) -> None: ...
+
+class RehearseResponse(_message.Message):
+    __slots__ = ("reservation", "verified")
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    reservation: Reservation
+    verified: PrefillVerified
+    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ...) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("attempt", "reason")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
