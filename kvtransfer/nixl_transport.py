@@ -14,6 +14,7 @@ import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -32,7 +33,7 @@ from effuse.kvtransfer.transport import (
     Peer,
     Reply,
 )
-from effuse.kvtransfer.ucx_log import route_of, ucx_log
+from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
 from effuse.kvtransfer.wire import (
     Begin,
     Pages,
@@ -56,6 +57,7 @@ PAUSE_S = {
     Pace.IDLE: 0.1,
 }
 HOST_HOT_S = 20e-6  # where processors move the bytes, somebody else may need this one
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which UCX, too, knows its own machine
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS = 1000  # the kernel's own 50 us would be added to every pause
 
@@ -168,12 +170,15 @@ class NixlTransport:
         assert isinstance(peer, NixlPeer)
         if peer.route is UNKNOWN:
             tables = self._ucx.tables()
-            for told in (tables[peer.num_tables :], tables):
-                if peer.route is UNKNOWN:
-                    peer.route = route_of(
-                        told, on_gpu=self._kind == "VRAM", num_bytes=self._layout.page_bytes
-                    )
+            peer.route = self._route(tables[peer.num_tables :], None)
+        if peer.route is UNKNOWN:
+            is_near = peer.address.boot_id == self.address().boot_id
+            peer.route = self._route(tables, "intra-node" if is_near else "inter-node")
         return peer.route
+
+    def _route(self, tables: Sequence[Table], scope: str | None) -> Route:
+        on_gpu = self._kind == "VRAM"
+        return route_of(tables, on_gpu=on_gpu, num_bytes=self._layout.page_bytes, scope=scope)
 
     def drop(self, peer: Peer) -> None:
         """Would stop nothing."""
@@ -301,5 +306,6 @@ class NixlTransport:
             pool_address=self._memory.address,
             device_id=self._device_id,
             memory_kind=self._kind,
+            boot_id=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
         )
         return Receiving(agent, NixlWriters(agent), address)

@@ -71,13 +71,17 @@ class Reader:
         return None
 
 
-def route_of(tables: Iterable[Table], *, on_gpu: bool, num_bytes: int) -> Route:
-    """What writes of so many bytes of pages take by these tables; where they differ, all names."""
+def route_of(
+    tables: Iterable[Table], *, on_gpu: bool, num_bytes: int, scope: str | None = None
+) -> Route:
+    """What writes of so many bytes of pages take by these tables, those of one scope or all but
+    self; where they differ, all names."""
     memory = " from cuda" if on_gpu else " from host"
     rows = [
         row
         for table in tables
-        if table.scope != "self" and "ucp_put" in table.title and memory in table.title
+        if table.scope != "self" and scope in (None, table.scope)
+        if "ucp_put" in table.title and memory in table.title
         for row in table.rows
         if row.first <= num_bytes and (row.last is None or num_bytes <= row.last)
     ]

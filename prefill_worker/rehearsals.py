@@ -173,7 +173,7 @@ def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
     """Logs what a link is; loudly where it is slow by nobody's wish, or refused."""
     found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
     if link.gigabytes_per_second < min_gbps:
-        LOG.warning("%s: REFUSED, --min-handoff-gbps asks for %g", found, min_gbps)
+        LOG.warning("%s: REFUSED, --min-handoff-gbps asks for %.10g", found, min_gbps)
     elif is_fallback:
         LOG.warning(
             "%s: SLOW, pages of GPUs go over TCP or through the host's memory. Look at UCX_TLS; "

@@ -93,10 +93,10 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
     found = "has not been measured yet"
     if link is not None:
         found = f"({link.transport}) moves {link.gigabytes_per_second:.4g} GB/s"
-    others = f"; so it is with {len(refused) - 1} others" if len(refused) > 1 else ""
+    others = f" ({len(refused)} links are refused, this is the fastest)" if refused[1:] else ""
     return (
         f"the link {prefill.worker_id} to {decode.worker_id} {found}, "
-        f"--min-handoff-gbps asks for {prefill.min_handoff_gbps:g}{others}"
+        f"--min-handoff-gbps asks for {prefill.min_handoff_gbps:.10g}{others}"
     )
 
 

@@ -87,30 +87,33 @@ def test_the_row_of_our_writes_says_what_they_take(
         *table("a intra-node cfg#1", HOST if on_gpu else CUDA, "0..inf | zero-copy | xpmem/memory"),
         *table("a intra-node cfg#1", CUDA if on_gpu else HOST, *rows),
     )
-    assert route_of(tables, on_gpu=on_gpu, num_bytes=4096) == route
+    assert route_of(tables, scope="intra-node", on_gpu=on_gpu, num_bytes=4096) == route
 
 
-def test_tables_that_differ_are_both_named_and_one_slow_way_is_enough_to_warn() -> None:
+def test_the_machine_decides_and_where_it_does_not_both_are_named() -> None:
     tables, _ = read(
         *table("a intra-node cfg#1", CUDA, "0..inf | zero-copy | cuda_ipc/cuda"),
-        *table("a inter-node cfg#2", CUDA, "0..inf | zero-copy | tcp/eth0"),
+        *table("a inter-node cfg#2", CUDA, "0..inf | zero-copy | rc_mlx5/mlx5_0:1"),
+        *table("a inter-node cfg#3", CUDA, "0..inf | zero-copy | tcp/eth0"),
     )
-    found = route_of(tables, on_gpu=True, num_bytes=1 << 20)
-    assert found == Route("cuda_ipc or tcp", is_fallback=True)
+    near = route_of(tables, scope="intra-node", on_gpu=True, num_bytes=1 << 20)
+    far = route_of(tables, scope="inter-node", on_gpu=True, num_bytes=1 << 20)
+    assert (near, far) == (Route("cuda_ipc"), Route("rc_mlx5 or tcp", is_fallback=True))
 
 
 SCRIPT = """
 import ctypes, logging, os, sys
-logging.basicConfig(stream=sys.stdout, format="logged %(message)s")
+logging.basicConfig(stream=sys.stdout, format="logged %(message)s", level="INFO")
 from effuse.kvtransfer.ucx_log import ucx_log
 log = ucx_log()
 assert log is ucx_log()
 libc = ctypes.CDLL(None)
 libc.fopen.restype = ctypes.c_void_p
+before = dict(os.environ)
 with log.asked():
-    assert os.environ["UCX_PROTO_INFO"] == "*put*"
+    assert os.environ["UCX_PROTO_INFO"] == before.get("UCX_PROTO_INFO", "*put*")
     file = libc.fopen(os.environ["UCX_LOG_FILE"].encode(), b"w")
-assert not os.environ.keys() & {"UCX_LOG_FILE", "UCX_PROTO_INFO"}
+assert dict(os.environ) == before
 say = lambda text: libc.fputs(text.encode(), ctypes.c_void_p(file))
 say("[1.5] [vm:1:0]   +---+\\n[1.5] [vm:1:0] | a intra-node cfg#1 |\\n| ucp_put* from host")
 assert log.tables() == ()
@@ -133,6 +136,12 @@ def script(**environment: str) -> str:
 
 def test_what_a_library_holds_back_is_read_and_the_rest_is_logged() -> None:
     assert script().splitlines() == ["logged something is wrong", "logged and still"]
+
+
+def test_who_asks_for_tables_himself_sees_them() -> None:
+    lines = script(UCX_PROTO_INFO="y").splitlines()
+    assert "logged | a intra-node cfg#1 |" in lines
+    assert lines[-2:] == ["logged something is wrong", "logged and still"]
 
 
 def test_who_has_the_log_for_himself_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
