@@ -22,8 +22,6 @@ class Scratch:
         self._pool = pool
         self._handoffs = handoffs
         self._outbox = outbox
-        most = MOST_BYTES // handoffs.page_bytes
-        self._most_pages = max(1, min(most, pool.num_pages // LEAST_SHARE))
         self._attempt: AttemptId | None = None  # while its pages may still arrive
         self._pages: tuple[PageRef, ...] = ()
         self._last = ""  # transfer id of the last one, which may have left pages in quarantine
@@ -35,11 +33,13 @@ class Scratch:
     def reserve(self, message: StartRehearsal, *, is_busy: bool, now: float) -> None:
         """Opens free pages to the writer; refuses where requests may need them."""
         attempt, free = message.attempt, self._pool.num_free
-        count = min(self._most_pages, message.most_pages)
         if not self._handoffs.can_receive:
             text = "no connector: only local prefill"
             self._outbox.failed(attempt, "FAILED_PRECONDITION", text, retryable=False)
-        elif self._attempt is not None or self._handoffs.is_open(self._last):
+            return
+        most = min(MOST_BYTES // self._handoffs.page_bytes, self._pool.num_pages // LEAST_SHARE)
+        count = min(max(1, most), message.most_pages)
+        if self._attempt is not None or self._handoffs.is_open(self._last):
             self._refuse(attempt, "another rehearsal is under way")
         elif is_busy or 2 * count > free:
             self._refuse(attempt, f"requests come first: {count} of {free} free pages are too many")

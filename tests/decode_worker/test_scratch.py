@@ -66,7 +66,6 @@ def test_what_the_writer_has_and_a_size_bound_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, most_pages: int, most_bytes: int, lent: int
 ) -> None:
     monkeypatch.setattr(scratch, "MOST_BYTES", most_bytes)
-    pair.rig.connect(pair.target)
     message = StartRehearsal(attempt=ATTEMPT, writer=SOURCE, most_pages=most_pages)
     reservation = reserve(pair, message)
     assert len(reservation.pages) == lent

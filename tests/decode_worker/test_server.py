@@ -4,77 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_engine
 import fronts
-import grpc
-import grpc.aio
 import pytest
 from eventually import eventually
-from fronts import attempt, decode_request, event_of, events_of, failure_of, running
+from fronts import (
+    NOBODY,
+    attempt,
+    decode_request,
+    event_of,
+    events_of,
+    failure_of,
+    prefill_peer,
+    running,
+)
 
-from effuse.decode_worker import server
 from effuse.decode_worker.server import make_role
-from effuse.protos import rpc
 from effuse.protos.errors import (
     AlreadyRunning,
     Bug,
     DeadlineExceeded,
-    EffuseError,
     InvalidRequest,
     Overloaded,
     Refused,
     Unavailable,
-    from_rpc_error,
 )
 from effuse.v1 import worker_pb2 as pb
-from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker.config import WorkerConfig
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
 NAN = float("nan")
-
-
-class PrefillPeer(pb_grpc.WorkerServiceServicer):
-    """A prefill worker that is asked to let go of attempts."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.may_answer = asyncio.Event()
-
-    async def Abort(
-        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> pb.AbortResponse:
-        self.asked.append(request.attempt.transfer_id)
-        await self.may_answer.wait()
-        return pb.AbortResponse(incarnation="prefill-life", was_running=True)
-
-    async def GetLoad(
-        self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> pb.GetLoadResponse:
-        raise NotImplementedError
-
-    async def Drain(
-        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> pb.DrainResponse:
-        raise NotImplementedError
-
-
-@asynccontextmanager
-async def prefill_peer() -> AsyncIterator[tuple[PrefillPeer, str]]:
-    peer, server = PrefillPeer(), rpc.RpcServer(rpc.FLEET_LIMITS)
-    pb_grpc.add_WorkerServiceServicer_to_server(peer, server.server)
-    port = await server.start("127.0.0.1:0", ["effuse.v1.WorkerService"])
-    try:
-        yield peer, f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
-
-
-NOBODY = 1  # a port of this machine that nobody listens on
 
 
 def remote_request(name: str, incarnation: str, address: str) -> pb.DecodeRequest:
@@ -354,108 +316,5 @@ def test_no_task_is_left_by_a_storm_of_cancels(tmp_path: Path) -> None:
     async def fronts_answer(one: fronts.Running, name: str) -> None:
         async for _ in one.decode.Decode(decode_request(name, one.incarnation), timeout=20):
             pass
-
-    asyncio.run(go())
-
-
-def rehearse_request(name: str, incarnation: str, most_pages: int = 1) -> pb.RehearseRequest:
-    return pb.RehearseRequest(
-        attempt=attempt(name),
-        incarnation=incarnation,
-        writer=pb.WorkerRef(
-            worker_id="p0",
-            incarnation="prefill-life",
-            address=f"127.0.0.1:{NOBODY}",
-            engine_port=NOBODY,
-        ),
-        most_pages=most_pages,
-    )
-
-
-async def rehearsal_failure(
-    call: grpc.aio.UnaryStreamCall[pb.RehearseRequest, pb.RehearseResponse],
-) -> EffuseError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    return from_rpc_error(caught.value, "the worker")
-
-
-def test_a_rehearsal_lends_pages_until_they_are_checked(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one:
-            call = one.decode.Rehearse(rehearse_request("a", one.incarnation), timeout=20)
-            said = [response async for response in call]
-            assert [one.WhichOneof("event") for one in said] == ["reservation", "verified"]
-            assert said[0].reservation.attempt == attempt("a")
-            assert said[1].verified == pb.PrefillVerified(bytes=64, pages=2, handoff_s=0.25)
-            assert "effuse_kv_handoff_seconds_count 0" in one.front.shell.metrics_text()
-            await one.until_free()
-
-    asyncio.run(go())
-
-
-def test_wrong_rehearsals_are_refused_before_anything_is_held(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one:
-            life = one.incarnation
-            nameless, homeless, portless, lifeless = (
-                rehearse_request(name, life) for name in ("n", "h", "p", "l")
-            )
-            nameless.attempt.transfer_id = ""
-            homeless.writer.address = "here"
-            portless.writer.engine_port = 0
-            lifeless.writer.incarnation = ""
-            for request, field in (
-                (nameless, "attempt.transfer_id"),
-                (homeless, "writer.address"),
-                (portless, "writer.engine_port"),
-                (lifeless, "writer.incarnation"),
-                (rehearse_request("none", life, 0), "most_pages"),
-            ):
-                error = await rehearsal_failure(one.decode.Rehearse(request, timeout=20))
-                assert isinstance(error, InvalidRequest), error
-                assert [v.field for v in error.violations] == [field]
-            other = one.decode.Rehearse(rehearse_request("other", "another-life"), timeout=20)
-            assert isinstance(await rehearsal_failure(other), Refused)
-            busy = rehearse_request("busy", life, fake_engine.NO_ROOM)
-            assert isinstance(
-                await rehearsal_failure(one.decode.Rehearse(busy, timeout=20)), Overloaded
-            )
-            await one.until_free()
-
-    asyncio.run(go())
-
-
-def test_a_rehearsal_that_breaks_off_holds_its_pages_until_the_writer_has_let_go(
-    tmp_path: Path,
-) -> None:
-    async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one, prefill_peer() as (peer, address):
-            request = rehearse_request("a", one.incarnation, fake_engine.ENDLESS)
-            request.writer.address = address
-            call = one.decode.Rehearse(request, timeout=20)
-            assert isinstance(await call.read(), pb.RehearseResponse)
-            call.cancel()
-            await eventually(lambda: peer.asked == ["a-1"])
-            load = await one.load()
-            assert (load.quarantined_pages, load.free_pages) == (1, fake_engine.PAGES - 1)
-            peer.may_answer.set()
-            await one.until_free()
-
-    asyncio.run(go())
-
-
-def test_a_rehearsal_has_a_limit_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_REHEARSAL_S", 0.2)
-
-    async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one:
-            request = rehearse_request("a", one.incarnation, fake_engine.ENDLESS)
-            call = one.decode.Rehearse(request, timeout=20)
-            assert isinstance(await rehearsal_failure(call), DeadlineExceeded)
-            await one.until_free()
 
     asyncio.run(go())

@@ -36,7 +36,6 @@ from effuse.kvtransfer.connector import (
     ConnectorEvent,
     Pushed,
     PushFailed,
-    Route,
 )
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
@@ -126,26 +125,6 @@ def test_pages_arrive_byte_for_byte(pair: Pair) -> None:
     assert (pushed.route.name == "zmq over tcp") == (pair.kind == "zmq")
     assert (heard["event"], heard["tail"]) == ("received", [9])
     assert heard["digests"] == digests(pair.source, scattered)
-
-
-def test_the_route_of_each_peer_is_the_one_that_ucx_takes() -> None:
-    """Peers on one machine that were met before TCP was the only way to somebody keep theirs."""
-    sender = make("nixl", filled(SMALL, 4), "prefill-1")
-    sender.start()
-    routes = {}
-    try:
-        for name, ways in (("a", {}), ("b", {"UCX_TLS": "tcp,self"})):
-            with RemoteReceiver("nixl", "small", 4, f"decode-{name}", **ways) as remote:
-                reserved = remote.reserve([0, 1])
-                sender.push_pages(reserved, [2, 3], 0)
-                sender.finish(reserved, lambda: BOUNDARY)
-                pushed = next_event(sender, reserved.transfer_id)
-                assert isinstance(pushed, Pushed), pushed
-                routes[name] = pushed.route
-    finally:
-        sender.close()
-    assert routes["b"] == Route("tcp"), "pages of the host are nobody's fall-back"
-    assert routes["a"] not in (UNKNOWN, Route("cma or tcp"))
 
 
 def test_chunks_may_come_in_any_order_and_handoffs_at_once(pair: Pair) -> None:
