@@ -17,6 +17,7 @@ from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.outbox import Outbox
 from effuse.decode_worker.parts import candidates_of, denoise_part, prefill_part
 from effuse.decode_worker.request import Request
+from effuse.decode_worker.scratch import Scratch
 from effuse.decode_worker.seats import Seats
 from effuse.decode_worker.settings import RequestError
 from effuse.kvtransfer.connector import Arrived
@@ -79,6 +80,7 @@ class DecodeEngine:
         self._seats = Seats()
         self._aborted = Tombstones(_KEEP_ABORTED_S)
         self._outbox = Outbox()
+        self._scratch = Scratch(pool, handoffs, self._outbox)
         self._arrivals = 0
         self._failed_forwards = 0
         self._is_stalled = False  # the last step could move nobody
@@ -102,15 +104,21 @@ class DecodeEngine:
         match message:
             case StartDecode():
                 self._start(message)
+            case messages.StartRehearsal():
+                is_busy = bool(self._seats.waiting)
+                self._scratch.reserve(message, is_busy=is_busy, now=self._now())
             case messages.Abort(attempt=attempt):
                 self._abort(attempt)
             case messages.WriterGone(transfer_id=transfer_id, has_drained=has_drained):
                 failed = self._handoffs.writer_gone(transfer_id, has_drained=has_drained)
-                if failed is not None:
+                if failed is not None and not self._scratch.take(failed):
                     self._fail_missed(failed)
             case messages.StartPrefill(attempt=attempt):
                 self._refuse(attempt, "INVALID_ARGUMENT", "this is a decode worker")
-            case messages.PushTo(reservation=reservation):
+            case (
+                messages.PushTo(reservation=reservation)
+                | messages.PushRehearsal(reservation=reservation)
+            ):
                 self._refuse(reservation.attempt, "INVALID_ARGUMENT", "this is a decode worker")
             case messages.Shutdown():
                 pass  # the process's matter
@@ -140,7 +148,7 @@ class DecodeEngine:
     def audit(self) -> None:
         """Checks that every page is free, some request's, or a gone one's. Raises AuditError."""
         held = [page for request in self._seats.by_transfer.values() for page in request.pages]
-        self._pool.audit([*held, *self._handoffs.quarantined()])
+        self._pool.audit([*held, *self._scratch.pages(), *self._handoffs.quarantined()])
 
     def close(self) -> None:
         """Stops the connector."""
@@ -174,13 +182,16 @@ class DecodeEngine:
         request = self._seats.by_transfer.get(attempt.transfer_id)
         if request is not None:
             self._end(request)
-        self._outbox.abort_done(attempt, was_running=request is not None)
+        was_running = self._scratch.abort(attempt.transfer_id) or request is not None
+        self._outbox.abort_done(attempt, was_running=was_running)
 
     def _hear(self) -> bool:
         """Takes in what the connector and the clock have brought. True if there was anything."""
         now = self._now()
         news = self._handoffs.poll(now)
         for item in news:
+            if self._scratch.take(item):
+                continue
             if isinstance(item, Arrived):
                 self._begin_remote(item)
             else:
@@ -207,7 +218,9 @@ class DecodeEngine:
             return
         request.sequence.store(request.sequence.first_block_start)
         request.is_verified = True
-        self._outbox.verified(request, manifest.num_bytes, len(request.pages), arrived.seconds)
+        self._outbox.verified(
+            request.attempt, manifest.num_bytes, len(request.pages), arrived.seconds
+        )
 
     # One step.
 
@@ -321,7 +334,7 @@ class DecodeEngine:
         sequence = request.sequence
         if not request.is_verified and sequence.committed_len >= sequence.first_block_start:
             request.is_verified = True
-            self._outbox.verified(request, 0, 0, 0.0)
+            self._outbox.verified(request.attempt, 0, 0, 0.0)
 
     # How it ends.
 

@@ -42,9 +42,9 @@ class Outbox:
     def reserved(self, reservation: Reservation) -> None:
         self._said.append(Reserved(reservation=reservation))
 
-    def verified(self, request: Request, num_bytes: int, pages: int, handoff_s: float) -> None:
+    def verified(self, attempt: AttemptId, num_bytes: int, pages: int, handoff_s: float) -> None:
         self._said.append(
-            Verified(attempt=request.attempt, bytes=num_bytes, pages=pages, handoff_s=handoff_s)
+            Verified(attempt=attempt, bytes=num_bytes, pages=pages, handoff_s=handoff_s)
         )
 
     def progress(self, request: Request, outcome: StepOutcome) -> None:

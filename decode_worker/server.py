@@ -26,12 +26,15 @@ from effuse.worker.messages import (
     Finished,
     Reserved,
     StartDecode,
+    StartRehearsal,
     Verified,
     WriterGone,
 )
 from effuse.worker.shell import Shell
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]"
+_RehearseContext: TypeAlias = "grpc.aio.ServicerContext[pb.RehearseRequest, pb.RehearseResponse]"
+_REHEARSAL_S = 30.0  # longest that pages are lent
 _MOST_TOKENS = (1 << 31) - 1
 _MOST_TOGETHER = 64  # events in one message
 
@@ -70,9 +73,51 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         except TimeoutError:
             raise deadline_passed("the answer was finished") from None
         finally:
-            if not attempt.ended.is_set():
-                self._shell.attempts.abandon(attempt)
-                self._shell.spawn(self._end(stream))
+            self._leave(stream)
+
+    async def Rehearse(  # type: ignore[override]  # as Decode
+        self, request: pb.RehearseRequest, context: _RehearseContext
+    ) -> None:
+        """Lends pages to a prefill worker that measures the way here."""
+        writer = wire.writer(request.writer, "writer")
+        if request.most_pages < 1:
+            raise InvalidRequest.of("most_pages", "expected 1 or more, got 0")
+        start = StartRehearsal(
+            attempt=wire.attempt_id(request.attempt),
+            writer=writer.incarnation,
+            most_pages=request.most_pages,
+        )
+        attempt = self._shell.begin(start.attempt, request.incarnation, start)
+        stream = _Stream(attempt, writer, time.monotonic())
+        remaining_s = self._shell.time_left(context.time_remaining())
+        try:
+            async with asyncio.timeout(min(_REHEARSAL_S, remaining_s)):
+                await self._relay_rehearsal(stream, context)
+        except TimeoutError:
+            raise deadline_passed("the pages had arrived") from None
+        finally:
+            self._leave(stream)
+
+    async def _relay_rehearsal(self, stream: _Stream, context: _RehearseContext) -> None:
+        while not stream.is_verified:
+            event = await stream.attempt.next_event()
+            if isinstance(event, Failed):
+                raise to_error(event)
+            stream.is_relayed = True
+            stream.is_verified = isinstance(event, Verified)
+            if stream.is_verified:
+                self._shell.attempts.close(stream.attempt)
+            told = _response(event)
+            if told.HasField("reservation"):
+                await context.write(pb.RehearseResponse(reservation=told.reservation))
+            else:
+                await context.write(pb.RehearseResponse(verified=told.verified))
+
+    def _leave(self, stream: _Stream) -> None:
+        """Ends what has not ended by itself, although nobody waits for it."""
+        if not stream.attempt.ended.is_set():
+            self._shell.attempts.abandon(stream.attempt)
+            self._shell.spawn(self._end(stream))
 
     async def _relay(self, stream: _Stream, context: _Context) -> None:
         while True:
@@ -151,7 +196,7 @@ def writer_of(request: pb.DecodeRequest) -> wire.Writer | None:
         raise InvalidRequest.of("prefill", "expected remote or local, got neither")
     if which == "local":
         return None
-    return wire.writer(request.remote)
+    return wire.writer(request.remote, "remote")
 
 
 def _response(event: CoreEvent) -> pb.DecodeResponse:

@@ -76,6 +76,18 @@ class Fenced:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """What moves the bytes of a push."""
+
+    # memory, zmq over tcp, or UCX's name, such as cuda_ipc; "a or b" where it cannot be told which
+    name: str
+    is_fallback: bool = False  # pages of GPUs take TCP or the host, which nobody asked for
+
+
+UNKNOWN = Route("unknown")
+
+
+@dataclass(frozen=True, slots=True)
 class Pushed:
     """The push is over and acknowledged: the source pages are free to be reused."""
 
@@ -85,6 +97,7 @@ class Pushed:
     # From the later of two moments, the last page was final and the reservation was known, to the
     # receiver's word that all of it is verified.
     seconds: float
+    route: Route = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)

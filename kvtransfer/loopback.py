@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from effuse.kvtransfer.connector import Cause, ConnectorEvent, HandoffRefused, Pending
+from effuse.kvtransfer.connector import Cause, ConnectorEvent, HandoffRefused, Pending, Route
 from effuse.kvtransfer.digest import digester_of
 from effuse.kvtransfer.exchange import Exchange
 from effuse.kvtransfer.layout import Fingerprint
@@ -116,6 +116,10 @@ class LoopbackTransport:
 
     def leave(self, peer: Peer) -> None:
         """Nothing is kept."""
+
+    def route(self, peer: Peer) -> Route:
+        """A copy within this process."""
+        return Route("memory")
 
     def drop(self, peer: Peer) -> None:
         """What the hub holds back will not arrive."""

@@ -61,6 +61,7 @@ class ReceiverAddress(Struct, frozen=True, kw_only=True):
     pool_address: U63 = 0
     device_id: U32 = 0
     memory_kind: Annotated[str, Meta(pattern="^(|DRAM|VRAM)$")] = ""
+    boot_id: Annotated[str, Meta(max_length=128)] = ""  # of its kernel: equal on one machine
 
 
 class Reservation(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from effuse.kvtransfer.connector import Cause, HandoffRefused
+from effuse.kvtransfer.connector import UNKNOWN, Cause, HandoffRefused, Route
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.messages import ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList
@@ -29,6 +29,8 @@ class NixlPeer:
     pages: PageList
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
+    num_tables: int = 0  # that UCX had told of before this peer was reached
+    route: Route = UNKNOWN
 
     @property
     def name(self) -> str:

@@ -14,10 +14,11 @@ import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from effuse.kvtransfer.connector import HandoffRefused
+from effuse.kvtransfer.connector import UNKNOWN, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MalformedMessage, ReceiverAddress, Reservation, encode
 from effuse.kvtransfer.nixl_agent import NixlAgent, Transfer
@@ -32,6 +33,7 @@ from effuse.kvtransfer.transport import (
     Peer,
     Reply,
 )
+from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
 from effuse.kvtransfer.wire import (
     Begin,
     Pages,
@@ -55,6 +57,7 @@ PAUSE_S = {
     Pace.IDLE: 0.1,
 }
 HOST_HOT_S = 20e-6  # where processors move the bytes, somebody else may need this one
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which UCX, too, knows its own machine
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS = 1000  # the kernel's own 50 us would be added to every pause
 
@@ -125,10 +128,12 @@ class NixlTransport:
     def open(self) -> None:
         """Creates the agents and registers the whole pool with each, once."""
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
+        self._ucx = ucx_log()
         if self._kind == "VRAM":
             torch.cuda.set_device(self._memory.device)  # else UCX leaves the GPU out without a word
             torch.zeros(1, device=self._memory.device)
-        self._sender = self._agent("w")
+        with self._ucx.asked():
+            self._sender = self._agent("w")
         self._metadata = self._sender.metadata()
         units = self._memory.num_pages * self._layout.num_groups
         self._own_pages = self._sender.pages(
@@ -149,7 +154,9 @@ class NixlTransport:
 
     def reach(self, reservation: Reservation) -> Peer:
         """The receiver of a reservation."""
+        num_tables = len(self._ucx.tables())
         peer = self._peers.find(reservation)
+        peer.num_tables = peer.num_tables or num_tables
         peer.num_pushes += 1
         return peer
 
@@ -157,6 +164,21 @@ class NixlTransport:
         """A push does not use the peer any more."""
         assert isinstance(peer, NixlPeer)
         peer.num_pushes -= 1
+
+    def route(self, peer: Peer) -> Route:
+        """As UCX says. A table is told once: a peer without one of its own takes an earlier one."""
+        assert isinstance(peer, NixlPeer)
+        if peer.route is UNKNOWN:
+            tables = self._ucx.tables()
+            peer.route = self._route(tables[peer.num_tables :], None)
+        if peer.route is UNKNOWN:
+            is_near = peer.address.boot_id == self.address().boot_id
+            peer.route = self._route(tables, "intra-node" if is_near else "inter-node")
+        return peer.route
+
+    def _route(self, tables: Sequence[Table], scope: str | None) -> Route:
+        on_gpu = self._kind == "VRAM"
+        return route_of(tables, on_gpu=on_gpu, num_bytes=self._layout.page_bytes, scope=scope)
 
     def drop(self, peer: Peer) -> None:
         """Would stop nothing."""
@@ -259,6 +281,8 @@ class NixlTransport:
         if pace in (Pace.HOT, Pace.MOVING):
             time.sleep(seconds)
         else:
+            if pace is Pace.IDLE:
+                self._ucx.tables()  # so that warnings are seen
             select.select([requests], [], [], seconds)
 
     def _units(self, page_ids: Sequence[int], groups: range) -> list[int]:
@@ -282,5 +306,6 @@ class NixlTransport:
             pool_address=self._memory.address,
             device_id=self._device_id,
             memory_kind=self._kind,
+            boot_id=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
         )
         return Receiving(agent, NixlWriters(agent), address)

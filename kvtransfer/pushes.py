@@ -273,11 +273,12 @@ class Pushes:
     # How it ends.
 
     def _end(self, push: Push) -> None:
+        seconds = push.elapsed_s(self._now())
+        route = self._transport.route(push.peer)
         self._leave(push)
         del self._pushes[push.transfer_id]
         pages = len(push.reservation.pages)
-        seconds = push.elapsed_s(self._now())
-        self._emit(Pushed(push.transfer_id, pages, push.num_bytes, seconds))
+        self._emit(Pushed(push.transfer_id, pages, push.num_bytes, seconds, route))
 
     def _fail(self, transfer_id: str, refusal: HandoffRefused) -> None:
         push = self._pushes.get(transfer_id)

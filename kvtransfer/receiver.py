@@ -68,6 +68,11 @@ class HandoffReceiver:
         """Whether there is a connector."""
         return self._connector is not None
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes in a page."""
+        return self._identity.page_bytes
+
     def is_open(self, transfer_id: str) -> bool:
         """Whether this transfer still holds pages here, in quarantine or not."""
         return transfer_id in self._handoffs

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from effuse.kvtransfer.connector import HandoffRefused
+from effuse.kvtransfer.connector import HandoffRefused, Route
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.wire import Begin, Pages, ToReceiver, ToSender
 
@@ -110,6 +110,10 @@ class Transport(Protocol):
 
     def leave(self, peer: Peer) -> None:
         """A push does not use the peer any more."""
+        ...
+
+    def route(self, peer: Peer) -> Route:
+        """What has moved the bytes of a push that is over."""
         ...
 
     def drop(self, peer: Peer) -> None:

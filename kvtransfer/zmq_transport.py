@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from effuse.kvtransfer.connector import Cause, HandoffRefused
+from effuse.kvtransfer.connector import Cause, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
@@ -53,6 +53,7 @@ CONNECT_S = 5.0
 DRAIN_S = 2.0  # for a receiver to answer what is under way, before its connection is dropped
 IDLE_MS = 20  # between looks at deadlines and at floods; sockets wake the thread sooner
 MOVING_MS = 1
+ROUTE = Route("zmq over tcp")
 DEVICE_PAUSE_S = 50e-6  # copies of a GPU wake nobody
 
 
@@ -153,6 +154,10 @@ class ZmqTransport:
 
     def leave(self, peer: Peer) -> None:
         """Connections stay, for the next push."""
+
+    def route(self, peer: Peer) -> Route:
+        """Its sockets are TCP's."""
+        return ROUTE
 
     def drop(self, peer: Peer) -> None:
         """Closes a connection; what was sent over it is not read any more then."""

@@ -4,9 +4,11 @@ Plain data with a schema: values read from Redis are decoded into these structs 
 no clock.
 """
 
-from typing import Literal
+from functools import cached_property
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 Role = Literal["prefill", "decode"]
 Algorithm = Literal["d2f", "block_diffusion"]
@@ -54,7 +56,24 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
 
 
-class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+MOST_LINKS = 1024  # of one worker; with them a record stays below 150 kB
+
+
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """The way from a prefill worker to one life of a decode worker, as a rehearsal found it."""
+
+    peer: Annotated[str, Meta(max_length=128)]  # worker id
+    peer_incarnation: Annotated[str, Meta(max_length=128)]
+    transport: Annotated[str, Meta(max_length=64)]  # what moves the bytes, such as cuda_ipc
+    bytes_per_second: Annotated[float, Meta(ge=0)]  # digests and the last answer included
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Its rate in 10^9 bytes a second."""
+        return self.bytes_per_second / 1e9
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A worker in one of its lives, as it announces itself."""
 
     worker_id: str
@@ -67,6 +86,25 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelInfo
     capacity: Capacity
     load: Load
+    # Of a prefill worker: the decode workers that it can push to, as far as they were measured,
+    links: Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)] = ()
+    # and below which rate no prompt may take one of them; 0 is no limit.
+    min_handoff_gbps: float = 0.0
+
+    @cached_property
+    def _links_by_life(self) -> dict[tuple[str, str], Link]:
+        return {(link.peer, link.peer_incarnation): link for link in self.links}
+
+    def link_to(self, peer: "WorkerRecord") -> Link | None:
+        """What is known of the way to this life of a decode worker."""
+        return self._links_by_life.get((peer.worker_id, peer.incarnation))
+
+    def may_push_to(self, peer: "WorkerRecord") -> bool:
+        """Whether its limit allows the way to `peer`; one that was not measured only without."""
+        if not self.min_handoff_gbps:
+            return True
+        link = self.link_to(peer)
+        return link is not None and link.gigabytes_per_second >= self.min_handoff_gbps
 
 
 class PlacedOn(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from effuse.prefill_worker.flight import Chunk, Flight, Mark, launched
 from effuse.prefill_worker.outbox import Outbox
 from effuse.prefill_worker.prompt import Prompt
 from effuse.prefill_worker.scheduler import Limits, PromptRefused
+from effuse.prefill_worker.scratch import Scratch
 from effuse.worker import messages
 from effuse.worker.messages import CoreEvent, StartPrefill, ToEngine
 
@@ -82,6 +83,7 @@ class PrefillEngine:
         self._mark = mark
         self._flights: deque[Flight] = deque()
         self._outbox = Outbox()
+        self._scratch = Scratch(pool, sender, self._outbox)
         self._tombstones = Tombstones(KEEP_ABORTED_S)
         self._prompts: dict[str, Prompt] = {}  # everything not ended, draining ones included
         self._waiting: list[Prompt] = []
@@ -112,9 +114,11 @@ class PrefillEngine:
                 self._start(message)
             case messages.PushTo(reservation=reservation):
                 self._push_to(reservation)
+            case messages.PushRehearsal(reservation=reservation):
+                self._scratch.push(reservation, is_busy=bool(self._waiting))
             case messages.Abort(attempt=attempt):
                 self._abort(attempt)
-            case messages.StartDecode(attempt=attempt):
+            case messages.StartDecode(attempt=attempt) | messages.StartRehearsal(attempt=attempt):
                 self._outbox.failed(attempt, "INVALID_ARGUMENT", "this is a prefill worker")
             case messages.WriterGone() | messages.Shutdown():
                 pass  # nobody writes here; the process ends itself
@@ -140,7 +144,8 @@ class PrefillEngine:
 
     def audit(self) -> None:
         """Checks that every page is free or some prompt's. Raises AuditError."""
-        self._pool.audit([page for prompt in self._prompts.values() for page in prompt.pages])
+        held = [page for prompt in self._prompts.values() for page in prompt.pages]
+        self._pool.audit([*held, *self._scratch.pages()])
 
     def close(self) -> None:
         """Stops the connector."""
@@ -212,6 +217,8 @@ class PrefillEngine:
     def _abort(self, attempt: AttemptId) -> None:
         transfer_id = attempt.transfer_id
         self._tombstones.add(transfer_id, self._now())
+        if self._scratch.abort(transfer_id):
+            return
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
             self._outbox.abort_done(attempt, was_running=False)
@@ -229,6 +236,8 @@ class PrefillEngine:
         reports = self._sender.poll()
         has_landed = self._land()  # what was pushed was computed: that is said first
         for report in reports:
+            if self._scratch.take(report):
+                continue
             prompt = self._prompts[report.transfer_id]
             match report:
                 case Ended():

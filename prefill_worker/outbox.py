@@ -62,6 +62,8 @@ class Outbox:
                 pages=report.pages,
                 bytes=report.num_bytes,
                 push_s=report.seconds,
+                transport=report.route.name,
+                is_fallback=report.route.is_fallback,
             )
         )
 

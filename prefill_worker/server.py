@@ -13,6 +13,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from effuse.prefill_worker.config import PrefillConfig
+from effuse.prefill_worker.rehearsals import Rehearsals
 from effuse.protos.errors import Bug, EffuseError, InvalidRequest, Unreserved
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
@@ -148,6 +149,7 @@ def make_role(config: PrefillConfig) -> Role:
     """Returns what makes a front a prefill worker's."""
 
     def add(shell: Shell, server: grpc.aio.Server) -> None:
+        shell.min_handoff_gbps = config.min_handoff_gbps
         servicer = PrefillServicer(shell, config.reservation_s)
         pb_grpc.add_PrefillServiceServicer_to_server(servicer, server)
 
@@ -156,4 +158,5 @@ def make_role(config: PrefillConfig) -> Role:
         engine_module="effuse.prefill_worker.build",
         service="effuse.v1.PrefillService",
         add=add,
+        beside=lambda shell, view, changed: Rehearsals(shell, view, changed).run(),
     )

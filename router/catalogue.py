@@ -1,4 +1,5 @@
-"""The models of the fleet: which there are, which one a request means, and ModelService.
+"""The models of the fleet: which there are, which one a request means, and ModelService with the
+workers that serve them.
 
 Known from what workers announce. A model whose workers are gone stays known, so that asking for it
 is UNAVAILABLE and not NOT_FOUND.
@@ -10,17 +11,26 @@ from typing import Final
 
 import grpc.aio
 
-from effuse.placement.records import ModelInfo
+from effuse.placement.records import Link, ModelInfo, WorkerRecord
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.checks import Findings, check_model_name, shown
 from effuse.router.fleet import Fleet
 from effuse.router.policy import live_workers
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
-MOST_MODELS_A_PAGE: Final = 1000
+MOST_A_PAGE: Final = 1000
 _ALGORITHMS: Final = {
     "d2f": generation_pb2.ALGORITHM_D2F,
     "block_diffusion": generation_pb2.ALGORITHM_BLOCK_DIFFUSION,
+}
+
+_ROLES: Final = {
+    "prefill": model_pb2.WORKER_ROLE_PREFILL,
+    "decode": model_pb2.WORKER_ROLE_DECODE,
+}
+_STATES: Final = {
+    "ready": model_pb2.WORKER_STATE_READY,
+    "draining": model_pb2.WORKER_STATE_DRAINING,
 }
 
 
@@ -78,7 +88,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     ) -> model_pb2.ListModelsResponse:
         """Models in the order of their names; a page's token is the last name of the one before."""
         after = sorted(name for name in self._catalogue.live() if name > request.page_token)
-        most = min(request.page_size or MOST_MODELS_A_PAGE, MOST_MODELS_A_PAGE)
+        most = min(request.page_size or MOST_A_PAGE, MOST_A_PAGE)
         page = after[:most]
         return model_pb2.ListModelsResponse(
             models=[self._describe(self._catalogue.live()[name]) for name in page],
@@ -97,6 +107,24 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         model = self._catalogue.find(request.name)
         return model_pb2.GetModelResponse(model=self._describe(model))
 
+    async def ListWorkers(
+        self,
+        request: model_pb2.ListWorkersRequest,
+        context: grpc.aio.ServicerContext[
+            model_pb2.ListWorkersRequest, model_pb2.ListWorkersResponse
+        ],
+    ) -> model_pb2.ListWorkersResponse:
+        """Live workers in the order of their ids; pages as of ListModels."""
+        records = [candidate.record for candidate in self._fleet.candidates()]
+        after = [record for record in records if record.worker_id > request.page_token]
+        after.sort(key=lambda record: record.worker_id)
+        most = min(request.page_size or MOST_A_PAGE, MOST_A_PAGE)
+        page = after[:most]
+        return model_pb2.ListWorkersResponse(
+            workers=[describe_worker(record) for record in page],
+            next_page_token=page[-1].worker_id if len(after) > most else "",
+        )
+
     def _describe(self, model: ModelInfo) -> model_pb2.Model:
         prefill, decode = live_workers(self._fleet.candidates(), model.name)
         return model_pb2.Model(
@@ -111,3 +139,40 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             decode_workers=len(decode),
             prefill_workers=len(prefill),
         )
+
+
+def describe_worker(record: WorkerRecord) -> model_pb2.Worker:
+    """What clients are told of a worker."""
+    load = record.load
+    return model_pb2.Worker(
+        worker_id=record.worker_id,
+        role=_ROLES[record.role],
+        model=record.model.name,
+        address=record.address,
+        state=_STATES.get(record.state, model_pb2.WORKER_STATE_UNSPECIFIED),
+        incarnation=record.incarnation,
+        page_size=record.capacity.page_size,
+        total_pages=record.capacity.total_pages,
+        free_pages=load.free_pages,
+        quarantined_pages=load.quarantined_pages,
+        max_num_seqs=record.capacity.max_num_seqs,
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=load.queued_tokens,
+        blocks_left=load.blocks_left,
+        steps=load.steps,
+        preemptions=load.preemptions,
+        kv_bytes=load.kv_bytes,
+        links=[_describe_link(link, record.min_handoff_gbps) for link in record.links],
+        min_handoff_gbps=record.min_handoff_gbps,
+    )
+
+
+def _describe_link(link: Link, least: float) -> model_pb2.WorkerLink:
+    return model_pb2.WorkerLink(
+        peer=link.peer,
+        peer_incarnation=link.peer_incarnation,
+        transport=link.transport,
+        gigabytes_per_second=link.gigabytes_per_second,
+        refused=link.gigabytes_per_second < least,
+    )

@@ -15,7 +15,15 @@ import grpc.aio
 from effuse.placement.records import WorkerRecord
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
-from effuse.router.policy import Candidate, InFlight, Placement, PrefillMode, WorkerLife, place
+from effuse.router.policy import (
+    Candidate,
+    InFlight,
+    Placement,
+    PrefillMode,
+    WorkerLife,
+    place,
+    why_refused,
+)
 
 if TYPE_CHECKING:
     from effuse.v1 import worker_pb2_grpc
@@ -66,6 +74,10 @@ class Fleet:
     def place(self, model: str, excluded: Collection[WorkerLife]) -> Placement | None:
         """Picks workers for an attempt; nothing is counted yet."""
         return place(self.candidates(), model, self._mode, excluded)
+
+    def why_refused(self, model: str) -> str:
+        """What keeps a prefill worker from a decode worker that fits; empty where nothing does."""
+        return why_refused(self.candidates(), model)
 
     @contextmanager
     def counted(self, placement: Placement, prompt_len: int, max_tokens: int) -> Iterator[None]:

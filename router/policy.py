@@ -5,7 +5,7 @@ Pure: filter, score, pick over values. What is in flight and who is suspected co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +47,10 @@ class Placement:
     prefill: WorkerRecord | None
 
 
+Fitting = dict[tuple[tuple[str, str], ...], list[Candidate]]
+"""Prefill workers by their fingerprint."""
+
+
 def place(
     candidates: Sequence[Candidate],
     model: str,
@@ -55,20 +59,45 @@ def place(
 ) -> Placement | None:
     """Picks the least loaded pair; None where there is none.
 
-    `auto` lets decode prefill where no prefill worker fits, `remote` never, `local` always."""
+    `auto` lets decode prefill where no prefill worker fits, or where all that do refuse the link;
+    `remote` never, `local` always."""
     usable = [c for c in candidates if _is_usable(c, model, excluded)]
     decoders = [c for c in usable if c.record.role == "decode"]
-    prefillers = [c for c in usable if c.record.role == "prefill"]
+    prefillers = [] if mode == "local" else [c for c in usable if c.record.role == "prefill"]
+    fitting = _by_fingerprint(prefillers)
     if mode == "remote":
-        fingerprints = {c.record.fingerprint for c in prefillers}
-        decoders = [c for c in decoders if c.record.fingerprint in fingerprints]
+        decoders = [d for d in decoders if _has_link(d, fitting)]
     if not decoders:
         return None
-    decode = min(decoders, key=_decode_score).record
-    if mode == "local":
-        return Placement(decode, None)
-    fitting = [c for c in prefillers if c.record.fingerprint == decode.fingerprint]
-    return Placement(decode, min(fitting, key=_prefill_score).record if fitting else None)
+    decode = min(decoders, key=lambda d: _decode_score(d, fitting)).record
+    allowed = [p for p in fitting.get(decode.fingerprint, ()) if p.record.may_push_to(decode)]
+    return Placement(decode, min(allowed, key=_prefill_score).record if allowed else None)
+
+
+def why_refused(candidates: Sequence[Candidate], model: str) -> str:
+    """Of the links that prefill workers refuse, the fastest: how fast it is, and how fast it should
+    be. Empty where none is refused."""
+    usable = [c for c in candidates if _is_usable(c, model, ())]
+    fitting = _by_fingerprint(c for c in usable if c.record.role == "prefill")
+    refused = [
+        (prefill.record, decode.record)
+        for decode in usable
+        if decode.record.role == "decode"
+        for prefill in fitting.get(decode.record.fingerprint, ())
+        if not prefill.record.may_push_to(decode.record)
+    ]
+    if not refused:
+        return ""
+    prefill, decode = max(refused, key=lambda pair: _rate(*pair))
+    link = prefill.link_to(decode)
+    found = "has not been measured yet"
+    if link is not None:
+        found = f"({link.transport}) moves {link.gigabytes_per_second:.4g} GB/s"
+    others = f" ({len(refused)} links are refused, this is the fastest)" if refused[1:] else ""
+    return (
+        f"the link {prefill.worker_id} to {decode.worker_id} {found}, "
+        f"--min-handoff-gbps asks for {prefill.min_handoff_gbps:.10g}{others}"
+    )
 
 
 def live_workers(
@@ -88,8 +117,28 @@ def _is_usable(candidate: Candidate, model: str, excluded: Collection[WorkerLife
     return record.state == "ready" and record.model.name == model and candidate.life not in excluded
 
 
-def _decode_score(candidate: Candidate) -> tuple[bool, bool, float, int, int, str]:
-    """A free seat, free pages net of what is on the way there, then blocks left to denoise."""
+def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
+    fitting: Fitting = {}
+    for candidate in prefillers:
+        fitting.setdefault(candidate.record.fingerprint, []).append(candidate)
+    return fitting
+
+
+def _has_link(decode: Candidate, fitting: Fitting) -> bool:
+    fits = fitting.get(decode.record.fingerprint, ())
+    return any(p.record.may_push_to(decode.record) for p in fits)
+
+
+def _rate(prefill: WorkerRecord, decode: WorkerRecord) -> float:
+    link = prefill.link_to(decode)
+    return -1.0 if link is None else link.bytes_per_second
+
+
+def _decode_score(
+    candidate: Candidate, fitting: Fitting
+) -> tuple[bool, bool, bool, float, int, int, str]:
+    """A free seat, a link that is not refused where prefill workers fit, free pages net of what is
+    on the way there, then blocks left to denoise."""
     record, load = candidate.record, candidate.record.load
     capacity = max(1, record.capacity.total_pages)
     own_pages = -(-candidate.in_flight.tokens // record.capacity.page_size)
@@ -99,7 +148,8 @@ def _decode_score(candidate: Candidate) -> tuple[bool, bool, float, int, int, st
     blocks = max(own_blocks, load.blocks_left)
     is_full = candidate.in_flight.requests >= record.capacity.max_num_seqs
     placed = candidate.in_flight.placed
-    return candidate.is_suspect, is_full, used, blocks, placed, record.worker_id
+    is_cut_off = record.fingerprint in fitting and not _has_link(candidate, fitting)
+    return candidate.is_suspect, is_full, is_cut_off, used, blocks, placed, record.worker_id
 
 
 def _prefill_score(candidate: Candidate) -> tuple[bool, int, int, str]:

@@ -149,7 +149,8 @@ class Relay:
         if tries.last is not None:
             why = f"{tries.last.message}; no other worker can go on"
         elif self._fleet.mode == "remote":
-            why += ", or no prefill worker fits a decode worker"
+            refused = self._fleet.why_refused(job.asked.model.name)
+            why = refused or f"{why}, or no prefill worker fits a decode worker"
         raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
 
     def _learn(self, job: Job, placement: Placement, failure: LegFailed, tries: Tries) -> None:

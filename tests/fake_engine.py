@@ -24,11 +24,13 @@ from effuse.worker.messages import (
     Finished,
     PrefillDone,
     Pushed,
+    PushRehearsal,
     PushTo,
     Ready,
     Reserved,
     StartDecode,
     StartPrefill,
+    StartRehearsal,
     ToEngine,
     Verified,
     WriterGone,
@@ -45,7 +47,8 @@ class FakeCore:
         self._incarnation = incarnation
         self._out: list[CoreEvent] = []
         self._decodes: dict[str, StartDecode] = {}  # verified ones, that step
-        self._waiting: dict[str, StartDecode | StartPrefill] = {}  # for a peer
+        # For a peer.
+        self._waiting: dict[str, StartDecode | StartPrefill | StartRehearsal] = {}
         self._done: dict[str, int] = {}
         self._quarantined: set[str] = set()
         self._steps = 0
@@ -62,6 +65,12 @@ class FakeCore:
                 attempt = message.reservation.attempt
                 self._waiting.pop(attempt.transfer_id)
                 self._out.append(Pushed(attempt=attempt, pages=2, bytes=64, push_s=0.25))
+            case StartRehearsal():
+                self._start_rehearsal(message)
+            case PushRehearsal():
+                attempt = message.reservation.attempt
+                pushed = Pushed(attempt=attempt, pages=2, bytes=64, push_s=0.25, transport="fake")
+                self._out.append(pushed)
             case Abort():
                 self._abort(message)
             case WriterGone():
@@ -91,7 +100,18 @@ class FakeCore:
             self._decodes[message.attempt.transfer_id] = message
             del self._waiting[message.attempt.transfer_id]
 
-    def _reservation(self, message: StartDecode) -> Reservation:
+    def _start_rehearsal(self, message: StartRehearsal) -> None:
+        if message.most_pages == NO_ROOM:
+            self._fail(message, "RESOURCE_EXHAUSTED", "requests come first", True)
+            return
+        self._out.append(Reserved(reservation=self._reservation(message)))
+        if message.most_pages == ENDLESS:  # nobody pushes
+            self._waiting[message.attempt.transfer_id] = message
+        else:
+            verified = Verified(attempt=message.attempt, bytes=64, pages=2, handoff_s=0.25)
+            self._out.append(verified)
+
+    def _reservation(self, message: StartDecode | StartRehearsal) -> Reservation:
         return Reservation(
             attempt=message.attempt,
             incarnation=self._incarnation,
@@ -104,14 +124,16 @@ class FakeCore:
             lease_s=30.0,
         )
 
-    def _fail(self, message: StartDecode, code: FailureCode, text: str, retryable: bool) -> None:
+    def _fail(
+        self, message: StartDecode | StartRehearsal, code: FailureCode, text: str, retryable: bool
+    ) -> None:
         failed = Failed(attempt=message.attempt, code=code, message=text, retryable=retryable)
         self._out.append(failed)
 
     def _abort(self, message: Abort) -> None:
         name = message.attempt.transfer_id
         waiting, decode = self._waiting.pop(name, None), self._decodes.pop(name, None)
-        if isinstance(waiting, StartDecode):
+        if isinstance(waiting, StartDecode | StartRehearsal):
             self._quarantined.add(name)
         known = waiting or decode
         self._out.append(AbortDone(attempt=message.attempt, was_running=known is not None))

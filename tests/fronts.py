@@ -25,6 +25,7 @@ from effuse.worker.front import Front, Role
 
 FAKE_ENGINE = "fake_engine"
 PROMPT = (5, 6, 7)
+NOBODY = 1  # a port of this machine that nobody listens on
 DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse]"
 
 
@@ -103,6 +104,42 @@ async def running(role: Role, config: WorkerConfig, tmp_path: Path) -> AsyncIter
             finally:
                 stop.set()
                 await asyncio.wait({done})
+
+
+class PrefillPeer(pb_grpc.WorkerServiceServicer):
+    """A prefill worker that is asked to let go of attempts."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.may_answer = asyncio.Event()
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.AbortResponse:
+        self.asked.append(request.attempt.transfer_id)
+        await self.may_answer.wait()
+        return pb.AbortResponse(incarnation="prefill-life", was_running=True)
+
+    async def GetLoad(
+        self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.GetLoadResponse:
+        raise NotImplementedError
+
+    async def Drain(
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.DrainResponse:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def prefill_peer() -> AsyncIterator[tuple[PrefillPeer, str]]:
+    peer, server = PrefillPeer(), rpc.RpcServer(rpc.FLEET_LIMITS)
+    pb_grpc.add_WorkerServiceServicer_to_server(peer, server.server)
+    port = await server.start("127.0.0.1:0", ["effuse.v1.WorkerService"])
+    try:
+        yield peer, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
 
 
 async def event_of(

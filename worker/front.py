@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import grpc.aio
 
 from effuse.placement import records
 from effuse.placement.announcer import Announcer, Superseded
+from effuse.placement.fleet import FleetView
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import Draining
@@ -33,6 +34,7 @@ LOG = logging.getLogger(__name__)
 
 _WORKER_SERVICE = "effuse.v1.WorkerService"
 _END_S = 10.0  # attempts that are cut off at the end have this long to leave the engine
+_POLL_S = 1.0  # between looks at the fleet
 _STOP_S = 20.0  # an engine that they do not leave has this long to end, killed if need be
 
 
@@ -44,6 +46,10 @@ class Role:
     engine_module: str  # run as `python -m`
     service: str  # full name of its gRPC service
     add: Callable[[Shell, grpc.aio.Server], None]  # adds the servicer
+    # Runs for as long as the front, with a view of the fleet and a way to announce at once.
+    beside: Callable[[Shell, FleetView, Callable[[], None]], Coroutine[None, None, None]] | None = (
+        None
+    )
 
 
 def run(config: WorkerConfig, role: Role) -> int:
@@ -130,7 +136,11 @@ class Front:
             return []
         store = await stack.enter_async_context(Store(self._config.redis_url, self._config.fleet))
         self._announcer = Announcer(store, self.shell.record)
-        return [self._tasks.create_task(self._keep_lease(self._announcer))]
+        beside: list[Coroutine[None, None, None]] = [self._keep_lease(self._announcer)]
+        if self._role.beside is not None:
+            view = FleetView(store, poll_s=_POLL_S)
+            beside += [view.run(), self._role.beside(self.shell, view, self._announcer.changed)]
+        return [self._tasks.create_task(one) for one in beside]
 
     async def _keep_lease(self, announcer: Announcer) -> None:
         try:

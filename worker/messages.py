@@ -74,6 +74,23 @@ class PushTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reservation: Reservation
 
 
+class StartRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks a decode engine for free pages that a prefill worker writes once, to measure the way.
+
+    Answered by Reserved, then Verified, which is the end: the pages are free again.
+    """
+
+    attempt: AttemptId
+    writer: str  # incarnation of the prefill worker
+    most_pages: int
+
+
+class PushRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Has a prefill engine push as many free pages as are reserved; answered by Pushed."""
+
+    reservation: Reservation
+
+
 class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Asks for one answer. All settings are resolved and checked by shape only."""
 
@@ -107,7 +124,16 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Ends the engine process; handled by the process, never by its core."""
 
 
-ToEngine = StartPrefill | PushTo | StartDecode | Abort | WriterGone | Shutdown
+ToEngine = (
+    StartPrefill
+    | PushTo
+    | StartDecode
+    | StartRehearsal
+    | PushRehearsal
+    | Abort
+    | WriterGone
+    | Shutdown
+)
 
 # Engine to front.
 
@@ -203,6 +229,8 @@ class Pushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pages: int
     bytes: int  # boundary state left out
     push_s: float  # since the last page was final and the reservation known, to the last answer
+    transport: str = ""  # what moved the bytes, as `kvtransfer.connector.Route` names it
+    is_fallback: bool = False  # pages of GPUs took TCP or the host, which nobody asked for
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

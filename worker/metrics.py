@@ -7,10 +7,10 @@ router, which reads the worker's load instead.
 import asyncio
 import bisect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from effuse.placement.records import Load
+from effuse.placement.records import Link, Load
 
 _BUCKETS_S = (
     0.001,
@@ -65,7 +65,9 @@ class Metrics:
     handoff: Histogram = field(default_factory=Histogram)  # of the prompts that came verified
 
 
-def render(metrics: Metrics, load: Load, restarts: int, tasks: int) -> str:
+def render(
+    metrics: Metrics, load: Load, restarts: int, tasks: int, links: Sequence[Link] = ()
+) -> str:
     """Returns all metrics in Prometheus text."""
     used = load.total_pages - load.free_pages
     gauges: dict[str, float] = {
@@ -91,10 +93,25 @@ def render(metrics: Metrics, load: Load, restarts: int, tasks: int) -> str:
     lines.append("# TYPE effuse_request_success_total counter")
     for reason, count in sorted(metrics.finished.items()):
         lines.append(f'effuse_request_success_total{{finished_reason="{reason}"}} {count}')
+    lines += _link_lines(links)
     lines += metrics.time_to_first_block.lines("effuse_time_to_first_block_seconds")
     lines += metrics.request_latency.lines("effuse_e2e_request_latency_seconds")
     lines += metrics.handoff.lines("effuse_kv_handoff_seconds")
     return "\n".join(lines) + "\n"
+
+
+def _link_lines(links: Sequence[Link]) -> list[str]:
+    name = "effuse_kv_link_bytes_per_second"
+    lines = [f"# TYPE {name} gauge"] if links else []
+    for link in links:
+        labels = f'peer="{_quoted(link.peer)}",transport="{_quoted(link.transport)}"'
+        lines.append(f"{name}{{{labels}}} {link.bytes_per_second:.0f}")
+    return lines
+
+
+def _quoted(text: str) -> str:
+    """A label's value: others chose it."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 async def serve(host: str, port: int, text: Callable[[], str]) -> asyncio.Server:

@@ -5,11 +5,11 @@ Speaks no gRPC itself: it takes checked messages and raises the errors of `proto
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.placement.records import Capacity, Load, Role, WorkerRecord
+from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord
 from effuse.protos.errors import Draining, EffuseError, Refused, Unavailable
 from effuse.worker.attempts import Attempt, Attempts
 from effuse.worker.config import WorkerConfig
@@ -49,6 +49,10 @@ class Shell:
         self.supervisor = supervisor
         self.metrics = Metrics()
         self.is_draining = False
+        # Of a prefill worker, as placement.records.WorkerRecord has them; links by the engine's
+        # life that they were measured for.
+        self.links: Mapping[str, tuple[Link, ...]] = {}
+        self.min_handoff_gbps = 0.0
         self._tasks = tasks
         self._spawned: set[asyncio.Task[None]] = set()
 
@@ -145,10 +149,14 @@ class Shell:
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
             ),
             load=life.load,
+            links=self.links.get(life.incarnation, ()),
+            min_handoff_gbps=self.min_handoff_gbps,
         )
 
     def metrics_text(self) -> str:
         """Returns the metrics in Prometheus text."""
         life = self.supervisor.life
         load = Load() if life is None else life.load
-        return render(self.metrics, load, self.supervisor.restarts, len(asyncio.all_tasks()))
+        links = self.links.get(self.incarnation, ())
+        tasks = len(asyncio.all_tasks())
+        return render(self.metrics, load, self.supervisor.restarts, tasks, links)

@@ -54,17 +54,17 @@ def attempt_id(message: pb.AttemptId) -> AttemptId:
     return AttemptId(message.request_id, message.attempt, message.transfer_id)
 
 
-def writer(message: pb.WorkerRef) -> Writer:
-    """Reads which life of which prefill worker pushes, and where it answers."""
+def writer(message: pb.WorkerRef, field: str) -> Writer:
+    """Reads which life of which prefill worker pushes, and where it answers; `field` holds it."""
     host, colon, port = message.address.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-        raise _wrong("remote.address", "host:port", repr(message.address[:_MOST_ID_CHARS]))
+        raise _wrong(f"{field}.address", "host:port", repr(message.address[:_MOST_ID_CHARS]))
     if not 1 <= len(message.incarnation) <= _MOST_ID_CHARS:
         raise _wrong(
-            "remote.incarnation", f"1 to {_MOST_ID_CHARS} characters", len(message.incarnation)
+            f"{field}.incarnation", f"1 to {_MOST_ID_CHARS} characters", len(message.incarnation)
         )
     if not 0 < message.engine_port < 65536:
-        raise _wrong("remote.engine_port", "1 to 65535", message.engine_port)
+        raise _wrong(f"{field}.engine_port", "1 to 65535", message.engine_port)
     return Writer(message.address, message.incarnation, message.engine_port)
 
 
@@ -96,6 +96,7 @@ def _reservation(message: pb.Reservation) -> Reservation:
             pool_address=message.pool_address,
             device_id=message.device_id,
             memory_kind=message.memory_kind,
+            boot_id=message.boot_id,
         ),
         digest_seed=message.digest_seed,
         num_pool_pages=message.num_pool_pages,
@@ -123,6 +124,7 @@ def reservation_to_proto(held: Reservation) -> pb.Reservation:
         pool_address=address.pool_address,
         device_id=address.device_id,
         memory_kind=address.memory_kind,
+        boot_id=address.boot_id,
         num_pool_pages=held.num_pool_pages,
         page_bytes=held.page_bytes,
         pages=[pb.PageRef(page_id=p.page_id, generation=p.generation) for p in held.pages],

@@ -112,6 +112,7 @@ def _help() -> str:
         (["--model", "/no/such"], "expected a directory, got '/no/such'"),
         (["--max-num-seqs", "0"], "--max-num-seqs: expected 1 or more, got 0"),
         (["--handoff-lease-s", "0"], "--handoff-lease-s: expected seconds above 0, got 0"),
+        (["--min-handoff-gbps", "-1"], "--min-handoff-gbps: expected 0 or more GB/s, got -1"),
         (["--page-sise", "8"], "unrecognized arguments: --page-sise 8"),
         (["--prefil", "2"], "[--prefill X]"),
         (["--kv-layout", "paged"], "argument --kv-layout: invalid choice: 'paged'"),

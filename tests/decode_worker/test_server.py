@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_engine
 import fronts
-import grpc
-import grpc.aio
 import pytest
 from eventually import eventually
-from fronts import attempt, decode_request, event_of, events_of, failure_of, running
+from fronts import (
+    NOBODY,
+    attempt,
+    decode_request,
+    event_of,
+    events_of,
+    failure_of,
+    prefill_peer,
+    running,
+)
 
 from effuse.decode_worker.server import make_role
-from effuse.protos import rpc
 from effuse.protos.errors import (
     AlreadyRunning,
     Bug,
@@ -28,50 +33,10 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.v1 import worker_pb2 as pb
-from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker.config import WorkerConfig
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
 NAN = float("nan")
-
-
-class PrefillPeer(pb_grpc.WorkerServiceServicer):
-    """A prefill worker that is asked to let go of attempts."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.may_answer = asyncio.Event()
-
-    async def Abort(
-        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> pb.AbortResponse:
-        self.asked.append(request.attempt.transfer_id)
-        await self.may_answer.wait()
-        return pb.AbortResponse(incarnation="prefill-life", was_running=True)
-
-    async def GetLoad(
-        self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> pb.GetLoadResponse:
-        raise NotImplementedError
-
-    async def Drain(
-        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> pb.DrainResponse:
-        raise NotImplementedError
-
-
-@asynccontextmanager
-async def prefill_peer() -> AsyncIterator[tuple[PrefillPeer, str]]:
-    peer, server = PrefillPeer(), rpc.RpcServer(rpc.FLEET_LIMITS)
-    pb_grpc.add_WorkerServiceServicer_to_server(peer, server.server)
-    port = await server.start("127.0.0.1:0", ["effuse.v1.WorkerService"])
-    try:
-        yield peer, f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
-
-
-NOBODY = 1  # a port of this machine that nobody listens on
 
 
 def remote_request(name: str, incarnation: str, address: str) -> pb.DecodeRequest:

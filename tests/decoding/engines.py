@@ -25,7 +25,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker import messages
-from effuse.worker.messages import CoreEvent, Settings, StartDecode
+from effuse.worker.messages import CoreEvent, Settings, StartDecode, StartRehearsal
 
 INCARNATION = "decode-1"
 
@@ -137,7 +137,7 @@ class Rig:
             max_request_s=self._max_request_s,
         )
 
-    def start(self, request: StartDecode) -> Answer:
+    def start(self, request: StartDecode | StartRehearsal) -> Answer:
         self.engine.handle(request)
         self.collect()
         return self.answers.setdefault(request.attempt.transfer_id, Answer())

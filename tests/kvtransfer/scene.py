@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from effuse.kvtransfer.connector import HandoffRefused
+from effuse.kvtransfer.connector import HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import ReceiverAddress, Reservation
 from effuse.kvtransfer.transport import Chunk, Delivery, Heard, Pace, Peer, Reply
@@ -63,6 +63,9 @@ class FakeTransport:
 
     def leave(self, peer: Peer) -> None:
         self.left.append(peer)
+
+    def route(self, peer: Peer) -> Route:
+        return Route("test")
 
     def drop(self, peer: Peer) -> None:
         self.dropped.append(peer)

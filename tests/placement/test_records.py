@@ -7,7 +7,14 @@ import json
 import pytest
 import redis_server
 
-from effuse.placement.records import MalformedRecord, decode_placement, decode_worker, encode
+from effuse.placement.records import (
+    MOST_LINKS,
+    Link,
+    MalformedRecord,
+    decode_placement,
+    decode_worker,
+    encode,
+)
 
 
 def test_records_survive_their_stored_form() -> None:
@@ -43,3 +50,41 @@ def test_a_placement_in_an_unknown_state_is_refused() -> None:
     broken = encode(redis_server.PLACED).replace(b'"running"', b'"dancing"')
     with pytest.raises(MalformedRecord, match=r"\$\.state"):
         decode_placement(broken)
+
+
+LINK = Link("decode-0", "18ea50053d4e62c2-63e84a4fef8eaec0", "rc_mlx5 or tcp", 213_412_345_678.9)
+
+
+def test_links_survive_and_as_many_as_are_allowed_stay_small() -> None:
+    record = redis_server.worker(role="prefill", links=(LINK,) * MOST_LINKS, min_handoff_gbps=2.5)
+    value = encode(record)
+    assert decode_worker(value) == record
+    assert len(value) < 150_000
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        (LINK,) * (MOST_LINKS + 1),
+        (Link("d" * 129, "1", "tcp", 1.0),),
+        (Link("d0", "1" * 129, "tcp", 1.0),),
+        (Link("d0", "1", "t" * 65, 1.0),),
+        (Link("d0", "1", "tcp", -1.0),),
+    ],
+)
+def test_links_beyond_their_bounds_are_refused(links: tuple[Link, ...]) -> None:
+    with pytest.raises(MalformedRecord, match="links"):
+        decode_worker(encode(redis_server.worker(links=links)))
+
+
+def test_a_link_is_of_one_life_and_is_held_to_the_limit() -> None:
+    peer = redis_server.worker(worker_id="decode-0", incarnation=LINK.peer_incarnation)
+    other = redis_server.worker(worker_id="decode-0", incarnation="later")
+    for least, to_peer, to_other in (
+        (0.0, True, True),
+        (213.0, True, False),
+        (214.0, False, False),
+    ):
+        own = redis_server.worker(role="prefill", links=(LINK,), min_handoff_gbps=least)
+        assert (own.link_to(peer), own.link_to(other)) == (LINK, None)
+        assert (own.may_push_to(peer), own.may_push_to(other)) == (to_peer, to_other)

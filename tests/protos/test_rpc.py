@@ -54,6 +54,11 @@ class Streams(pb_grpc.DecodeServiceServicer, pb_grpc.PrefillServiceServicer):
         yield pb.DecodeResponse(commit=pb.DecodeCommit(token_offset=3))
         raise ZeroDivisionError(SECRET)
 
+    async def Rehearse(
+        self, request: pb.RehearseRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[pb.RehearseResponse]:
+        yield pb.RehearseResponse()
+
     async def Prefill(
         self,
         request_iterator: AsyncIterator[pb.PrefillRequest],

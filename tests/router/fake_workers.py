@@ -173,6 +173,12 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         finally:
             self.end(request.attempt)
 
+    async def Rehearse(
+        self, request: pb.RehearseRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[pb.RehearseResponse]:
+        raise AssertionError("no prefill worker is there to ask for it")
+        yield pb.RehearseResponse()
+
     async def _answer(self, request: pb.DecodeRequest) -> AsyncIterator[pb.DecodeResponse]:
         attempt = request.attempt
         reservation = pb.Reservation(

@@ -6,9 +6,16 @@ import msgspec
 import pytest
 from router.fake_model import worker_record
 
-from effuse.placement.records import Load, Role, WorkerRecord
+from effuse.placement.records import Link, Load, Role, WorkerRecord
 from effuse.router.fleet import Fleet
-from effuse.router.policy import Candidate, InFlight, Placement, live_workers, place
+from effuse.router.policy import (
+    Candidate,
+    InFlight,
+    Placement,
+    live_workers,
+    place,
+    why_refused,
+)
 
 
 def worker(worker_id: str, **fields: object) -> WorkerRecord:
@@ -151,3 +158,76 @@ def test_counts_come_back_to_nothing() -> None:
     with fleet.counted(placement, 7, 9):
         assert [c.in_flight.tokens for c in fleet.candidates()] == [16, 7]
     assert [(c.in_flight.tokens, c.in_flight.requests) for c in fleet.candidates()] == [(0, 0)] * 2
+
+
+def linked(
+    worker_id: str, gbps: dict[str, float], *, least: float = 2.0, load: Load | None = None
+) -> Candidate:
+    """A prefill worker that asks for `least` GB/s, and what it has measured."""
+    links = tuple(Link(peer, "1", "tcp", rate * 1e9) for peer, rate in gbps.items())
+    record = worker(worker_id, load=load)
+    return candidate(msgspec.structs.replace(record, links=links, min_handoff_gbps=least))
+
+
+@pytest.mark.parametrize("mode", ["auto", "remote"])
+def test_a_link_that_is_too_slow_is_never_taken(mode: str) -> None:
+    workers = [
+        candidate(worker("d0")),
+        candidate(worker("d1", load=used(200))),
+        linked("p0", {"d0": 1.9, "d1": 1.9}),
+        linked("p1", {"d0": 1.0, "d1": 2.0}, load=Load(queued_tokens=900)),
+    ]
+    assert names(place(workers, "fake", mode)) == ("p1", "d1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("gbps", "auto"), [({}, (None, "d0")), ({"d0": 1.9}, (None, "d0"))])
+def test_where_every_link_is_refused_decode_prefills_or_nobody_does(
+    gbps: dict[str, float], auto: tuple[str | None, str]
+) -> None:
+    """A link that was not measured yet is as good as refused where there is a limit."""
+    workers = [candidate(worker("d0")), linked("p0", gbps)]
+    assert names(place(workers, "fake", "auto")) == auto
+    assert names(place(workers, "fake", "local")) == auto
+    assert place(workers, "fake", "remote") is None
+
+
+def test_without_a_limit_any_link_is_taken_at_once() -> None:
+    workers = [
+        candidate(worker("d0")),
+        linked("p0", {}, least=0.0),
+        linked("p1", {"d0": 0.001}, least=0.0),
+    ]
+    assert names(place(workers, "fake", "remote")) == ("p0", "d0")
+
+
+def test_another_life_of_a_decode_worker_is_not_measured() -> None:
+    workers = [candidate(worker("d0", incarnation="2")), linked("p0", {"d0": 9.0})]
+    assert place(workers, "fake", "remote") is None
+
+
+def test_a_decode_worker_without_a_link_still_helps_out_when_others_are_full() -> None:
+    full = InFlight(requests=64, tokens=64)
+    workers = [
+        Candidate(worker("d0"), full),
+        candidate(worker("d1", load=used(200))),
+        linked("p0", {"d0": 9.0, "d1": 0.1}),
+    ]
+    assert names(place(workers, "fake", "auto")) == (None, "d1")
+    assert names(place(workers, "fake", "remote")) == ("p0", "d0")
+
+
+def test_the_fastest_of_refused_links_is_named_with_its_rate_and_the_flag() -> None:
+    workers = [
+        candidate(worker("d0")),
+        candidate(worker("d1")),
+        linked("p0", {"d0": 1.25, "d1": 0.5}),
+    ]
+    assert why_refused(workers, "fake") == (
+        "the link p0 to d0 (tcp) moves 1.25 GB/s, --min-handoff-gbps asks for 2 "
+        "(2 links are refused, this is the fastest)"
+    )
+    assert why_refused([candidate(worker("d0")), linked("p0", {})], "fake") == (
+        "the link p0 to d0 has not been measured yet, --min-handoff-gbps asks for 2"
+    )
+    assert why_refused([candidate(worker("d0")), linked("p0", {"d0": 2.0})], "fake") == ""
+    assert why_refused(workers, "another model") == ""

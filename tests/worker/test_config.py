@@ -52,6 +52,9 @@ def test_roles_check_their_own() -> None:
         DecodeConfig(handoff_lease_s=7200.0)  # every prefill worker would refuse its reservations
     with pytest.raises(ValueError, match="--reservation-s"):
         PrefillConfig(reservation_s=NAN)
+    for gbps in (-1.0, NAN, float("inf")):
+        with pytest.raises(ValueError, match="--min-handoff-gbps: expected 0 or more GB/s"):
+            PrefillConfig(min_handoff_gbps=gbps)
     with pytest.raises(ValueError, match="--page-size"):
         DecodeConfig(page_size=0)
 

@@ -6,7 +6,7 @@ import asyncio
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from effuse.placement.records import Load
+from effuse.placement.records import Link, Load
 from effuse.worker import metrics
 from effuse.worker.metrics import Histogram, Metrics, render
 
@@ -40,6 +40,21 @@ def test_a_scraper_reads_every_metric_under_one_prefix() -> None:
     assert all(family.name.startswith("effuse_") for family in families)
     counters = {sample.name for one in families if one.type == "counter" for sample in one.samples}
     assert counters and all(name.endswith("_total") for name in counters)
+
+
+def test_links_by_peer_and_transport_whatever_they_are_called() -> None:
+    links = [Link("decode-0", "1", "cuda_ipc", 213.4e9), Link('a"\\b\nc', "1", "tcp", 0.5)]
+    text = render(Metrics(), Load(), 0, 0, links)
+    assert (
+        'effuse_kv_link_bytes_per_second{peer="decode-0",transport="cuda_ipc"} 213400000000\n'
+        in text
+    )
+    (family,) = [
+        one
+        for one in text_string_to_metric_families(text)
+        if one.name == "effuse_kv_link_bytes_per_second"
+    ]
+    assert [sample.labels["peer"] for sample in family.samples] == ["decode-0", 'a"\\b\nc']
 
 
 def test_no_pool_is_no_usage() -> None:

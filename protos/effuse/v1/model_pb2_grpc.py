@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub:
-    """Describes the models of a fleet.
+    """Describes the models and the workers of a fleet.
     """
 
     def __init__(self, channel):
@@ -45,10 +45,15 @@ class ModelServiceStub:
                 request_serializer=effuse_dot_v1_dot_model__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_model__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.ListWorkers = channel.unary_unary(
+                '/effuse.v1.ModelService/ListWorkers',
+                request_serializer=effuse_dot_v1_dot_model__pb2.ListWorkersRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_model__pb2.ListWorkersResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
-    """Describes the models of a fleet.
+    """Describes the models and the workers of a fleet.
     """
 
     def ListModels(self, request, context):
@@ -60,6 +65,13 @@ class ModelServiceServicer:
 
     def GetModel(self, request, context):
         """Describes one model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListWorkers(self, request, context):
+        """Lists the workers that are alive, as the router sees them now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,6 +90,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=effuse_dot_v1_dot_model__pb2.GetModelRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_model__pb2.GetModelResponse.SerializeToString,
             ),
+            'ListWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWorkers,
+                    request_deserializer=effuse_dot_v1_dot_model__pb2.ListWorkersRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_model__pb2.ListWorkersResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'effuse.v1.ModelService', rpc_method_handlers)
@@ -87,7 +104,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """Describes the models of a fleet.
+    """Describes the models and the workers of a fleet.
     """
 
     @staticmethod
@@ -134,6 +151,33 @@ class ModelService:
             '/effuse.v1.ModelService/GetModel',
             effuse_dot_v1_dot_model__pb2.GetModelRequest.SerializeToString,
             effuse_dot_v1_dot_model__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/effuse.v1.ModelService/ListWorkers',
+            effuse_dot_v1_dot_model__pb2.ListWorkersRequest.SerializeToString,
+            effuse_dot_v1_dot_model__pb2.ListWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,7 +73,7 @@ class PrefillPushed(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("attempt", "incarnation", "connector", "endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "num_pool_pages", "page_bytes", "pages", "fingerprint", "lease_s", "digest_seed")
+    __slots__ = ("attempt", "incarnation", "connector", "endpoint", "agent_name", "agent_metadata", "pool_address", "device_id", "memory_kind", "num_pool_pages", "page_bytes", "pages", "fingerprint", "lease_s", "digest_seed", "boot_id")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class Reservation(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     DIGEST_SEED_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     connector: str
@@ -104,7 +105,8 @@ class Reservation(_message.Message):
     fingerprint: _containers.RepeatedCompositeFieldContainer[FingerprintField]
     lease_s: float
     digest_seed: int
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ...) -> None: ...
+    boot_id: str
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., endpoint: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., device_id: _Optional[int] = ..., memory_kind: _Optional[str] = ..., num_pool_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., fingerprint: _Optional[_Iterable[_Union[FingerprintField, _Mapping]]] = ..., lease_s: _Optional[float] = ..., digest_seed: _Optional[int] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class PageRef(_message.Message):
     __slots__ = ("page_id", "generation")
@@ -261,6 +263,26 @@ class DecodeFinished(_message.Message):
     forward_passes: int
     preemptions: int
     def __init__(self, stopped: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., forward_passes: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class RehearseRequest(_message.Message):
+    __slots__ = ("attempt", "incarnation", "writer", "most_pages")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    MOST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    attempt: AttemptId
+    incarnation: str
+    writer: WorkerRef
+    most_pages: int
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., writer: _Optional[_Union[WorkerRef, _Mapping]] = ..., most_pages: _Optional[int] = ...) -> None: ...
+
+class RehearseResponse(_message.Message):
+    __slots__ = ("reservation", "verified")
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    reservation: Reservation
+    verified: PrefillVerified
+    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("attempt", "reason")

@@ -116,6 +116,11 @@ class DecodeServiceStub:
                 request_serializer=effuse_dot_v1_dot_worker__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_worker__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Rehearse = channel.unary_stream(
+                '/effuse.v1.DecodeService/Rehearse',
+                request_serializer=effuse_dot_v1_dot_worker__pb2.RehearseRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_worker__pb2.RehearseResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -129,6 +134,13 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rehearse(self, request, context):
+        """Lends free pages to a prefill worker that pushes into them once, to measure the way; checked like a handoff.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,6 +148,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=effuse_dot_v1_dot_worker__pb2.DecodeRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_worker__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Rehearse': grpc.unary_stream_rpc_method_handler(
+                    servicer.Rehearse,
+                    request_deserializer=effuse_dot_v1_dot_worker__pb2.RehearseRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_worker__pb2.RehearseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -166,6 +183,33 @@ class DecodeService:
             '/effuse.v1.DecodeService/Decode',
             effuse_dot_v1_dot_worker__pb2.DecodeRequest.SerializeToString,
             effuse_dot_v1_dot_worker__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rehearse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/effuse.v1.DecodeService/Rehearse',
+            effuse_dot_v1_dot_worker__pb2.RehearseRequest.SerializeToString,
+            effuse_dot_v1_dot_worker__pb2.RehearseResponse.FromString,
             options,
             channel_credentials,
             insecure,

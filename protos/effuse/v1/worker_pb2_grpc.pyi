@@ -59,6 +59,12 @@ class DecodeServiceStub:
     ]
     """Reserves pages, answers with the reservation, then streams commits until the end."""
 
+    Rehearse: grpc.UnaryStreamMultiCallable[
+        effuse.v1.worker_pb2.RehearseRequest,
+        effuse.v1.worker_pb2.RehearseResponse,
+    ]
+    """Lends free pages to a prefill worker that pushes into them once, to measure the way; checked like a handoff."""
+
 class DecodeServiceAsyncStub:
     """KV pages in, committed tokens out."""
 
@@ -67,6 +73,12 @@ class DecodeServiceAsyncStub:
         effuse.v1.worker_pb2.DecodeResponse,
     ]
     """Reserves pages, answers with the reservation, then streams commits until the end."""
+
+    Rehearse: grpc.aio.UnaryStreamMultiCallable[
+        effuse.v1.worker_pb2.RehearseRequest,
+        effuse.v1.worker_pb2.RehearseResponse,
+    ]
+    """Lends free pages to a prefill worker that pushes into them once, to measure the way; checked like a handoff."""
 
 class DecodeServiceServicer(metaclass=abc.ABCMeta):
     """KV pages in, committed tokens out."""
@@ -78,6 +90,14 @@ class DecodeServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[effuse.v1.worker_pb2.DecodeResponse], collections.abc.AsyncIterator[effuse.v1.worker_pb2.DecodeResponse]]:
         """Reserves pages, answers with the reservation, then streams commits until the end."""
+
+    @abc.abstractmethod
+    def Rehearse(
+        self,
+        request: effuse.v1.worker_pb2.RehearseRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[effuse.v1.worker_pb2.RehearseResponse], collections.abc.AsyncIterator[effuse.v1.worker_pb2.RehearseResponse]]:
+        """Lends free pages to a prefill worker that pushes into them once, to measure the way; checked like a handoff."""
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 

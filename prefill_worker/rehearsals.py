@@ -1,0 +1,199 @@
+"""Measures the way to every decode worker by a rehearsal: a handoff of free pages, twice.
+
+The first one connects, the second one is timed. Runs beside the requests, one rehearsal at a time;
+a peer that refuses, or goes away, is tried again later and costs nothing here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import grpc.aio
+
+from effuse.placement.records import Link, WorkerRecord
+from effuse.prefill_worker.links import Links
+from effuse.protos import rpc
+from effuse.protos.errors import Bug, EffuseError, InvalidRequest, PeerLost, from_rpc_error
+from effuse.protos.stubs import decode_stub
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+from effuse.worker import wire
+from effuse.worker.attempts import Attempt
+from effuse.worker.failures import to_error
+from effuse.worker.messages import Failed, Pushed, PushRehearsal
+from effuse.worker.shell import Shell
+
+LOG = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between looks at who is there
+CALL_S = 20.0  # longest that one of both handoffs may take
+LEAST_SHARE = 8  # of our pool: no more than one page in so many
+
+
+class View(Protocol):
+    """Who is alive; placement.fleet.FleetView is one."""
+
+    def workers(self) -> Sequence[WorkerRecord]:
+        """Live workers, draining ones included."""
+
+
+class Rehearsals:
+    """Those of one front. Writes what it finds to `shell.links`, and calls `changed` then."""
+
+    def __init__(
+        self,
+        shell: Shell,
+        view: View,
+        changed: Callable[[], None],
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._shell = shell
+        self._view = view
+        self._changed = changed
+        self._now = now
+        self._links = Links(random.random, shell.min_handoff_gbps)
+
+    async def run(self) -> None:
+        """Measures until cancelled."""
+        while True:
+            while await self.turn():
+                pass
+            await asyncio.sleep(LOOK_S)
+
+    async def turn(self) -> bool:
+        """Measures whoever is due; False where nobody is."""
+        own = self._shell.record()
+        if own is None or own.state != "ready":
+            return False
+        self._links.follow(own, self._view.workers(), self._now())
+        self._publish(own)
+        peer = self._links.next(self._now())
+        if peer is None:
+            return False
+        try:
+            pushed = await self._measure(own, peer)
+        except (EffuseError, TimeoutError) as error:
+            pause_s = self._links.failed(peer, self._now())
+            text = "it took too long" if isinstance(error, TimeoutError) else str(error)
+            LOG.info(
+                "handoff %s to %s: not measured, next try in %.0f s: %s",
+                *(own.worker_id, peer.worker_id, pause_s, text),
+            )
+        else:
+            self._take(own, peer, pushed)
+            self._publish(own)
+            self._changed()
+        return True
+
+    def _take(self, own: WorkerRecord, peer: WorkerRecord, pushed: Pushed) -> None:
+        rate = pushed.bytes / max(pushed.push_s, 1e-9)
+        link = Link(peer.worker_id, peer.incarnation, pushed.transport, rate)
+        before = self._links.link_to(peer)
+        self._links.measured(peer, link, self._now())
+        least = own.min_handoff_gbps
+        was_slow = before is not None and before.gigabytes_per_second < least
+        is_slow = link.gigabytes_per_second < least
+        if before is None or was_slow != is_slow:
+            tell(own.worker_id, link, least, is_fallback=pushed.is_fallback)
+
+    def _publish(self, own: WorkerRecord) -> None:
+        self._shell.links = {own.incarnation: self._links.known()}
+
+    async def _measure(self, own: WorkerRecord, peer: WorkerRecord) -> Pushed:
+        async with rpc.connect(peer.address) as channel:
+            stub = decode_stub(channel)
+            await self._rehearse(stub, own, peer)
+            return await self._rehearse(stub, own, peer)
+
+    async def _rehearse(
+        self, stub: pb_grpc.DecodeServiceAsyncStub, own: WorkerRecord, peer: WorkerRecord
+    ) -> Pushed:
+        """One handoff of free pages. Raises EffuseError or TimeoutError."""
+        name = secrets.token_hex(16)
+        request = pb.RehearseRequest(
+            attempt=pb.AttemptId(request_id=f"rehearsal-{name}", attempt=1, transfer_id=name),
+            incarnation=peer.incarnation,
+            writer=pb.WorkerRef(
+                worker_id=own.worker_id,
+                incarnation=own.incarnation,
+                address=own.address,
+                engine_port=own.engine_port,
+            ),
+            most_pages=max(1, own.capacity.total_pages // LEAST_SHARE),
+        )
+        call = stub.Rehearse(request, timeout=CALL_S)
+        try:
+            async with asyncio.timeout(CALL_S):
+                first = await _next(call, peer.worker_id)
+                reserved = wire.reservation(first.reservation)
+                if reserved.transfer_id != name or len(reserved.pages) > request.most_pages:
+                    raise InvalidRequest.of("reservation", "not what was asked for")
+                push = PushRehearsal(reservation=reserved)
+                pushed = await self._push(push, own.incarnation)
+                await _next(call, peer.worker_id)
+                return pushed
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, peer.worker_id) from error
+        finally:
+            call.cancel()
+
+    async def _push(self, push: PushRehearsal, incarnation: str) -> Pushed:
+        shell = self._shell
+        attempt = shell.begin(push.reservation.attempt, incarnation, push)
+        try:
+            event = await attempt.next_event()
+            if isinstance(event, Failed):
+                raise to_error(event)
+            if not isinstance(event, Pushed):
+                raise Bug(f"a rehearsal gave {type(event).__name__}")
+            shell.attempts.close(attempt)
+            return event
+        finally:
+            if attempt.engine_gone:
+                shell.attempts.close(attempt)
+            elif not attempt.ended.is_set():
+                shell.attempts.abandon(attempt)
+                shell.spawn(self._end(attempt))
+
+    async def _end(self, attempt: Attempt) -> None:
+        try:
+            await self._shell.end_in_engine(attempt, "the rehearsal ended")
+        finally:
+            self._shell.attempts.close(attempt)
+
+
+def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
+    """Logs what a link is; loudly where it is slow by nobody's wish, or refused."""
+    found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
+    if link.gigabytes_per_second < min_gbps:
+        LOG.warning("%s: REFUSED, --min-handoff-gbps asks for %.10g", found, min_gbps)
+    elif is_fallback:
+        LOG.warning(
+            "%s: SLOW, pages of GPUs go over TCP or through the host's memory. Look at UCX_TLS; "
+            "--min-handoff-gbps refuses such a link, --connector zmq says that it is meant so",
+            found,
+        )
+    else:
+        LOG.info("%s", found)
+
+
+async def _next(
+    call: grpc.aio.UnaryStreamCall[pb.RehearseRequest, pb.RehearseResponse], peer: str
+) -> pb.RehearseResponse:
+    try:
+        response = await call.read()
+    except asyncio.CancelledError:  # of the call, where nobody cancels us
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise PeerLost(f"{peer} broke off the call") from None
+    if not isinstance(response, pb.RehearseResponse):
+        raise PeerLost(f"{peer} ended its call before the pages were checked")
+    return response

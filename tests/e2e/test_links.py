@@ -1,0 +1,152 @@
+"""Links between real workers: measured at the start, told alike everywhere, refused when slow."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from e2e.client import connect
+
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.placement.records import WorkerRecord, decode_worker
+from effuse.placement.store import Store
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import model_pb2, model_pb2_grpc
+
+WITHIN_S = 60.0
+PROMPT = "Tom has 3 boxes with 12 pens in each. He gives 7 pens away. How many pens are left?"
+
+
+def listed(fleet: Fleet) -> dict[str, model_pb2.Worker]:
+    """The workers as the router sees them, by their ids."""
+    with fleet.channel() as channel:
+        models = model_pb2_grpc.ModelServiceStub(channel)
+        answer = models.ListWorkers(model_pb2.ListWorkersRequest(), timeout=WITHIN_S)
+    return {worker.worker_id: worker for worker in answer.workers}
+
+
+def until(fleet: Fleet, is_so: Callable[[dict[str, model_pb2.Worker]], bool]) -> None:
+    """Returns once the workers are so."""
+    deadline = time.monotonic() + WITHIN_S
+    while not is_so(found := listed(fleet)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def log_of(fleet: Fleet, name: str) -> str:
+    return (fleet.log_dir / f"{name}.log").read_text()
+
+
+def metrics_of(fleet: Fleet, name: str) -> str:
+    found = re.search(r"metrics are on (\S+)", log_of(fleet, name))
+    assert found is not None
+    with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=WITHIN_S) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def record_of(fleet: Fleet, name: str) -> WorkerRecord:
+    async def read() -> WorkerRecord:
+        async with Store(fleet.redis_url, fleet.name, timeout_s=20.0) as store:
+            records = [decode_worker(value) for value, _ in await store.workers()]
+        (found,) = [record for record in records if record.worker_id == name]
+        return found
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("connector", "transports"),
+    [("nixl", {"cma", "posix", "sysv", "tcp", "xpmem", "knem"}), ("zmq", {"zmq over tcp"})],
+)
+def test_log_metric_record_and_list_agree(
+    connector: str, transports: set[str], tmp_path: Path
+) -> None:
+    config = FleetConfig(
+        prefill=2, decode=2, connector=connector, log_dir=tmp_path,
+        prefill_flags=("--metrics-port", "0"),
+    )  # fmt: skip
+    with Fleet(config) as fleet:
+        until(fleet, lambda found: sum(len(one.links) for one in found.values()) == 4)
+        workers = listed(fleet)
+        assert {name for name, one in workers.items() if one.links} == {"prefill-0", "prefill-1"}
+        for name in ("prefill-0", "prefill-1"):
+            links = {link.peer: link for link in workers[name].links}
+            assert links.keys() == {"decode-0", "decode-1"}
+            record = record_of(fleet, name)
+            log, metrics = log_of(fleet, name), metrics_of(fleet, name)
+            for peer, link in links.items():
+                assert link.peer_incarnation == workers[peer].incarnation
+                assert link.transport in transports
+                assert link.gigabytes_per_second > 0
+                assert not link.refused
+                stored = record.link_to(record_of(fleet, peer))
+                assert stored is not None
+                assert stored.transport == link.transport
+                assert stored.gigabytes_per_second == link.gigabytes_per_second
+                rate = f"{link.gigabytes_per_second:.4g} GB/s"
+                assert f"handoff {name} to {peer}: {link.transport}, {rate}\n" in log
+                labels = f'peer="{peer}",transport="{link.transport}"'
+                value = f"{stored.bytes_per_second:.0f}"
+                assert f"effuse_kv_link_bytes_per_second{{{labels}}} {value}\n" in metrics
+        until(fleet, lambda found: all(o.free_pages == o.total_pages for o in found.values()))
+        assert not any(one.kv_bytes for one in listed(fleet).values()), "no prompt was handed over"
+
+
+def test_a_decode_worker_that_comes_back_is_measured_again_and_one_that_dies_costs_nothing(
+    tmp_path: Path,
+) -> None:
+    with Fleet(FleetConfig(connector="nixl", log_dir=tmp_path)) as fleet:
+        until(fleet, lambda found: bool(found["prefill-0"].links))
+        old = listed(fleet)["decode-0"].incarnation
+        fleet.kill("decode-0")
+        fleet.restart("decode-0")
+
+        def is_measured_anew(found: dict[str, model_pb2.Worker]) -> bool:
+            lives = [link.peer_incarnation for link in found["prefill-0"].links]
+            return lives != [old] and len(lives) == 1
+
+        until(fleet, is_measured_anew)
+        assert fleet.dead() == []
+        with connect(fleet.address) as client:
+            answer = client.generate(pb.GenerateRequest(prompt=PROMPT))
+        assert answer.stats.prefill_worker == "prefill-0"
+
+
+SLOW = ("--min-handoff-gbps", "1000000")
+
+
+def is_refused(found: dict[str, model_pb2.Worker]) -> bool:
+    return any(link.refused for link in found["prefill-0"].links)
+
+
+@pytest.mark.parametrize("connector", ["nixl", "zmq"])
+def test_a_link_below_the_limit_is_refused(connector: str, tmp_path: Path) -> None:
+    config = FleetConfig(connector=connector, prefill_flags=SLOW, log_dir=tmp_path)
+    with Fleet(config) as fleet, connect(fleet.address) as client:
+        until(fleet, is_refused)
+        assert "REFUSED, --min-handoff-gbps asks for 1000000" in log_of(fleet, "prefill-0")
+        answer = client.generate(pb.GenerateRequest(prompt=PROMPT))
+        assert answer.text
+        assert (answer.stats.prefill_worker, answer.stats.kv_bytes) == ("", 0)
+        assert listed(fleet)["prefill-0"].kv_bytes == 0
+
+
+def test_where_prefill_is_remote_the_request_is_refused_with_link_rate_and_flag() -> None:
+    config = FleetConfig(connector="zmq", prefill_flags=SLOW, router_flags=("--prefill", "remote"))
+    with Fleet(config) as fleet, connect(fleet.address) as client:
+        until(fleet, is_refused)
+        with pytest.raises(grpc.RpcError) as caught:
+            client.generate(pb.GenerateRequest(prompt=PROMPT))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert re.fullmatch(
+            r"the link prefill-0 to decode-0 \(zmq over tcp\) moves \S+ GB/s, "
+            r"--min-handoff-gbps asks for 1000000",
+            caught.value.details() or "",
+        )

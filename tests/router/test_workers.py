@@ -1,0 +1,91 @@
+"""Workers as clients see them, and what their links mean for requests."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from router.asking import ask, failure
+from router.fakes import FakeFleet, run
+
+from effuse.placement.records import Link, Load, WorkerRecord
+from effuse.protos import errors
+from effuse.v1 import model_pb2
+
+TEXT = "the answer is three"
+
+
+def measured(record: WorkerRecord, gbps: float, least: float) -> WorkerRecord:
+    """A prefill worker that has measured d0 and asks for `least` GB/s."""
+    link = Link("d0", "1", "cuda_ipc", gbps * 1e9)
+    return msgspec.structs.replace(record, links=(link,), min_handoff_gbps=least)
+
+
+def test_workers_are_listed_with_their_loads_and_links() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        prefill, decode = fleet.prefill[0], fleet.decode[0]
+        prefill.record = measured(prefill.record, 213.4, 300.0)
+        decode.record = msgspec.structs.replace(
+            decode.record,
+            state="draining",
+            load=Load(
+                running=3, waiting=2, total_pages=256, free_pages=100, quarantined_pages=4,
+                queued_tokens=77, blocks_left=9, steps=12, preemptions=1, kv_bytes=4096,
+            ),
+        )  # fmt: skip
+        await fleet.announce()
+        listed = await fleet.models.ListWorkers(model_pb2.ListWorkersRequest())
+        assert [one.worker_id for one in listed.workers] == ["d0", "d1", "p0"]
+        assert listed.workers[0] == model_pb2.Worker(
+            worker_id="d0", role=model_pb2.WORKER_ROLE_DECODE, model="fake",
+            address=decode.record.address, state=model_pb2.WORKER_STATE_DRAINING,
+            incarnation="1", page_size=16, total_pages=256, free_pages=100, quarantined_pages=4,
+            max_num_seqs=64, running=3, waiting=2, queued_tokens=77, blocks_left=9, steps=12,
+            preemptions=1, kv_bytes=4096,
+        )  # fmt: skip
+        found = listed.workers[2]
+        assert (found.role, found.state) == (
+            model_pb2.WORKER_ROLE_PREFILL,
+            model_pb2.WORKER_STATE_READY,
+        )
+        assert found.min_handoff_gbps == 300.0
+        assert list(found.links) == [
+            model_pb2.WorkerLink(
+                peer="d0", peer_incarnation="1", transport="cuda_ipc",
+                gigabytes_per_second=213.4, refused=True,
+            )
+        ]  # fmt: skip
+        first = await fleet.models.ListWorkers(model_pb2.ListWorkersRequest(page_size=2))
+        rest = await fleet.models.ListWorkers(
+            model_pb2.ListWorkersRequest(page_size=2, page_token=first.next_page_token)
+        )
+        assert [one.worker_id for one in (*first.workers, *rest.workers)] == ["d0", "d1", "p0"]
+        assert rest.next_page_token == ""
+
+    run(body, num_decode=2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gbps", "prefill"), [("auto", 3.0, "p0"), ("auto", 1.5, ""), ("remote", 3.0, "p0")]
+)
+def test_prompts_take_only_links_that_are_fast_enough(mode: str, gbps: float, prefill: str) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.prefill[0].record = measured(fleet.prefill[0].record, gbps, 2.0)
+        await fleet.announce()
+        answer = await ask(fleet)
+        assert (answer.text, answer.stats.prefill_worker) == (TEXT, prefill)
+
+    run(body, prefill=mode)
+
+
+def test_where_prefill_is_remote_a_refused_link_is_named_with_its_rate_and_the_flag() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.prefill[0].record = measured(fleet.prefill[0].record, 1.5, 2.0)
+        await fleet.announce()
+        error = await failure(ask(fleet))
+        assert type(error) is errors.Unavailable
+        text = "the link p0 to d0 (cuda_ipc) moves 1.5 GB/s, --min-handoff-gbps asks for 2"
+        assert error.message == text
+        assert error.retry_after_s is not None
+        assert not fleet.prefill[0].served
+
+    run(body, prefill="remote")
