@@ -43,7 +43,8 @@ class Alone:
         num_pages = max_num_seqs * -(-max_model_len // PAGE_SIZE)
         self._paged = paged(model, (num_pages + SPARE_PAGES) * PAGE_SIZE, page_size=PAGE_SIZE)
         self._limits = Limits(
-            max_num_batched_tokens=2 * size * max_num_seqs,
+            # As a worker has it: prompts that came need no rows, but the scheduler counts them.
+            max_num_batched_tokens=2 * size * max_num_seqs + max_model_len,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_pages=num_pages,

@@ -92,7 +92,11 @@ class _OnHost:
 
 
 class DeviceDigester:
-    """Digests of pages on a GPU, on the pool's stream for transfers, which waits for nobody."""
+    """Digests of pages on a GPU, on the pool's stream for transfers, which waits for nobody.
+
+    Its buffers are kept: making pinned ones anew took longer than all else of a handoff's way but
+    the bytes (measured: 0.3 of 0.4 ms on an H200).
+    """
 
     def __init__(self, memory: PageMemory) -> None:
         self._pages = memory.byte_rows()
@@ -100,18 +104,21 @@ class DeviceDigester:
         self._device = memory.device
         self._stream = memory.stream
         self._keys: dict[int, Tensor] = {}  # by seed, on the device
+        self._free: list[_Buffers] = []
 
     def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
         """Of these groups of layers of these pages, behind what was queued on the stream."""
+        shape = len(page_ids), len(groups) * pieces_in_group(self._layout)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            ids = torch.tensor(page_ids, dtype=torch.int32, pin_memory=True)
-            on_device = ids.to(self._device, non_blocking=True)
-            found = _piece_digests(self._pages, on_device, self._key(seed), self._layout, groups)
-            copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            copy.copy_(found, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-        return _OnDevice(copy, done)
+            buffers = self._buffers(shape[0], shape[0] * shape[1])
+            ids, found = buffers.device_ids[: shape[0]], buffers.device_found[: shape[0] * shape[1]]
+            buffers.ids.numpy()[: shape[0]] = page_ids
+            ids.copy_(buffers.ids[: shape[0]], non_blocking=True)
+            out = found.view(shape)
+            _piece_digests(self._pages, ids, self._key(seed), self._layout, groups, out)
+            buffers.found[: found.numel()].copy_(found, non_blocking=True)
+            buffers.done.record(self._stream)
+        return _OnDevice(buffers, shape, self._free)
 
     def _key(self, seed: int) -> Tensor:
         key = self._keys.get(seed)
@@ -121,17 +128,51 @@ class DeviceDigester:
             key = self._keys[seed] = _key_of(seed).pin_memory().to(self._device, non_blocking=True)
         return key
 
+    def _buffers(self, num_ids: int, num_found: int) -> _Buffers:
+        """Free ones that are large enough; too small ones are given up."""
+        while self._free:
+            buffers = self._free.pop()
+            if len(buffers.ids) >= num_ids and len(buffers.found) >= num_found:
+                return buffers
+        return _Buffers.empty(num_ids, num_found, self._device)
+
 
 @dataclass(frozen=True, slots=True)
-class _OnDevice:
-    digests: Tensor  # [pages, pieces] on the host
+class _Buffers:
+    """What one job at a time needs, on the host pinned."""
+
+    ids: Tensor  # int32
+    device_ids: Tensor
+    found: Tensor  # int64
+    device_found: Tensor
     done: torch.cuda.Event
 
+    @classmethod
+    def empty(cls, num_ids: int, num_found: int, device: torch.device) -> _Buffers:
+        """With room for at least so many. Made on the stream that uses them."""
+        num_ids, num_found = (1 << (count - 1).bit_length() for count in (num_ids, num_found))
+        return cls(
+            ids=torch.empty(num_ids, dtype=torch.int32, pin_memory=True),
+            device_ids=torch.empty(num_ids, dtype=torch.int32, device=device),
+            found=torch.empty(num_found, dtype=torch.int64, pin_memory=True),
+            device_found=torch.empty(num_found, dtype=torch.int64, device=device),
+            done=torch.cuda.Event(),  # type: ignore[no-untyped-call]
+        )
+
+
+@dataclass(slots=True)
+class _OnDevice:
+    buffers: _Buffers
+    shape: tuple[int, int]
+    free: list[_Buffers]
+    found: PieceDigests | None = None
+
     def poll(self) -> PieceDigests | None:
-        if not self.done.query():  # type: ignore[no-untyped-call]
-            return None
-        found: PieceDigests = self.digests.numpy()
-        return found
+        if self.found is None and self.buffers.done.query():  # type: ignore[no-untyped-call]
+            rows, columns = self.shape
+            self.found = self.buffers.found.numpy()[: rows * columns].reshape(self.shape).copy()
+            self.free.append(self.buffers)
+        return self.found
 
 
 @functools.lru_cache(maxsize=MOST_KEYS)
@@ -140,7 +181,12 @@ def _key_of(seed: int) -> Tensor:
 
 
 def _piece_digests(
-    pages: Tensor, page_ids: Tensor, key: Tensor, layout: KVLayout, groups: range
+    pages: Tensor,
+    page_ids: Tensor,
+    key: Tensor,
+    layout: KVLayout,
+    groups: range,
+    out: Tensor | None = None,
 ) -> Tensor:
     return piece_digests(
         pages,
@@ -149,6 +195,7 @@ def _piece_digests(
         piece_bytes=piece_bytes_of(layout.layer_bytes),
         first_byte=groups.start * layout.group_bytes,
         num_bytes=len(groups) * layout.group_bytes,
+        out=out,
     )
 
 

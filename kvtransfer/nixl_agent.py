@@ -7,10 +7,10 @@ CPU time a second), and its (de)serialisation of descriptor lists, which is pick
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, NewType
 
 import numpy as np
+import numpy.typing as npt
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from nixl._bindings import (
     nixlBackendError,
@@ -28,6 +28,8 @@ from nixl._bindings import (
 
 PageList = NewType("PageList", object)  # a prepared list of pages
 Transfer = NewType("Transfer", object)  # a posted or postable write
+Units = npt.NDArray[np.int32]
+"""Places in a prepared list."""
 
 NIXL_ERRORS: tuple[type[Exception], ...] = (
     nixlBackendError,
@@ -90,19 +92,13 @@ class NixlAgent:
     def write(
         self,
         source: PageList,
-        source_ids: Sequence[int],
+        source_ids: Units,
         target: PageList,
-        target_ids: Sequence[int],
+        target_ids: Units,
     ) -> Transfer:
         """A write of units, not posted yet; runs that are consecutive on both sides are merged."""
         return Transfer(
-            self._agent.make_prepped_xfer(
-                "WRITE",
-                source,
-                np.array(source_ids, dtype=np.int32),
-                target,
-                np.array(target_ids, dtype=np.int32),
-            )
+            self._agent.make_prepped_xfer("WRITE", source, source_ids, target, target_ids)
         )
 
     def post(self, transfer: Transfer, notification: bytes) -> bool:

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from effuse.kvtransfer.connector import UNKNOWN, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import MalformedMessage, ReceiverAddress, Reservation, encode
-from effuse.kvtransfer.nixl_agent import NixlAgent, Transfer
+from effuse.kvtransfer.nixl_agent import NixlAgent, Transfer, Units
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, attempt
 from effuse.kvtransfer.transport import (
     Chunk,
@@ -285,10 +286,10 @@ class NixlTransport:
                 self._ucx.tables()  # so that warnings are seen
             select.select([requests], [], [], seconds)
 
-    def _units(self, page_ids: Sequence[int], groups: range) -> list[int]:
+    def _units(self, page_ids: Sequence[int], groups: range) -> Units:
         """Places of groups of pages in a prepared list, page by page: neighbours are merged."""
-        count = self._layout.num_groups
-        return [page_id * count + group for page_id in page_ids for group in groups]
+        first = np.array(page_ids, dtype=np.int32)[:, None] * self._layout.num_groups
+        return np.asarray(first + np.arange(groups.start, groups.stop), dtype=np.int32).ravel()
 
     def _agent(self, suffix: str) -> NixlAgent:
         memory = self._memory

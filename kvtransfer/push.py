@@ -73,7 +73,6 @@ class Push:
     queue: list[Chunk] = field(default_factory=list)
     deliveries: list[tuple[Delivery, int]] = field(default_factory=list)  # with their bytes
     digesting: list[tuple[Chunk, DigestJob]] = field(default_factory=list)
-    digested: Chunk | None = None  # the last one whose digests were begun
     pieces: PieceDigests = field(init=False)  # [pages, pieces], of what was digested
     boundary: Pending[BoundaryState] | None = None
     boundary_state: BoundaryState | None = None  # once it is there

@@ -244,8 +244,6 @@ class Pushes:
 
     def _deliver(self, push: Push, chunk: Chunk) -> bool:
         """Sends a chunk; False where there is no room for it now."""
-        # Before it is sent: a device takes digests while posting a write takes its time.
-        self._digest(push, chunk)
         header = Pages(
             push.reservation.attempt,
             self._origin.incarnation,
@@ -260,15 +258,11 @@ class Pushes:
             return False
         num_bytes = len(chunk.targets) * len(chunk.groups) * self._layout.group_bytes
         push.deliveries.append((delivery, num_bytes))
+        # Last, since nobody waits for them before the bytes have landed.
+        seed = push.reservation.digest_seed
+        job = self._digester.begin(chunk.source_pages, chunk.groups, seed)
+        push.digesting.append((chunk, job))
         return True
-
-    def _digest(self, push: Push, chunk: Chunk) -> None:
-        """Begins a chunk's digests, if that was not done when there was no room for it."""
-        if push.digested is not chunk:
-            seed = push.reservation.digest_seed
-            job = self._digester.begin(chunk.source_pages, chunk.groups, seed)
-            push.digesting.append((chunk, job))
-            push.digested = chunk
 
     # How it ends.
 
