@@ -12,6 +12,7 @@ from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.worker.messages import StartRehearsal
 
 MOST_BYTES = 64 << 20  # about what the prompt of a large model takes
+MOST_PAGES = 1 << 14  # each is named and digested
 LEAST_SHARE = 8  # of the pool: no more than one page in so many
 
 
@@ -38,7 +39,7 @@ class Scratch:
             self._outbox.failed(attempt, "FAILED_PRECONDITION", text, retryable=False)
             return
         most = min(MOST_BYTES // self._handoffs.page_bytes, self._pool.num_pages // LEAST_SHARE)
-        count = min(max(1, most), message.most_pages)
+        count = min(max(1, most), MOST_PAGES, message.most_pages)
         if self._attempt is not None or self._handoffs.is_open(self._last):
             self._refuse(attempt, "another rehearsal is under way")
         elif is_busy or 2 * count > free:

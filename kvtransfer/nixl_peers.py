@@ -29,7 +29,7 @@ class NixlPeer:
     pages: PageList
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
-    num_tables: int = 0  # that UCX had told of before this peer was reached
+    num_tables: int | None = None  # that UCX had told of before this peer was reached
     route: Route = UNKNOWN
 
     @property

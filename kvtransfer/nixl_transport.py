@@ -157,7 +157,8 @@ class NixlTransport:
         """The receiver of a reservation."""
         num_tables = len(self._ucx.tables())
         peer = self._peers.find(reservation)
-        peer.num_tables = peer.num_tables or num_tables
+        if peer.num_tables is None:
+            peer.num_tables = num_tables
         peer.num_pushes += 1
         return peer
 

@@ -28,6 +28,7 @@ _DIRECT = {"zero-copy", "short"}
 _PREFIX = re.compile(r"^\[\d+\.\d+\] \[[^\]]*\] *")
 _LANE = re.compile(r"\b([a-z]\w*)/[\w:.-]+")
 _RANGE = re.compile(r"(\d+)([KMG]?)(?:\.\.(?:(\d+)([KMG]?)|(inf)))?$")
+_BAD = re.compile(r"UCX +(WARN|ERROR|FATAL)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -102,7 +103,7 @@ class UcxLog:
         self._rest = b""
         self._at = 0
         self._shows_tables = TABLES in os.environ
-        self._file = -1 if FILE in os.environ else os.memfd_create("ucx log")
+        self._file = -1 if FILE in os.environ else _open()
         self._libc = ctypes.CDLL(None)
 
     @contextlib.contextmanager
@@ -111,7 +112,7 @@ class UcxLog:
 
         Afterwards the environment is as before: processes that are started have logs of their own.
         """
-        wishes = {} if self._file < 0 else {FILE: f"/proc/self/fd/{self._file}", TABLES: WRITES}
+        wishes = {} if self._file < 0 else {FILE: _name(self._file), TABLES: WRITES}
         own = wishes.keys() - os.environ.keys()
         os.environ.update({name: wishes[name] for name in own})
         try:
@@ -126,7 +127,7 @@ class UcxLog:
             for line in self._new_lines():
                 text = self._reader.take(line)
                 if text is not None:
-                    LOG.warning("%s", text)
+                    LOG.log(logging.WARNING if _BAD.search(text) else logging.INFO, "%s", text)
                 elif self._shows_tables:
                     LOG.info("%s", _PREFIX.sub("", line).strip())
             return tuple(self._reader.tables)
@@ -150,6 +151,23 @@ class UcxLog:
 def ucx_log() -> UcxLog:
     """The one of this process; first asked for before anything loads UCX."""
     return UcxLog()
+
+
+def _open() -> int:
+    """A file in memory; -1 where it cannot be opened by its name, without which UCX would end the
+    process."""
+    file = os.memfd_create("ucx log")
+    try:
+        os.close(os.open(_name(file), os.O_WRONLY))
+    except OSError as error:
+        LOG.warning("what moves the bytes will not be known: %s", error)
+        os.close(file)
+        return -1
+    return file
+
+
+def _name(file: int) -> str:
+    return f"/proc/self/fd/{file}"
 
 
 def _table(cells: Sequence[str]) -> Table:

@@ -17,6 +17,7 @@ from effuse.kvtransfer.connector import (
     Pushed,
     PushFailed,
     Refused,
+    Route,
 )
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
@@ -65,7 +66,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_pages_and_boundary_arrive(pair: Pair) -> None:
     reserved = pair.reserve()
     pair.push(reserved)
-    assert pair.sender.poll() == [Pushed("transfer-1", 2, 2 * SMALL.page_bytes, 0.0)]
+    num_bytes, route = 2 * SMALL.page_bytes, Route("memory")
+    assert pair.sender.poll() == [Pushed("transfer-1", 2, num_bytes, 0.0, route)]
     (arrived,) = pair.receiver.poll()
     assert isinstance(arrived, Arrived)
     assert arrived.manifest.boundary == BOUNDARY

@@ -103,7 +103,7 @@ def test_the_machine_decides_and_where_it_does_not_both_are_named() -> None:
 
 SCRIPT = """
 import ctypes, logging, os, sys
-logging.basicConfig(stream=sys.stdout, format="logged %(message)s", level="INFO")
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level="INFO")
 from effuse.kvtransfer.ucx_log import ucx_log
 log = ucx_log()
 assert log is ucx_log()
@@ -119,7 +119,7 @@ say("[1.5] [vm:1:0]   +---+\\n[1.5] [vm:1:0] | a intra-node cfg#1 |\\n| ucp_put*
 assert log.tables() == ()
 say(" to host |\\n+---+\\n| Range | D | C |\\n+---+\\n")
 say("| 0..inf | zero-copy | cma/memory |\\n+---+\\n")
-say("something is wrong\\n")
+say("[1.5] [vm:1:0] sys.c:1 UCX  WARN  something is wrong\\n")
 assert [table.scope for table in log.tables()] == ["intra-node"]
 assert os.fstat(log._file).st_size == 0
 say("and still\\n")
@@ -135,13 +135,16 @@ def script(**environment: str) -> str:
 
 
 def test_what_a_library_holds_back_is_read_and_the_rest_is_logged() -> None:
-    assert script().splitlines() == ["logged something is wrong", "logged and still"]
+    assert script().splitlines() == [
+        "WARNING sys.c:1 UCX  WARN  something is wrong",
+        "INFO and still",
+    ]
 
 
 def test_who_asks_for_tables_himself_sees_them() -> None:
     lines = script(UCX_PROTO_INFO="y").splitlines()
-    assert "logged | a intra-node cfg#1 |" in lines
-    assert lines[-2:] == ["logged something is wrong", "logged and still"]
+    assert "INFO | a intra-node cfg#1 |" in lines
+    assert lines[-2:] == ["WARNING sys.c:1 UCX  WARN  something is wrong", "INFO and still"]
 
 
 def test_who_has_the_log_for_himself_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
