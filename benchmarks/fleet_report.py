@@ -2,7 +2,8 @@
 
 Pure arithmetic over its JSON. A request meets a pair of objectives if its first block came in time
 and 99 % of the gaps between its blocks are within a multiple of one unloaded gap, the shorter of
-the two fleets' medians; goodput is how many a second did.
+the two fleets' medians. Goodput is told in two ways: how many requests a second met them, at the
+rate where most did, and the highest rate at which nine in ten of those that came did.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ Content = dict[str, Any]
 FIRST_S = 1.0
 GAPS = (2, 4)  # multiples of one unloaded gap
 GAP_SHARE = 0.99
+MET_SHARE = 0.9
 BLOCK = 32
 
 
@@ -164,11 +166,12 @@ def _best(content: Content) -> str:
     """Goodput of each kind of fleet at its best setting and rate."""
     rows = []
     for times, each in zip(GAPS, objectives(content), strict=True):
-        best = [_best_of(content[kind], each) for kind in ("split", "colocated")]
-        ratio = f"{best[0][0] / best[1][0]:.2f}" if best[1][0] else "co-located has none"
-        told = [f"{goodput:.1f} ({name} at {rate:g}/s)" for goodput, name, rate in best]
-        rows.append([f"{times} x {1e3 * each.gap_s / times:.1f} ms", *told, ratio])
-    return _table(["gaps within", "split, requests/s", "co-located", "ratio"], rows)
+        for name, best_of in (("met a second", _most_met), (HIGHEST, _highest_rate)):
+            best = [best_of(content[kind], each) for kind in ("split", "colocated")]
+            ratio = f"{best[0][0] / best[1][0]:.2f}" if best[1][0] else "co-located has none"
+            told = [f"{goodput:.1f} ({fleet} at {rate:g}/s)" for goodput, fleet, rate in best]
+            rows.append([f"{times} x {1e3 * each.gap_s / times:.1f} ms", name, *told, ratio])
+    return _table(["gaps within", "goodput", "split", "co-located", "ratio"], rows)
 
 
 def _links(content: Content) -> str:
@@ -196,13 +199,29 @@ def unloaded_gap(content: Content) -> float:
     return min(medians, default=math.nan)
 
 
-def _best_of(fleets: Sequence[Content], wanted: Objectives) -> tuple[float, str, float]:
+Best = tuple[float, str, float]
+"""Goodput, and the fleet and the arrival rate where it was."""
+HIGHEST = f"highest rate with {MET_SHARE:.0%} met"
+
+
+def _most_met(fleets: Sequence[Content], wanted: Objectives) -> Best:
     found = [
         (_met(one, wanted)[0], str(fleet["name"]), float(one["rate"]))
         for fleet in fleets
         for one in fleet["arriving"]
     ]
     return max(found, default=(0.0, "none", 0.0))
+
+
+def _highest_rate(fleets: Sequence[Content], wanted: Objectives) -> Best:
+    """Below which no rate of the same fleet had fewer."""
+    found = [(0.0, "none", 0.0)]
+    for fleet in fleets:
+        for one in sorted(fleet["arriving"], key=lambda load: float(load["rate"])):
+            if _met(one, wanted)[1] < MET_SHARE:
+                break
+            found.append((float(one["rate"]), str(fleet["name"]), float(one["rate"])))
+    return max(found)
 
 
 def _met(load: Content, wanted: Objectives) -> tuple[float, float]:
@@ -284,6 +303,8 @@ def plot(content: Content, path: Path) -> None:
     panels = figure.subplots(1, len(GAPS), sharey=True)
     for panel, times, wanted in zip(panels, GAPS, objectives(content), strict=True):
         for fleet in (*content["split"], *content["colocated"]):
+            if not fleet["arriving"]:
+                continue
             rates = [one["rate"] for one in fleet["arriving"]]
             met = [_met(one, wanted)[0] for one in fleet["arriving"]]
             style = "-o" if fleet["prefill"] else "--s"
@@ -295,6 +316,15 @@ def plot(content: Content, path: Path) -> None:
             f"{1e3 * wanted.gap_s / times:.0f} ms"
         )
         panel.set_xlabel(f"requests of {content['served']} tokens that arrive a second")
+    prefill = content["limits"].get("prefill", {}).get(content["served"].split("/")[0])
+    if prefill is not None:
+        gap = unloaded_gap(content)
+        figure.suptitle(
+            f"a prefill between two steps adds {1e3 * prefill:.0f} ms to a gap of "
+            f"{1e3 * gap:.0f} ms where workers do both; split, prefills follow one another and "
+            f"bound the rate at {1 / prefill:.1f} a second",
+            fontsize=9,
+        )
     panels[0].set_ylabel("requests a second that meet both")
     panels[0].legend(fontsize=7)
     figure.savefig(path)

@@ -144,7 +144,7 @@ def test_pages_go_from_gpu_to_gpu_while_both_compute(kind: str) -> None:
                 pushed = next_event(sender, reserved.transfer_id)
                 assert isinstance(pushed, Pushed), pushed
                 heard = remote.hear(reserved.transfer_id)
-                assert heard["event"] == "arrived"
+                assert heard["event"] == "received"
                 assert heard["digests"] == [d.hex() for d in digests_of(source, order)]
     finally:
         sender.close()
