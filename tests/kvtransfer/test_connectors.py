@@ -29,7 +29,6 @@ from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer import zmq_transport
 from effuse.kvtransfer.connector import (
-    UNKNOWN,
     Cancelled,
     Cause,
     Connector,
@@ -121,7 +120,7 @@ def test_pages_arrive_byte_for_byte(pair: Pair) -> None:
     pushed, heard = pair.next_event(reserved), pair.hear(reserved)
     assert isinstance(pushed, Pushed), pushed
     assert (pushed.pages, pushed.num_bytes) == (5, 5 * SMALL.page_bytes)
-    assert pushed.route != UNKNOWN
+    # NIXL's is known only where nothing else in the process has loaded UCX: see e2e/test_links.py.
     assert (pushed.route.name == "zmq over tcp") == (pair.kind == "zmq")
     assert (heard["event"], heard["tail"]) == ("received", [9])
     assert heard["digests"] == digests(pair.source, scattered)
