@@ -35,7 +35,8 @@ MOST_RSS_MB = 200.0
 
 def measure() -> tuple[list[Figure], list[str]]:
     """The figures of one fleet of one prefill and one decode worker."""
-    with Fleet(FleetConfig(prefill=1, decode=1, connector="zmq")) as fleet:
+    flags = ("--device", "cpu")
+    with Fleet(FleetConfig(connector="zmq", worker_flags=flags)) as fleet:
         direct, routed, hops = asyncio.run(_alternate(fleet))
         router = psutil.Process(fleet.processes["router"].pid)
         rss_mb = router.memory_info().rss / 1e6
