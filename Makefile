@@ -92,7 +92,7 @@ eval: $(VENV)/.effuse ## Print the model card's table (SEED=1 COUNT=2000)
 
 .PHONY: train
 train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); goes on where it was stopped
-	$(BIN)/python -m effuse.models.train --out .train $(if $(wildcard .train/checkpoint),--resume) $(TRAIN_FLAGS)
+	$(BIN)/python -m effuse.training.train --out .train $(if $(wildcard .train/checkpoint),--resume) $(TRAIN_FLAGS)
 
 .PHONY: load
 load: $(VENV)/.dev $(GHZ) ## Send unary and streaming load with ghz to a fleet that `effuse up` starts

@@ -19,7 +19,7 @@ from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import gpus_here
 from effuse.cli.knobs import Knobs, make_request
 from effuse.cli.watch import watch
-from effuse.models.problems import Problem, check, problem
+from effuse.problems.problem import Problem, check, problem
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
 

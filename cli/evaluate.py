@@ -18,10 +18,10 @@ from effuse.cli.arguments import command, directory, whole
 from effuse.cli.local import Answer, Ask, LocalEngine, pick_device
 from effuse.cli.scores import Outcome, judge, table
 from effuse.models.config_keys import CheckpointError
-from effuse.models.problems import Problem, problem
 from effuse.models.transformer import Transformer
 from effuse.models.weights import DTYPES, load_model
 from effuse.placement.records import Algorithm
+from effuse.problems.problem import Problem, problem
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.worker.messages import Settings
 

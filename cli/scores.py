@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from effuse.models.problems import ANSWER_PREFIX, Problem, check
+from effuse.problems.problem import ANSWER_PREFIX, Problem, check
 
 _Z95 = 1.96
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from effuse.cli.client import Answer, ask
 from effuse.cli.knobs import Knobs, make_request
-from effuse.models.problems import check, problem
+from effuse.problems.problem import check, problem
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
 

@@ -1,1 +1,1 @@
-"""The transformers built from the operators, their weights and tokenizers, the bundled model."""
+"""The transformers built from the operators, their weights, and the bundled model."""

@@ -31,7 +31,7 @@ LINKS = [path for path in (ROOT / "src/effuse").iterdir() if path.is_symlink()]
 GIVEN = {"effuse"} | set(sys.stdlib_module_names)
 
 
-NOT_IN_THE_WHEEL = {"benchmarks"}
+NOT_IN_THE_WHEEL = {"benchmarks", "training"}
 
 
 def _tracked() -> list[str]:

@@ -20,7 +20,7 @@ from oracle.settings import OracleResult
 from tokenizers import Tokenizer
 
 import effuse.models
-from effuse.models.problems import problem
+from effuse.problems.problem import problem
 from effuse.worker import messages
 from effuse.worker.messages import StartDecode
 

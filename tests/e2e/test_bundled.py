@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 import effuse.models
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.models.problems import Problem, problem
+from effuse.problems.problem import Problem, problem
 from effuse.v1 import generation_pb2 as pb
 
 CONCURRENT = 16

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 import effuse.models
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.cli.gpus import gpus_here
-from effuse.models.problems import problem
+from effuse.problems.problem import problem
 from effuse.v1 import generation_pb2 as pb
 
 BUNDLED = Path(next(iter(effuse.models.__path__))) / "bundled"

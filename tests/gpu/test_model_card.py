@@ -12,9 +12,9 @@ import torch
 import effuse.models
 from effuse.cli.evaluate import WAYS, Way, answer_all
 from effuse.cli.scores import judge, table
-from effuse.models.problems import Problem, problem
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
+from effuse.problems.problem import Problem, problem
 from effuse.router.tokenizer import Tokenizer
 
 pytestmark = [

@@ -16,11 +16,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from effuse.models.bundled_tokenizer import EOS_ID, MASK_ID, PAD_ID
-from effuse.models.problems import Problem, check, problem
-from effuse.models.train_data import BLOCK
-from effuse.models.train_model import Denoiser
-from effuse.models.train_release import read_release
+from effuse.problems.problem import Problem, check, problem
+from effuse.training.data import BLOCK
+from effuse.training.denoiser import Denoiser
+from effuse.training.release import read_release
+from effuse.training.tokenizer import EOS_ID, MASK_ID, PAD_ID
 
 MAX_NEW_TOKENS = 176
 ADD_THRESHOLD, FULL_THRESHOLD = 0.1, 0.95
@@ -189,7 +189,7 @@ def evaluate(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table for a released folder."""
-    parser = argparse.ArgumentParser(prog="python -m effuse.models.train_eval")
+    parser = argparse.ArgumentParser(prog="python -m effuse.training.evaluate")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)

@@ -170,7 +170,7 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Visibility(NamedTuple):
-    """Who sees whom in packed rows; fields are int [rows, tokens] as in `train_data.Rows`."""
+    """Who sees whom in packed rows; fields are int [rows, tokens] as in `data.Rows`."""
 
     document: Tensor
     copy: Tensor

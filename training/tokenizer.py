@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from effuse.models.problems import problem
+from effuse.problems.problem import problem
 
 PAD, EOS, MASK, PROMPT, ANSWER = SPECIALS = (
     "<|pad|>",

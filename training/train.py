@@ -1,4 +1,4 @@
-"""Trains the bundled model: `python -m effuse.models.train --out DIR`.
+"""Trains the bundled model: `python -m effuse.training.train --out DIR`.
 
 Resumable: a run stopped after `--minutes` and continued with `--resume` ends with the parameters of
 a run that was never stopped. Batches come from worker processes, a pure function of (seed, step).
@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from effuse.models.bundled_tokenizer import build_tokenizer
-from effuse.models.train_data import NO_LABEL, BatchShape, Rows, SourceOptions, batches
-from effuse.models.train_model import TILE, Denoiser, Mask, ModelConfig, Visibility
-from effuse.models.train_optimizer import Optimizer, Rates
-from effuse.models.train_release import adopt, padded_vocabulary, write_release
+from effuse.training.data import NO_LABEL, BatchShape, Rows, SourceOptions, batches
+from effuse.training.denoiser import TILE, Denoiser, Mask, ModelConfig, Visibility
+from effuse.training.optimizer import Optimizer, Rates
+from effuse.training.release import adopt, padded_vocabulary, write_release
+from effuse.training.tokenizer import build_tokenizer
 
 EMA_DECAY = 0.998
 GRADIENT_NORM = 1.0
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m effuse.models.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m effuse.training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and release")
     parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint")
     parser.add_argument("--start", type=Path, help="begin from the weights of a released folder")

@@ -6,9 +6,9 @@ import random
 import string
 from itertools import accumulate
 
-from effuse.models.problems_frames import COLOURS
-from effuse.models.problems_scenes import SCENES
-from effuse.models.problems_stories import Task, number
+from effuse.problems.frames import COLOURS
+from effuse.problems.scenes import SCENES
+from effuse.problems.stories import Task, number
 
 LONGEST = 12
 _VOWELS = "aeiou"

@@ -1,6 +1,6 @@
 """The scenes that stories are set in: what is counted, how they open, what happens, what is asked.
 
-Data only; `problems_stories.py` turns it into prompts and worked answers.
+Data only; `stories.py` turns it into prompts and worked answers.
 In a sentence, `_word` marks the word that labels its line of the worked answer, `{n}` is the
 number, `{o}` the things, `{A}` and `{B}` two names, `{s}` the pronoun of A.
 """

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from effuse.models.bundled_tokenizer import EOS_ID, MASK_ID, PAD_ID, load_tokenizer
-from effuse.models.problems import problem
+from effuse.problems.problem import problem
+from effuse.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, load_tokenizer
 
 BLOCK = 16
 LONGEST_GROUP = 4

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from effuse.models.bundled_tokenizer import EOS_ID, MASK_ID, PAD_ID, PROMPT_ID, load_tokenizer
-from effuse.models.train_data import BLOCK
-from effuse.models.train_model import Denoiser, ModelConfig
+from effuse.training.data import BLOCK
+from effuse.training.denoiser import Denoiser, ModelConfig
+from effuse.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, PROMPT_ID, load_tokenizer
 
 _SIZES = (
     "vocab_size",

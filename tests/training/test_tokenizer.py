@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 import effuse.models
-from effuse.models.bundled_tokenizer import (
+from effuse.problems.problem import problem
+from effuse.training.tokenizer import (
     ANSWER_ID,
     EOS_ID,
     MASK_ID,
@@ -19,7 +20,6 @@ from effuse.models.bundled_tokenizer import (
     build_tokenizer,
     load_tokenizer,
 )
-from effuse.models.problems import problem
 
 BUNDLED = Path(effuse.models.__path__[0]) / "bundled" / "tokenizer.json"
 

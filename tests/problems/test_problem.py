@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from effuse.models.problems import (
+from effuse.problems.problem import (
     HELD_OUT_ONE_IN,
     Problem,
     check,

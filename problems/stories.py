@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from effuse.models.problems_frames import (
+from effuse.problems.frames import (
     COLOURS,
     COMPARE_FRAMES,
     EXPRESSION_FRAMES,
@@ -20,7 +20,7 @@ from effuse.models.problems_frames import (
     ORDER_FRAMES,
     PRODUCT_FRAMES,
 )
-from effuse.models.problems_scenes import SCENES, Scene
+from effuse.problems.scenes import SCENES, Scene
 
 LIMIT = 9_999
 _STEP_COUNTS, _STEP_WEIGHTS = (2, 3, 4, 5, 6), (16, 24, 25, 19, 16)

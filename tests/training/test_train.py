@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import effuse.models
-from effuse.models import train
-from effuse.models.bundled_tokenizer import ANSWER_ID, EOS_ID, MASK_ID
-from effuse.models.problems import problem
-from effuse.models.train import Plan, Trainer
-from effuse.models.train_data import NO_LABEL, BatchShape, Rows, Source, SourceOptions, batches
-from effuse.models.train_eval import Setting, evaluate
-from effuse.models.train_model import Denoiser, ModelConfig, Visibility
-from effuse.models.train_optimizer import orthogonalise
-from effuse.models.train_release import adopt, read_release, write_release
+from effuse.problems.problem import problem
+from effuse.training import train
+from effuse.training.data import NO_LABEL, BatchShape, Rows, Source, SourceOptions, batches
+from effuse.training.denoiser import Denoiser, ModelConfig, Visibility
+from effuse.training.evaluate import Setting, evaluate
+from effuse.training.optimizer import orthogonalise
+from effuse.training.release import adopt, read_release, write_release
+from effuse.training.tokenizer import ANSWER_ID, EOS_ID, MASK_ID
+from effuse.training.train import Plan, Trainer
 
 BUNDLED = Path(effuse.models.__path__[0]) / "bundled"
 TOKENIZER = BUNDLED / "tokenizer.json"

@@ -2,7 +2,7 @@
 
 `problem(seed, index)` is a pure function. A hash of the prompt decides on which side of the split
 a problem lies, so problems for evaluation never occur in training whatever the seeds.
-No tokens and no tensors here; the language lives in `problems_scenes.py` and `problems_frames.py`.
+No tokens and no tensors here; the language lives in `scenes.py` and `frames.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
-from effuse.models.problems_lists import list_task
-from effuse.models.problems_stories import Task, arithmetic, chain, compare, products
+from effuse.problems.lists import list_task
+from effuse.problems.stories import Task, arithmetic, chain, compare, products
 
 Split = Literal["train", "held_out"]
 

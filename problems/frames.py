@@ -1,6 +1,6 @@
 """Names and the frames of problems that are no stories: comparing, sums of products, orders.
 
-Data only; `problems_stories.py` turns it into prompts and worked answers. `{n}` is the number,
+Data only; `stories.py` turns it into prompts and worked answers. `{n}` is the number,
 `{o}` the things, `{A}` and `{B}` two owners or names, `{s}` the pronoun of A.
 """
 

@@ -1,0 +1,1 @@
+"""The bundled model's problems: made, and answers to them checked."""

@@ -1,0 +1,1 @@
+"""Trains the bundled model. Not part of what is installed."""
