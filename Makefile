@@ -130,7 +130,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 
 types: $(VENV)/.dev
-	$(BIN)/mypy src/effuse k8s tests
+	$(BIN)/mypy src/effuse k8s tests examples
 
 arrows: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache

@@ -30,9 +30,11 @@ from effuse.cli.arguments import (
     target,
     whole,
 )
-from effuse.cli.client import StreamBroken, ask, explain
+from effuse.cli.client import ask, explain
 from effuse.cli.figures import Run, Sample, as_json, table
-from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
+from effuse.cli.knobs import add_knobs, params_from
+from effuse.client.answer import StreamBroken
+from effuse.client.params import Params, make_request
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
@@ -50,7 +52,7 @@ class Job:
     """What to send, where, and what to compare it with."""
 
     prompts: tuple[str, ...]
-    knobs: Knobs
+    params: Params
     target: str
     concurrency: int
     timeout_s: float
@@ -105,21 +107,21 @@ def parse(argv: Sequence[str]) -> Job:
     add("--json", type=new_file, metavar="FILE", help="write all figures there")
     add_knobs(parser)
     job = _job(parser.parse_args(argv))
-    if job.baseline and (others := sorted(_unknown_to_baseline(job.knobs))):
+    if job.baseline and (others := sorted(_unknown_to_baseline(job.params))):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
-        parser.error(f"--baseline: expected no knobs but {_BASELINE_FLAGS}, got {flags} too")
+        parser.error(f"--baseline: expected no settings but {_BASELINE_FLAGS}, got {flags} too")
     return job
 
 
-def _unknown_to_baseline(knobs: Knobs) -> set[str]:
-    """Knobs that were given and that the baselines, greedy D2F and greedy vanilla, do not take."""
-    return {name for name, value in asdict(knobs).items() if value not in (None, ())} - _BASELINE
+def _unknown_to_baseline(params: Params) -> set[str]:
+    """Params that were given and that the baselines, greedy D2F and greedy vanilla, do not take."""
+    return {name for name, value in asdict(params).items() if value not in (None, ())} - _BASELINE
 
 
 def _job(found: argparse.Namespace) -> Job:
     return Job(
         prompts=tuple(read_prompts(found.dataset)[: found.limit]),
-        knobs=knobs_from(found),
+        params=params_from(found),
         target=found.target,
         concurrency=found.concurrency,
         timeout_s=found.timeout,
@@ -161,7 +163,7 @@ async def run_fleet(job: Job, on_done: Callable[[], None]) -> Run:
 
         async def client() -> None:
             for prompt in waiting:
-                request = make_request(prompt, job.knobs)
+                request = make_request(prompt, job.params)
                 try:
                     answer = await ask(stub, request, timeout_s=job.timeout_s)
                 except grpc.aio.AioRpcError as error:
@@ -190,16 +192,16 @@ def load_baseline(job: Job) -> "Baseline":
     from effuse.cli.evaluate import Way
     from effuse.models.config_keys import CheckpointError
 
-    knobs = job.knobs
-    window = 4 if knobs.window is None else knobs.window
-    threshold = 0.9 if knobs.confidence_threshold is None else knobs.confidence_threshold
+    params = job.params
+    window = 4 if params.window is None else params.window
+    threshold = 0.9 if params.confidence_threshold is None else params.confidence_threshold
     try:
         return Baseline(
             job.model_dir,
             job.adapter,
             asyncio.run(_encode(job)),
             way=Way("D2F", "d2f", window, threshold),
-            max_tokens=knobs.max_tokens or 256,
+            max_tokens=params.max_tokens or 256,
             concurrency=job.concurrency,
         )
     except (CheckpointError, TokenizerError) as error:

@@ -14,11 +14,12 @@ import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import command, whole
-from effuse.cli.client import Answer, StreamBroken, ask, explain
+from effuse.cli.client import ask, explain
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import gpus_here
-from effuse.cli.knobs import Knobs, make_request
 from effuse.cli.watch import watch
+from effuse.client.answer import Answer, StreamBroken
+from effuse.client.params import Params, make_request
 from effuse.problems.problem import Problem, check, problem
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
@@ -105,7 +106,7 @@ async def solve(console: Console, address: str, demo: Demo) -> int:
             drawn = problem(demo.seed, index, "held_out")
             console.print(f"\nProblem {index + 1} (seed {demo.seed})", style="bold blue")
             console.print(drawn.prompt, markup=False)
-            request = make_request(drawn.prompt, Knobs(max_tokens=_MAX_TOKENS), drafts=True)
+            request = make_request(drawn.prompt, Params(max_tokens=_MAX_TOKENS), drafts=True)
             with watch(console) as show:
                 answer = await ask(stub, request, timeout_s=_TIMEOUT_S, on_event=show)
             right += _judge(console, drawn, answer)

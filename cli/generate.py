@@ -14,9 +14,11 @@ import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import DEFAULT_TARGET, command, is_unicode, seconds, target, text
-from effuse.cli.client import Answer, Event, StreamBroken, ask, explain
-from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
+from effuse.cli.client import ask, explain
+from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.watch import watch
+from effuse.client.answer import Answer, Event, StreamBroken
+from effuse.client.params import Params, make_request
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
 
@@ -26,7 +28,7 @@ class Job:
     """What to ask for, and how to show it."""
 
     prompts: tuple[str, ...]
-    knobs: Knobs
+    params: Params
     target: str
     timeout_s: float
     watch: bool
@@ -75,7 +77,7 @@ def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Job:
         parser.error(f"--request-id: expected one prompt, got {len(prompts)}")
     return Job(
         prompts=prompts,
-        knobs=knobs_from(found),
+        params=params_from(found),
         target=found.target,
         timeout_s=found.timeout,
         watch=found.watch,
@@ -98,7 +100,7 @@ async def run(job: Job) -> None:
     async with connect(job.target, keepalive=None) as channel:
         stub = generation_stub(channel)
         for prompt in job.prompts:
-            request = make_request(prompt, job.knobs, request_id=job.request_id, drafts=job.watch)
+            request = make_request(prompt, job.params, request_id=job.request_id, drafts=job.watch)
             if job.watch:
                 with watch(Console(), indent=0) as show:
                     answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show)

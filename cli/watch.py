@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from effuse.cli.canvas import Canvas, Style
-from effuse.cli.client import Event
+from effuse.client.answer import Event
 
 _STYLES: dict[Style, str] = {"final": "bold", "draft": "cyan", "mask": "dim"}
 

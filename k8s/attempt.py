@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from effuse.cli.client import Answer, ask
-from effuse.cli.knobs import Knobs, make_request
+from effuse.cli.client import ask
+from effuse.client.answer import Answer
+from effuse.client.params import Params, make_request
 from effuse.problems.problem import check, problem
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
@@ -174,7 +175,7 @@ def port_forward(cluster: Cluster) -> Iterator[str]:
 async def solve(address: str) -> tuple[Answer, bool]:
     """Send one fresh problem; its answer, and whether it is right."""
     drawn = problem(secrets.randbits(32), 0, "held_out")
-    request = make_request(drawn.prompt, Knobs(max_tokens=160))
+    request = make_request(drawn.prompt, Params(max_tokens=160))
     async with connect(address, keepalive=None) as channel:
         answer = await ask(generation_stub(channel), request, timeout_s=60.0)
     print(f"{drawn.prompt}\n{answer.text}")

@@ -12,7 +12,7 @@ import pytest
 
 from effuse.cli import bench
 from effuse.cli.figures import Run
-from effuse.cli.knobs import Knobs
+from effuse.client.params import Params
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc as pb_grpc
 
@@ -67,7 +67,7 @@ def _bench(prompts: tuple[str, ...], concurrency: int) -> tuple[Run, FakeRouter,
         await server.start()
         job = bench.Job(
             prompts=prompts,
-            knobs=Knobs(),
+            params=Params(),
             target=f"127.0.0.1:{port}",
             concurrency=concurrency,
             timeout_s=20.0,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from effuse.cli.client import Answer, Event, StreamBroken, ask
+from effuse.cli.client import ask
+from effuse.client.answer import Answer, Event, StreamBroken
 from effuse.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -6,19 +6,20 @@ import argparse
 
 import pytest
 
-from effuse.cli.knobs import Knobs, add_knobs, knobs_from, make_request
+from effuse.cli.knobs import add_knobs, params_from
+from effuse.client.params import Params, make_request
 from effuse.v1 import generation_pb2
 
 
-def _parse(*flags: str) -> Knobs:
+def _parse(*flags: str) -> Params:
     parser = argparse.ArgumentParser()
     add_knobs(parser)
-    return knobs_from(parser.parse_args(flags))
+    return params_from(parser.parse_args(flags))
 
 
 def test_nothing_given_leaves_every_knob_unset() -> None:
-    assert _parse() == Knobs()
-    request = make_request("hello", Knobs())
+    assert _parse() == Params()
+    request = make_request("hello", Params())
     assert request.prompt == "hello"
     assert not request.HasField("request_id")
     for message in (request.sampling, request.stopping, request.decoding, request.output):

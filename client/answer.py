@@ -1,0 +1,93 @@
+"""An answer and what it took; gathered from the events of a stream, or from a unary response."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from effuse.v1 import generation_pb2 as pb
+
+Event = pb.GenerateStreamResponse
+FinishReason = Literal["stop", "length", "unknown"]
+_REASONS: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole answer, and what it took in seconds on the client's clock."""
+
+    text: str
+    token_ids: tuple[int, ...]  # empty where they were not asked for
+    finish_reason: FinishReason
+    usage: pb.Usage
+    stats: pb.GenerationStats  # as the server saw it
+    request_id: str
+    model: str
+    first_block_s: float  # until the first final text arrived; of a unary call the server's figure
+    total_s: float  # until all had arrived
+
+    @classmethod
+    def of(cls, response: pb.GenerateResponse, total_s: float) -> Answer:
+        """A unary response."""
+        return cls(
+            text=response.text,
+            token_ids=tuple(response.token_ids),
+            finish_reason=_REASONS.get(response.finish_reason, "unknown"),
+            usage=response.usage,
+            stats=response.stats,
+            request_id=response.request_id,
+            model=response.model,
+            first_block_s=response.stats.first_block_s,
+            total_s=total_s,
+        )
+
+
+class StreamBroken(Exception):
+    """The stream ended well but without saying that the answer is complete."""
+
+
+class Gathering:
+    """An answer whose events are coming; time runs from when it is made."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = now()
+        self._first_block_s: float | None = None
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._finished: Event | None = None
+
+    def take(self, event: Event) -> str:
+        """Takes an event in; the text that it adds to the answer."""
+        if event.HasField("finished"):
+            self._finished = event
+        if not event.HasField("commit"):
+            return ""
+        if self._first_block_s is None:
+            self._first_block_s = self._now() - self._began
+        self._texts.append(event.commit.text)
+        self._token_ids += event.commit.token_ids
+        return event.commit.text
+
+    def answer(self, request_id: str = "") -> Answer:
+        """The answer, once the stream is over. Raises StreamBroken."""
+        total_s = self._now() - self._began
+        if self._finished is None:
+            raise StreamBroken(f"request {request_id!r}: the stream ended without Finished")
+        finished = self._finished.finished
+        return Answer(
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            finish_reason=_REASONS.get(finished.finish_reason, "unknown"),
+            usage=finished.usage,
+            stats=finished.stats,
+            request_id=self._finished.request_id,
+            model=finished.model,
+            first_block_s=total_s if self._first_block_s is None else self._first_block_s,
+            total_s=total_s,
+        )

@@ -1,0 +1,178 @@
+"""Clients of a running fleet, blocking and for asyncio; both typed, and without torch.
+
+Raise what `protos/errors.py` draws: InvalidRequest with every field that is wrong, Overloaded and
+Unavailable with the time to wait, DeadlineExceeded, PeerLost where nobody answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Protocol, Self, cast
+
+import grpc
+import grpc.aio
+
+from effuse.client.answer import Answer, Event, Gathering
+from effuse.client.options import DEFAULT_TARGET, Options
+from effuse.client.params import Params, Prompt, make_request
+from effuse.protos.errors import from_rpc_error
+from effuse.protos.stubs import generation_stub, model_stub
+from effuse.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
+
+_DEFAULTS = Params()
+
+
+class Client:
+    """Asks one router; may be shared by threads. Close it, or use it in a `with` statement."""
+
+    def __init__(
+        self, target: str = DEFAULT_TARGET, *, timeout_s: float = 120.0, max_attempts: int = 4
+    ) -> None:
+        """target: host:port of a router. Connects at the first call. Raises ValueError."""
+        options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
+        self._target = target
+        self._channel = grpc.insecure_channel(target, options.channel_arguments())
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+
+    def generate(
+        self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
+    ) -> Answer:
+        """The whole answer to one prompt, token ids included. Raises EffuseError."""
+        began = time.monotonic()
+        request = make_request(prompt, params, token_ids=True)
+        with _raising(self._target):
+            response = self._generation.Generate(request, timeout=timeout_s)
+        return Answer.of(response, time.monotonic() - began)
+
+    def stream(
+        self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
+    ) -> Stream:
+        """The answer as it is written: iterate for its text, block by block."""
+        request = make_request(prompt, params, token_ids=True)
+        return Stream(self._generation.GenerateStream(request, timeout=timeout_s), self._target)
+
+    def models(self) -> list[model_pb2.Model]:
+        """What the fleet serves, with limits and defaults. Raises EffuseError."""
+        with _raising(self._target):
+            response = self._models.ListModels(model_pb2.ListModelsRequest())
+        return list(response.models)
+
+    def close(self) -> None:
+        """Ends the connection and what is still asked over it."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Call(Protocol):
+    """A stream of events that can be ended."""
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+    def cancel(self) -> object: ...
+
+
+class Stream:
+    """The text of one answer, piece by piece; `answer` once it is over."""
+
+    def __init__(self, call: Call, target: str) -> None:
+        self._call = call
+        self._target = target
+        self._gathering = Gathering()
+        self._answer: Answer | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of text, none empty. Raises EffuseError, and StreamBroken."""
+        with _raising(self._target):
+            for event in self._call:
+                if piece := self._gathering.take(event):
+                    yield piece
+        self._answer = self._gathering.answer()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer; reads what is left of the stream first. Raises as iterating does."""
+        if self._answer is None:
+            for _ in self:
+                pass
+        assert self._answer is not None, "the stream was read to its end"
+        return self._answer
+
+    def cancel(self) -> None:
+        """Ends the request; the fleet frees what it holds at once."""
+        self._call.cancel()
+
+
+class AsyncClient:
+    """The same for asyncio. Belongs to one event loop."""
+
+    def __init__(
+        self, target: str = DEFAULT_TARGET, *, timeout_s: float = 120.0, max_attempts: int = 4
+    ) -> None:
+        """target: host:port of a router. Connects at the first call. Raises ValueError."""
+        options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
+        self._target = target
+        self._channel = grpc.aio.insecure_channel(target, options.channel_arguments())
+        self._generation = generation_stub(self._channel)
+        self._models = model_stub(self._channel)
+
+    async def generate(
+        self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
+    ) -> Answer:
+        """The whole answer to one prompt, token ids included. Raises EffuseError."""
+        began = time.monotonic()
+        request = make_request(prompt, params, token_ids=True)
+        with _raising(self._target):
+            response = await self._generation.Generate(request, timeout=timeout_s)
+        return Answer.of(response, time.monotonic() - began)
+
+    async def stream(
+        self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[str | Answer, None]:
+        """Pieces of text as they are written, none empty, and last the whole Answer.
+
+        Raises EffuseError, and StreamBroken. Ending the iteration early ends the request.
+        """
+        gathering = Gathering()
+        request = make_request(prompt, params, token_ids=True)
+        call = self._generation.GenerateStream(request, timeout=timeout_s)
+        try:
+            with _raising(self._target):
+                async for event in call:
+                    if piece := gathering.take(event):
+                        yield piece
+        finally:
+            call.cancel()
+        yield gathering.answer()
+
+    async def models(self) -> list[model_pb2.Model]:
+        """What the fleet serves, with limits and defaults. Raises EffuseError."""
+        with _raising(self._target):
+            response = await self._models.ListModels(model_pb2.ListModelsRequest())
+        return list(response.models)
+
+    async def close(self) -> None:
+        """Ends the connection and what is still asked over it."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+@contextlib.contextmanager
+def _raising(target: str) -> Iterator[None]:
+    """Turns gRPC's errors, of both kinds of channel, into ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(cast("grpc.aio.AioRpcError", error), target) from error

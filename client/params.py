@@ -1,0 +1,102 @@
+"""What a caller may set of a request, as one value, and the request that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from effuse.v1 import generation_pb2 as pb
+
+Value = TypeVar("Value")
+Algorithm = Literal["d2f", "block_diffusion"]
+Remasking = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
+Score = Literal["confidence", "margin", "neg_entropy"]
+Prompt = str | Sequence[int]
+"""Text, or token ids that are used as they are."""
+
+ALGORITHMS = {"d2f": pb.ALGORITHM_D2F, "block_diffusion": pb.ALGORITHM_BLOCK_DIFFUSION}
+REMASKINGS = {
+    "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
+    "low_confidence_static": pb.REMASKING_LOW_CONFIDENCE_STATIC,
+    "sequential": pb.REMASKING_SEQUENTIAL,
+}
+SCORES = {
+    "confidence": pb.SCORE_CONFIDENCE,
+    "margin": pb.SCORE_MARGIN,
+    "neg_entropy": pb.SCORE_NEG_ENTROPY,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params:
+    """Settings of a request; None leaves the choice to the server, whose defaults
+    `protos/effuse/v1/generation.proto` tells. Values are checked there, too."""
+
+    model: str | None = None  # needed where the fleet serves several
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()  # text that ends the answer and is no part of it
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None  # same seed, same answer
+    algorithm: Algorithm | None = None
+    window: int | None = None  # blocks in flight (D2F)
+    confidence_threshold: float | None = None
+    block_add_threshold: float | None = None
+    full_activation_threshold: float | None = None
+    score: Score | None = None
+    remasking: Remasking | None = None  # (block diffusion)
+    denoising_steps: int | None = None  # of a block (block diffusion)
+
+
+def make_request(
+    prompt: Prompt,
+    params: Params,
+    *,
+    request_id: str | None = None,
+    token_ids: bool = False,
+    drafts: bool = False,
+) -> pb.GenerateRequest:
+    """The request for one prompt. Raises ValueError for a name that is none of those known."""
+    text = prompt if isinstance(prompt, str) else None
+    ids = None if isinstance(prompt, str) else pb.TokenIds(ids=prompt)
+    return pb.GenerateRequest(
+        request_id=request_id,
+        model=params.model,
+        prompt=text,
+        prompt_token_ids=ids,
+        sampling=pb.SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=params.seed,
+        ),
+        stopping=pb.StoppingParams(
+            max_tokens=params.max_tokens,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        ),
+        decoding=pb.DecodingParams(
+            algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
+            window=params.window,
+            confidence_threshold=params.confidence_threshold,
+            block_add_threshold=params.block_add_threshold,
+            full_activation_threshold=params.full_activation_threshold,
+            score=_named("score", params.score, SCORES),
+            remasking=_named("remasking", params.remasking, REMASKINGS),
+            denoising_steps=params.denoising_steps,
+        ),
+        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
+    )
+
+
+def _named(what: str, name: str | None, known: dict[str, Value]) -> Value | None:
+    if name is None:
+        return None
+    if name not in known:
+        raise ValueError(f"{what}: expected one of {', '.join(known)}, got {name!r}")
+    return known[name]

@@ -1,0 +1,243 @@
+"""The Python clients against a router that misbehaves as told, and what `import effuse` costs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+import effuse
+from effuse.client.options import Options
+from effuse.client.params import make_request
+from effuse.protos.errors import DeadlineExceeded, InvalidRequest, PeerLost, to_status
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
+
+WHOLE = pb.GenerateResponse(
+    request_id="r",
+    text="abc",
+    token_ids=[1, 2, 3],
+    finish_reason=pb.FINISH_REASON_LENGTH,
+    usage=pb.Usage(prompt_tokens=2, completion_tokens=3),
+    stats=pb.GenerationStats(first_block_s=0.25),
+    model="m",
+)
+EVENTS = [
+    pb.GenerateStreamResponse(commit=pb.BlockCommit(text="ab", num_tokens=2, token_ids=[1, 2])),
+    pb.GenerateStreamResponse(draft=pb.BlockDraft(text="?")),
+    pb.GenerateStreamResponse(commit=pb.BlockCommit(text="", num_tokens=0)),
+    pb.GenerateStreamResponse(commit=pb.BlockCommit(text="c", num_tokens=1, token_ids=[3])),
+    pb.GenerateStreamResponse(
+        request_id="r",
+        finished=pb.Finished(
+            finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(completion_tokens=3), model="m"
+        ),
+    ),
+]
+
+
+@dataclass
+class FakeRouter(
+    generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.ModelServiceServicer
+):
+    """Fails as many calls as it is told to, and streams the events that it has."""
+
+    failures: int = 0
+    code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    events: list[pb.GenerateStreamResponse] = field(default_factory=lambda: list(EVENTS))
+    hangs: bool = False
+    asked: list[pb.GenerateRequest] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def Generate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> pb.GenerateResponse:
+        self._note(request, context)
+        return WHOLE
+
+    def GenerateStream(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateStreamResponse]:
+        self._note(request, context)
+        context.add_callback(self.cancelled.set)
+        yield from self.events
+        if self.hangs:
+            self.cancelled.wait(20)
+
+    def ListModels(
+        self, request: model_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> model_pb2.ListModelsResponse:
+        return model_pb2.ListModelsResponse(models=[model_pb2.Model(name="m")])
+
+    def GetRequest(self, request: object, context: object) -> pb.GetRequestResponse:
+        raise NotImplementedError
+
+    def GetModel(self, request: object, context: object) -> model_pb2.GetModelResponse:
+        raise NotImplementedError
+
+    def ListWorkers(self, request: object, context: object) -> model_pb2.ListWorkersResponse:
+        raise NotImplementedError
+
+    def _note(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> None:
+        self.asked.append(request)
+        if len(self.asked) <= self.failures:
+            context.abort(self.code, "told to fail")
+        if request.sampling.top_p > 1:
+            wrong = InvalidRequest.of("sampling.top_p", "at most 1")
+            details = to_status(wrong).SerializeToString()
+            context.set_trailing_metadata((("grpc-status-details-bin", details),))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(wrong))
+
+
+@pytest.fixture
+def router() -> FakeRouter:
+    return FakeRouter()
+
+
+@pytest.fixture
+def target(router: FakeRouter) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(router, server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    router.cancelled.set()
+    server.stop(0).wait(10)
+
+
+def test_a_whole_answer(router: FakeRouter, target: str) -> None:
+    with effuse.Client(target) as client:
+        answer = client.generate("hello", effuse.Params(max_tokens=5, score="margin"))
+        assert [model.name for model in client.models()] == ["m"]
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("abc", (1, 2, 3), "length")
+    assert (answer.request_id, answer.model, answer.first_block_s) == ("r", "m", 0.25)
+    assert answer.usage.completion_tokens == 3 and answer.total_s > 0
+    (asked,) = router.asked
+    params = effuse.Params(max_tokens=5, score="margin")
+    assert asked == make_request("hello", params, token_ids=True)
+
+
+def test_pieces_then_the_answer(router: FakeRouter, target: str) -> None:
+    with effuse.Client(target) as client:
+        stream = client.stream([7, 8])
+        assert list(stream) == ["ab", "c"]
+        answer = stream.answer
+        assert client.stream("again").answer.text == "abc"  # without a loop of one's own
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("abc", (1, 2, 3), "stop")
+    assert 0 < answer.first_block_s <= answer.total_s
+    assert list(router.asked[0].prompt_token_ids.ids) == [7, 8]
+
+
+def test_the_asyncio_client_says_the_same(target: str) -> None:
+    async def ask() -> None:
+        async with effuse.AsyncClient(target) as client:
+            answer = await client.generate("hello")
+            heard = [piece async for piece in client.stream("hello")]
+            assert [model.name for model in await client.models()] == ["m"]
+        last = heard.pop()
+        assert isinstance(last, effuse.Answer)
+        assert heard == ["ab", "c"] and last.text == answer.text == "abc"
+
+    asyncio.run(ask())
+
+
+def test_a_call_that_nobody_took_is_tried_again(router: FakeRouter, target: str) -> None:
+    router.failures = 2
+    with effuse.Client(target) as client:
+        assert client.generate("hello").text == "abc"
+    assert len(router.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "attempts", "calls"),
+    [(grpc.StatusCode.UNAVAILABLE, 1, 1), (grpc.StatusCode.UNAVAILABLE, 2, 2),
+     (grpc.StatusCode.INTERNAL, 4, 1)],
+)  # fmt: skip
+def test_others_are_not(
+    router: FakeRouter, target: str, code: grpc.StatusCode, attempts: int, calls: int
+) -> None:
+    router.failures, router.code = 9, code
+    with effuse.Client(target, max_attempts=attempts) as client, pytest.raises(PeerLost):
+        client.generate("hello")
+    assert len(router.asked) == calls
+
+
+def test_what_is_wrong_is_told_by_field(target: str) -> None:
+    with (
+        effuse.Client(target) as client,
+        pytest.raises(InvalidRequest, match="top_p: at most 1") as told,
+    ):
+        client.generate("hello", effuse.Params(top_p=7.0))
+    assert isinstance(told.value, effuse.EffuseError)
+
+
+def test_a_stream_without_its_end_is_no_answer(router: FakeRouter, target: str) -> None:
+    router.events.pop()
+    with effuse.Client(target) as client, pytest.raises(effuse.StreamBroken):
+        list(client.stream("hello"))
+
+
+def test_a_deadline_ends_a_stream_at_both_sides(router: FakeRouter, target: str) -> None:
+    router.hangs = True
+    router.events.pop()
+    with effuse.Client(target) as client, pytest.raises(DeadlineExceeded):
+        list(client.stream("hello", timeout_s=0.3))
+    assert router.cancelled.wait(10)
+
+
+def test_a_stream_can_be_ended(router: FakeRouter, target: str) -> None:
+    router.hangs = True
+    with effuse.Client(target) as client:
+        stream = client.stream("hello")
+        assert next(iter(stream)) == "ab"
+        stream.cancel()
+        assert router.cancelled.wait(10)
+
+
+def test_leaving_an_asyncio_stream_ends_it(router: FakeRouter, target: str) -> None:
+    router.hangs = True
+
+    async def leave() -> None:
+        async with effuse.AsyncClient(target) as client:
+            stream = client.stream("hello")
+            assert await anext(stream) == "ab"
+            await stream.aclose()
+
+    asyncio.run(leave())
+    assert router.cancelled.wait(10)
+
+
+@pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": float("nan")},
+                                   {"max_attempts": 0}, {"max_attempts": 6}])  # fmt: skip
+def test_options_that_grpc_would_drop(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_name_that_is_unknown_is_refused_here() -> None:
+    with pytest.raises(ValueError, match="algorithm: expected one of d2f, block_diffusion"):
+        make_request("x", effuse.Params(algorithm="ddim"))  # type: ignore[arg-type]
+
+
+def test_importing_it_is_cheap_and_clients_need_no_torch() -> None:
+    code = (
+        "import sys, effuse; assert 'grpc' not in sys.modules;"
+        "effuse.Client('127.0.0.1:1'); effuse.Params();"
+        "found = {'torch', 'numpy', 'transformers'} & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
+def test_every_name_of_its_face_is_there() -> None:
+    for name in effuse.__all__:
+        assert vars(getattr(effuse, name))["__module__"].startswith("effuse."), name
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        getattr(effuse, "nothing_of_this_name")  # noqa: B009
