@@ -27,8 +27,13 @@ def test_asking_a_fleet() -> None:
     assert told.count("answer: 29") == 2 and "tokens a forward" in told
 
 
+def test_a_batch_in_this_process() -> None:
+    told = _run((EXAMPLES / "offline.py").read_text().replace("LLM()", 'LLM(device="cpu")'))
+    assert told.split() == ["answer:", "621", "answer:", "649", "answer:", "1019"]
+
+
 def test_the_readme_shows_them() -> None:
     shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert shown
+    assert len(shown) == 2
     code = "".join(path.read_text().split('"""\n\n', 1)[1] for path in EXAMPLES.glob("*.py"))
     assert not [block for block in shown if block not in code]

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "DESIGN.md", "k8s/README.md")
 FOLDERS = (
     "benchmarks|cli|config|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
-    "|client|examples|problems|training"
+    "|client|examples|offline|problems|training"
 )
 FILE = re.compile(rf"`((?:{FOLDERS}|protos|router|tests|worker)/[\w./-]*)`")
 

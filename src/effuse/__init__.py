@@ -1,7 +1,7 @@
 """effuse serves diffusion language models with prefill and decode on separate workers.
 
-`effuse.Client` and `effuse.AsyncClient` ask a running fleet; `effuse.Params` is what can be set.
-Nothing heavy is imported before it is used.
+`effuse.Client` and `effuse.AsyncClient` ask a running fleet, `effuse.LLM` answers in this process;
+`effuse.Params` is what can be set. Nothing heavy is imported before it is used.
 
 Each package is a folder at the top of the repository; the links beside this file give them their
 name, so that one path is enough for an interpreter, a type checker and an editor.
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from effuse.client.answer import Answer, StreamBroken
     from effuse.client.client import AsyncClient, Client
     from effuse.client.params import Params
+    from effuse.offline.llm import LLM
     from effuse.protos.errors import EffuseError
 
 _HOMES = {
@@ -21,10 +22,11 @@ _HOMES = {
     "AsyncClient": "effuse.client.client",
     "Client": "effuse.client.client",
     "EffuseError": "effuse.protos.errors",
+    "LLM": "effuse.offline.llm",
     "Params": "effuse.client.params",
     "StreamBroken": "effuse.client.answer",
 }
-__all__ = ["Answer", "AsyncClient", "Client", "EffuseError", "Params", "StreamBroken"]
+__all__ = ["LLM", "Answer", "AsyncClient", "Client", "EffuseError", "Params", "StreamBroken"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,240 @@
+"""`effuse.LLM`: a batch of prompts, answered in this process as a fleet would answer them.
+
+The engine is a decode worker's, which prefills for itself; checks, defaults, tokens and stop
+strings are the router's. So a request means here what it means there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Self
+
+from effuse.client.answer import Answer
+from effuse.client.params import Params, Prompt, make_request
+from effuse.decode_worker.build import build
+from effuse.decode_worker.config import DecodeConfig
+from effuse.kvtransfer.messages import AttemptId
+from effuse.protos.errors import NotFound
+from effuse.router.answer import Answer as Text
+from effuse.router.tokenizer import Tokenizer, bundled_directory
+from effuse.router.validation import Asked, fit, validate
+from effuse.v1 import generation_pb2 as pb
+from effuse.worker import wire
+from effuse.worker.failures import to_error
+from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
+
+Progress = Callable[[int, int], None]
+"""Told how many answers are done, and of how many."""
+_DEFAULTS = Params()
+
+
+class LLM:
+    """A model in this process. One thread at a time may use it."""
+
+    def __init__(
+        self,
+        model: Path | str | None = None,
+        *,
+        adapter: Path | str | None = None,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        block_size: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        gpu_memory_utilization: float = 0.9,
+    ) -> None:
+        """model: checkpoint directory, the bundled one where absent; the rest are a decode worker's
+        flags of these names. Raises ValueError, CheckpointError or TokenizerError where the files
+        or the settings do not fit."""
+        directory = bundled_directory() if model is None else Path(model)
+        config = DecodeConfig(
+            model=directory,
+            adapter=None if adapter is None else Path(adapter),
+            device=device,
+            dtype=dtype,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            connector="loopback",
+        )
+        self._tokenizer = Tokenizer.load(directory)
+        engine = build(config, "offline")
+        self._core, self._model = engine.core, engine.ready.model
+        self._most = max_num_seqs
+        self._num_asked = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = _DEFAULTS,
+        *,
+        progress: Progress | None = None,
+    ) -> list[Answer]:
+        """The answers in the order of the prompts; one prompt gives a list of one.
+
+        Raises EffuseError for the first request that is wrong or fails; nothing is computed then,
+        or goes on.
+        """
+        batch = [self._check(prompt, params) for prompt in _listed(prompts)]
+        waiting, running = list(reversed(batch)), dict[str, _Running]()
+        num_done = 0
+        try:
+            while waiting or running:
+                while waiting and len(running) < self._most:
+                    one = waiting.pop()
+                    running[one.start.attempt.request_id] = one
+                    one.begin()
+                    self._core.handle(one.start)
+                self._step()
+                for event in self._core.outbox():
+                    if self._take(event, running):
+                        num_done += 1
+                        if progress is not None:
+                            progress(num_done, len(batch))
+        except BaseException:
+            self._abort(running.values())
+            raise
+        return [one.answer(self._model.name) for one in batch]
+
+    def close(self) -> None:
+        """Ends the tokenizer's threads and the engine; memory is freed with the object."""
+        self._tokenizer.close()
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check(self, prompt: Prompt, params: Params) -> _Running:
+        request = make_request(prompt, params)
+        if request.HasField("model") and request.model != self._model.name:
+            raise NotFound(f"model {request.model!r} is not the one here, {self._model.name!r}")
+        asked = validate(request, self._model, self._tokenizer.reserved_ids, is_stream=False)
+        ids = asked.prompt_token_ids
+        if asked.prompt is not None:
+            ids = tuple(asyncio.run(self._tokenizer.encode(asked.prompt)))
+        self._num_asked += 1
+        name = f"offline-{self._num_asked}"
+        start = StartDecode(
+            attempt=AttemptId(request_id=name, attempt=1, transfer_id=name),
+            prompt_token_ids=ids,
+            max_tokens=fit(len(ids), asked.max_tokens, self._model),
+            stop_token_ids=asked.stop_token_ids,
+            sampling=wire.sampling(asked.sampling),
+            settings=wire.settings(asked.settings),
+            writer=None,
+        )
+        return _Running(asked, start, Text(self._tokenizer, asked.stops))
+
+    def _step(self) -> None:
+        while not self._core.step() and self._core.is_working():
+            time.sleep(0)
+
+    def _take(self, event: CoreEvent, running: dict[str, _Running]) -> bool:
+        """Takes in what the engine said; True where an answer is complete by it."""
+        match event:
+            case Failed(attempt=attempt) if attempt.request_id in running:
+                raise to_error(event)
+            case Committed(attempt=attempt):
+                one = running.get(attempt.request_id)
+                if one is None or not one.take(event):
+                    return False
+                self._core.handle(Abort(attempt=attempt, reason="a stop string came"))
+                del running[attempt.request_id]
+                return True
+            case Finished(attempt=attempt):
+                one = running.pop(attempt.request_id, None)
+                if one is not None:
+                    one.finish(event)
+                return one is not None
+            case _:
+                return False
+
+    def _abort(self, running: Iterable[_Running]) -> None:
+        for one in running:
+            self._core.handle(Abort(attempt=one.start.attempt, reason="the batch was given up"))
+        self._core.outbox()
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request of a batch."""
+
+    asked: Asked
+    start: StartDecode
+    text: Text
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    began: float = 0.0
+    first_block_s: float = 0.0
+    total_s: float = 0.0
+    forward_passes: int = 0
+    is_length: bool = False
+
+    def begin(self) -> None:
+        """The engine has it from now on."""
+        self.began = time.monotonic()
+
+    def take(self, event: Committed) -> bool:
+        """Takes tokens in; True where a stop string ends the answer."""
+        self.first_block_s = self.first_block_s or time.monotonic() - self.began
+        self.pieces.append(self.text.push(event.token_ids))
+        self.token_ids += event.token_ids
+        self.forward_passes = event.forward_passes
+        if self.text.is_stopped:
+            self._end()
+        return self.text.is_stopped
+
+    def finish(self, event: Finished) -> None:
+        """The engine has ended it."""
+        self.forward_passes = event.forward_passes
+        self.is_length = not event.stopped
+        self.pieces.append(self.text.flush())
+        self._end()
+
+    def answer(self, model: str) -> Answer:
+        """All of it, once it has ended."""
+        is_length = self.is_length and not self.text.is_stopped
+        tokens, forwards = self.text.num_tokens, self.forward_passes
+        return Answer(
+            text="".join(self.pieces),
+            token_ids=tuple(self.token_ids[:tokens]),
+            finish_reason="length" if is_length else "stop",
+            usage=pb.Usage(
+                prompt_tokens=len(self.start.prompt_token_ids), completion_tokens=tokens
+            ),
+            stats=pb.GenerationStats(
+                first_block_s=self.first_block_s,
+                total_s=self.total_s,
+                forward_passes=forwards,
+                tokens_per_forward=tokens / max(1, forwards),
+            ),
+            request_id=self.start.attempt.request_id,
+            model=model,
+            first_block_s=self.first_block_s,
+            total_s=self.total_s,
+        )
+
+    def _end(self) -> None:
+        self.total_s = time.monotonic() - self.began
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A text, or ids alone, are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [one for one in prompts if isinstance(one, int)]
+    if not ids:
+        return [one for one in prompts if not isinstance(one, int)]
+    if len(ids) < len(prompts):
+        raise ValueError("expected prompts or the ids of one prompt, got both in one list")
+    return [ids]

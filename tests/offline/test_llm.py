@@ -1,0 +1,103 @@
+"""A batch in one process says what a fleet says, and refuses what a fleet refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import effuse
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.problems.problem import problem
+from effuse.protos.errors import InvalidRequest, NotFound
+from effuse.router.tokenizer import TokenizerError
+
+QUESTIONS = [problem(3, number).prompt for number in range(5)]
+PARAMS = [
+    effuse.Params(max_tokens=48),
+    effuse.Params(max_tokens=20, temperature=0.8, top_p=0.9, seed=7),
+    effuse.Params(algorithm="block_diffusion", denoising_steps=4, stop=("answer",)),
+    effuse.Params(max_tokens=9, ignore_eos=True, stop_token_ids=(200,)),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[effuse.LLM]:
+    with effuse.LLM(device="cpu", max_num_seqs=3, max_model_len=512) as made:
+        yield made
+
+
+def test_answers_are_those_of_a_fleet(llm: effuse.LLM) -> None:
+    flags = ("--device", "cpu", "--max-model-len", "512")
+    with Fleet(FleetConfig(worker_flags=flags)) as fleet, effuse.Client(fleet.address) as client:
+        for params in PARAMS:
+            answers = llm.generate(QUESTIONS, params)
+            for question, answer in zip(QUESTIONS, answers, strict=True):
+                theirs = client.generate(question, params)
+                assert answer.text == theirs.text
+                assert answer.token_ids == theirs.token_ids
+                assert answer.finish_reason == theirs.finish_reason
+                assert answer.usage == theirs.usage
+                assert answer.stats.forward_passes == theirs.stats.forward_passes
+                assert answer.model == theirs.model
+
+
+def test_progress_is_told_answer_by_answer(llm: effuse.LLM) -> None:
+    told: list[tuple[int, int]] = []
+    llm.generate(QUESTIONS, PARAMS[0], progress=lambda *at: told.append(at))
+    assert told == [(number, 5) for number in range(1, 6)]
+
+
+def test_ids_and_a_single_prompt(llm: effuse.LLM) -> None:
+    (by_text,) = llm.generate(QUESTIONS[0], PARAMS[0])
+    assert 0 < by_text.first_block_s <= by_text.total_s
+    assert by_text.usage.prompt_tokens > 0
+    (by_ids,) = llm.generate([5, 6, 7], effuse.Params(max_tokens=4, ignore_eos=True))
+    assert len(by_ids.token_ids) == 4 and by_ids.usage.prompt_tokens == 3
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (effuse.Params(top_p=7.0), "sampling.top_p"),
+        (effuse.Params(max_tokens=4096), "max_tokens"),
+        (effuse.Params(window=2, algorithm="block_diffusion"), "decoding.window"),
+    ],
+)
+def test_one_wrong_request_costs_nothing(
+    llm: effuse.LLM, params: effuse.Params, words: str
+) -> None:
+    before = llm._core.load().steps
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate(QUESTIONS, params)
+    with pytest.raises(InvalidRequest, match="prompt"):
+        llm.generate([*QUESTIONS, ""])
+    assert llm._core.load().steps == before
+
+
+def test_another_model_is_not_here(llm: effuse.LLM) -> None:
+    with pytest.raises(NotFound, match=r"'x'.*'bundled'"):
+        llm.generate("hello", effuse.Params(model="x"))
+
+
+def test_prompts_and_ids_do_not_mix(llm: effuse.LLM) -> None:
+    with pytest.raises(ValueError, match="both in one list"):
+        llm.generate(["hello", 5])  # type: ignore[arg-type]
+
+
+def test_a_batch_that_is_given_up_leaves_nothing(llm: effuse.LLM) -> None:
+    def give_up(done: int, of: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(QUESTIONS, PARAMS[0], progress=give_up)
+    (answer,) = llm.generate(QUESTIONS[1], PARAMS[0])
+    assert answer.text
+    load = llm._core.load()
+    assert (load.running, load.waiting, load.free_pages) == (0, 0, load.total_pages)
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        effuse.LLM(tmp_path_factory.mktemp("empty"))
