@@ -80,7 +80,10 @@ gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a G
 	sanitize racecheck tests/gpu/test_kernels.py tests/gpu/test_distinct.py
 
 .PHONY: check
-check: format lint types arrows protos-lint protos-same overlays ## Format, lint, types, imports, stubs, manifests
+check: format lint types arrows protos-same ## Format, lint, types, imports, stubs: what Python alone can tell
+
+.PHONY: check-all
+check-all: check protos-lint overlays ## That, the wire's lint and the manifests, which need npm and kubectl
 
 .PHONY: bench
 bench: $(VENV)/.dev ## Measure each part beside its limit; fails where one falls short

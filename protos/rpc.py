@@ -195,10 +195,11 @@ async def serve(
         await rpc.stop(grace_s)
 
 
-def write_ready_file(path: Path, address: str) -> None:
-    """Leaves {"address": "host:port", "pid": ...} in `path` for whoever waits; atomic."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+def write_ready_file(path: Path, address: str, **facts: str) -> None:
+    """Leaves {"address": "host:port", "pid": ...} and other facts in `path` for whoever waits;
+    atomic."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps({"address": address, **facts, "pid": os.getpid()}) + "\n")
     partial.replace(path)
 
 

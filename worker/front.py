@@ -6,13 +6,10 @@ Only wires parts to each other. It imports no torch; what a role does with a req
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc.aio
 
@@ -159,7 +156,11 @@ class Front:
             if self._announcer is not None:
                 self._announcer.changed()
             if is_ready and self._config.ready_file is not None:
-                _write_ready_file(self._config.ready_file, self.shell)
+                rpc.write_ready_file(
+                    self._config.ready_file,
+                    self.shell.identity.address,
+                    incarnation=self.shell.incarnation,
+                )
 
     async def _end_all(self) -> None:
         """The drain of a process that will exit."""
@@ -204,15 +205,3 @@ def _identity(config: WorkerConfig, role: Role, port: int) -> Identity:
         worker_id=worker_id,
         address=f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}",
     )
-
-
-def _write_ready_file(path: Path, shell: Shell) -> None:
-    """Leaves address, incarnation and pid for whoever waits for this worker; atomic."""
-    facts = {
-        "address": shell.identity.address,
-        "incarnation": shell.incarnation,
-        "pid": os.getpid(),
-    }
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(facts) + "\n")
-    partial.replace(path)
