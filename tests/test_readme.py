@@ -13,7 +13,7 @@ from effuse.models.weights import load_model
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "DESIGN.md", "k8s/README.md")
+PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "k8s/README.md", "docs/operations.md")
 FOLDERS = (
     "benchmarks|cli|config|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
     "|client|examples|offline|problems|training"

@@ -1,0 +1,61 @@
+"""The page for operators names every metric, every flag and every status that there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from effuse.decode_worker.config import DecodeConfig
+from effuse.placement.records import Link, Load
+from effuse.prefill_worker.config import PrefillConfig
+from effuse.protos import errors
+from effuse.router.config import RouterConfig
+from effuse.worker.metrics import Metrics, render
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+
+
+def _shown(name: str) -> bool:
+    return re.search(rf"`{re.escape(name)}[`{{]", PAGE) is not None
+
+
+def test_every_metric_of_a_worker_is_told() -> None:
+    metrics = Metrics()
+    metrics.finished["stop"] += 1
+    text = render(metrics, Load(), 0, 0, [Link("d", "1", "cma", 1.0)])
+    names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    assert len(names) > 12
+    assert not [name for name in names if not _shown(name)]
+
+
+def test_every_metric_of_a_router_is_told() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "router").glob("*.py"))
+    gauges = re.findall(r'gauge\(\s*"(\w+)"', source)
+    others = re.findall(r'"(effuse_[a-z_]+)"', source)
+    assert len(gauges) >= 5 and len(others) >= 5
+    names = {f"effuse_{name}" for name in gauges} | set(others)
+    assert not [name for name in names if not _shown(name) and not _shown(f"{name}_total")]
+
+
+def test_every_flag_is_told() -> None:
+    fields = [
+        field for one in (DecodeConfig, PrefillConfig, RouterConfig) for field in _fields(one)
+    ]
+    assert not [name for name in fields if not _shown(f"--{name.replace('_', '-')}")]
+
+
+def _fields(config: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
+
+
+def test_every_status_is_told() -> None:
+    kinds = [one for one in vars(errors).values() if isinstance(one, type)]
+    codes = {
+        one.code.name
+        for one in kinds
+        if issubclass(one, errors.EffuseError) and one is not errors.CallerError
+    }
+    assert len(codes) > 8
+    assert not [code for code in codes if f"| {code} |" not in PAGE]
