@@ -25,7 +25,7 @@ from effuse.benchmarks.gpu_serve import HandedOver
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.cli.figures import percentile
 from effuse.decode_worker.device_build import make_stepper
-from effuse.decode_worker.scheduler import Limits
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.models.part import Part
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import StartDecode
@@ -42,7 +42,7 @@ class Alone:
         self._model = model
         num_pages = max_num_seqs * -(-max_model_len // PAGE_SIZE)
         self._paged = paged(model, (num_pages + SPARE_PAGES) * PAGE_SIZE, page_size=PAGE_SIZE)
-        self._limits = Limits(
+        self._limits = DecodeLimits(
             # As a worker has it: prompts that came need no rows, but the scheduler counts them.
             max_num_batched_tokens=2 * size * max_num_seqs + max_model_len,
             max_num_seqs=max_num_seqs,

@@ -19,7 +19,7 @@ from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerpr
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver, Identity
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.prompt_graphs import PromptGraphs
@@ -27,7 +27,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.flight import mark_of
-from effuse.prefill_worker.scheduler import Limits
+from effuse.prefill_worker.scheduler import PrefillLimits
 
 _MOST_S = 3600.0
 _NAME = "benchmark"
@@ -94,7 +94,7 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
         PagePool(memory.num_pages),
         memory,
         HandoffSender(connector, reservation_s=_MOST_S, now=time.monotonic),
-        Limits(
+        PrefillLimits(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=64,
             max_model_len=config.max_position_embeddings,
@@ -113,13 +113,13 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
 
 
 def decode_engine(
-    parts: Paged, limits: decode_scheduler.Limits, stepper: DeviceStepper, forward: Forward
+    parts: Paged, limits: decode_scheduler.DecodeLimits, stepper: DeviceStepper, forward: Forward
 ) -> DeviceDecodeEngine:
     """A decode worker's engine with device steps; prompts are prefilled in it, by `forward`. Pages
     beyond those of `limits` are left to others."""
     config, model = parts.model.config, parts.model
     pool = PagePool(limits.num_pages)
-    identity = Identity(
+    identity = ReceiverIdentity(
         incarnation=_NAME,
         fingerprint=parts.fingerprint,
         page_bytes=parts.memory.page_bytes,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.decode_worker.candidates import Candidates as HostCandidates
+from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import StepPlan
 from effuse.kernels.advance_triton import START
 from effuse.kernels.confidence import Candidates, RowSampling

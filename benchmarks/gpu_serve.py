@@ -36,7 +36,7 @@ from effuse.decode_worker.device_buckets import Integers, bucket
 from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
-from effuse.decode_worker.scheduler import Limits
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.decode_worker.settings import Stopping
 from effuse.kernels.slots import RecordColumn, SlotLayout, Status
@@ -142,7 +142,7 @@ class Bench:
         length = -(-(longest_prompt + MAX_TOKENS) // PAGE_SIZE) * PAGE_SIZE
         most_rows = MOST_AT_ONCE * (max_window + 1) * size
         self.paged: Paged = paged(model, 2 * MOST_AT_ONCE * length, page_size=PAGE_SIZE)
-        self._limits = Limits(
+        self._limits = DecodeLimits(
             max_num_batched_tokens=most_rows + PROMPT_ROWS,
             max_num_seqs=MOST_AT_ONCE,
             max_model_len=length,

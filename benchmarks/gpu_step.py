@@ -32,7 +32,7 @@ from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
-from effuse.decode_worker.scheduler import Limits
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.decode_worker.settings import (
     Algorithm,
@@ -272,9 +272,9 @@ class Bench:
         runner = ModelRunner(self.model, views, page_size=PAGE_SIZE, block_size=size)
         return Paged(self.model, self.memory, runner)
 
-    def _limits(self, batch: int, context: int) -> Limits:
+    def _limits(self, batch: int, context: int) -> DecodeLimits:
         size = self.model.config.block_size
-        return Limits(
+        return DecodeLimits(
             max_num_batched_tokens=batch * (context + (WINDOW + 2) * size),
             max_num_seqs=batch,
             max_model_len=context + ANSWER,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from effuse.cli.evaluate import Way, settings_of
 from effuse.cli.figures import Run, Sample
-from effuse.cli.local import Answer, Ask, LocalEngine, pick_device
+from effuse.cli.local import Ask, LocalAnswer, LocalEngine, pick_device
 from effuse.cli.vanilla import run_vanilla
 from effuse.models.weights import load_model
 
@@ -62,7 +62,7 @@ class Baseline:
         )
         return self._run("vanilla denoising", time.monotonic() - began, answers)
 
-    def _run(self, name: str, total_s: float, answers: Sequence[Answer]) -> Run:
+    def _run(self, name: str, total_s: float, answers: Sequence[LocalAnswer]) -> Run:
         samples = [
             Sample(len(one.token_ids), one.forward_passes, one.first_block_s, one.total_s)
             for one in answers

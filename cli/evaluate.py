@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from effuse.cli.arguments import command, directory, whole
-from effuse.cli.local import Answer, Ask, LocalEngine, pick_device
+from effuse.cli.local import Ask, LocalAnswer, LocalEngine, pick_device
 from effuse.cli.scores import Outcome, judge, table
 from effuse.models.config_keys import CheckpointError
 from effuse.models.transformer import Transformer
@@ -112,7 +112,7 @@ def answer_all(
     way: Way,
     batch: int,
     on_done: Callable[[], None],
-) -> list[Answer]:
+) -> list[LocalAnswer]:
     """Every prompt's answer under one way of decoding."""
     longest = max(len(prompt) for prompt in prompts)
     engine = LocalEngine(model, max_num_seqs=batch, max_model_len=longest + _MAX_TOKENS)
@@ -139,7 +139,7 @@ def settings_of(way: Way, block_size: int) -> Settings:
 
 
 def _judge_all(
-    problems: Sequence[Problem], answers: Sequence[Answer], tokenizer: Tokenizer
+    problems: Sequence[Problem], answers: Sequence[LocalAnswer], tokenizer: Tokenizer
 ) -> list[Outcome]:
     return [
         judge(each, answer.token_ids, answer.commits, answer.forward_passes, tokenizer.decode)

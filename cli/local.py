@@ -12,19 +12,19 @@ import torch
 
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.engine import Forward
-from effuse.decode_worker.scheduler import Limits
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver, Identity
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import Committed, Failed, Finished, Sampling, Settings, StartDecode
 
 PAGE_SIZE = 16
 _MAX_REQUEST_S = 3600.0
-_IDENTITY = Identity(incarnation="local", fingerprint=(), page_bytes=0, lease_s=1.0)
+_IDENTITY = ReceiverIdentity(incarnation="local", fingerprint=(), page_bytes=0, lease_s=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Answer:
+class LocalAnswer:
     """What came of one request; times in seconds from when it was given to the engine."""
 
     began_s: float
@@ -66,7 +66,7 @@ class LocalEngine:
         """`observe` may put something between the engine and its forward that looks on."""
         config = model.config
         num_pages = max_num_seqs * (max_model_len // PAGE_SIZE + 1)
-        limits = Limits(
+        limits = DecodeLimits(
             max_num_batched_tokens=max(2048, max_model_len),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -93,19 +93,19 @@ class LocalEngine:
         self._stops = tuple(config.eos_token_ids)
         self._max_num_seqs = max_num_seqs
 
-    def run(self, asks: Iterable[Ask], on_done: Callable[[], None]) -> list[Answer]:
+    def run(self, asks: Iterable[Ask], on_done: Callable[[], None]) -> list[LocalAnswer]:
         """Answer every request; answers are in their order. Raises LocalEngineError.
 
         `on_done` is called once for each request, when it is finished.
         """
         waiting = deque(enumerate(asks))
-        answers: dict[int, Answer] = {}
+        answers: dict[int, LocalAnswer] = {}
         unfinished = 0
         while waiting or unfinished:
             while waiting and unfinished < self._max_num_seqs:
                 index, ask = waiting.popleft()
                 self._engine.handle(self._start(index, ask))
-                answers[index] = Answer(began_s=time.monotonic())
+                answers[index] = LocalAnswer(began_s=time.monotonic())
                 unfinished += 1
             self.step()
             done = self._gather(answers)
@@ -130,7 +130,7 @@ class LocalEngine:
             writer=None,
         )
 
-    def _gather(self, answers: dict[int, Answer]) -> int:
+    def _gather(self, answers: dict[int, LocalAnswer]) -> int:
         """Take in what the engine said; how many requests it finished."""
         finished = 0
         for event in self._engine.outbox():
@@ -149,7 +149,7 @@ class LocalEngine:
         return finished
 
 
-def _commit(answer: Answer, commit: Committed) -> None:
+def _commit(answer: LocalAnswer, commit: Committed) -> None:
     if not answer.commits:
         answer.first_block_s = time.monotonic() - answer.began_s
     answer.token_ids.extend(commit.token_ids)

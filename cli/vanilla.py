@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from effuse.cli.local import PAGE_SIZE, Answer, Ask, layout_of
+from effuse.cli.local import PAGE_SIZE, Ask, LocalAnswer, layout_of
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.part import Part, PartSampling
 from effuse.models.runner import ModelRunner
@@ -21,7 +21,7 @@ class _Canvas:
 
     def __init__(self, ask: Ask, model: Transformer) -> None:
         config = model.config
-        self.answer = Answer(began_s=time.monotonic())
+        self.answer = LocalAnswer(began_s=time.monotonic())
         self._prompt_len = len(ask.prompt_token_ids)
         self._ids = [*ask.prompt_token_ids, *[config.mask_token_id] * ask.max_tokens]
         self._masked = list(range(self._prompt_len, len(self._ids)))
@@ -72,7 +72,7 @@ class _Canvas:
 
 def run_vanilla(
     model: Transformer, asks: Sequence[Ask], *, max_num_seqs: int, on_token: Callable[[], None]
-) -> list[Answer]:
+) -> list[LocalAnswer]:
     """Answer every request, `max_num_seqs` at a time; answers are in their order.
 
     `on_token` is called for each token written.
@@ -83,7 +83,7 @@ def run_vanilla(
         model, memory.layer_views(), page_size=PAGE_SIZE, block_size=config.block_size
     )
     waiting = iter(asks)
-    answers: list[Answer] = []
+    answers: list[LocalAnswer] = []
     running: list[_Canvas] = []
     while True:
         joining = [_Canvas(ask, model) for ask in islice(waiting, max_num_seqs - len(running))]

@@ -6,7 +6,7 @@ in `denoise.py`.
 
 import numpy as np
 
-from effuse.decode_worker.candidates import Candidates, IndexArray
+from effuse.decode_worker.candidates import HostCandidates, IndexArray
 from effuse.decode_worker.sequence import Block, Sequence
 from effuse.decode_worker.settings import DecodeSettings, Remasking
 
@@ -22,7 +22,7 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
         block.full = True
 
 
-def choose(block: Block, settings: DecodeSettings, candidates: Candidates) -> IndexArray:
+def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
     """Indices into the block's candidates that are written in this step, by the remasking rule."""
     share = min(step_share(block, settings.denoising_steps), len(candidates))
     if settings.remasking is Remasking.SEQUENTIAL:

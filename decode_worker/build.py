@@ -10,8 +10,8 @@ import torch
 from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.engine import DecodeEngine
-from effuse.decode_worker.scheduler import Limits
-from effuse.kvtransfer.receiver import HandoffReceiver, Identity
+from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
 
@@ -25,9 +25,11 @@ def build(config: DecodeConfig, incarnation: str) -> Engine:
     return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
 
 
-def _core(config: DecodeConfig, incarnation: str, parts: Assembly, limits: Limits) -> DecodeEngine:
+def _core(
+    config: DecodeConfig, incarnation: str, parts: Assembly, limits: DecodeLimits
+) -> DecodeEngine:
     model = parts.model
-    identity = Identity(
+    identity = ReceiverIdentity(
         incarnation=incarnation,
         fingerprint=parts.fingerprint,
         page_bytes=parts.memory.page_bytes,
@@ -52,8 +54,8 @@ def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:
     return device.type == "cuda" and config.runs_graphs
 
 
-def _limits(config: DecodeConfig, parts: Assembly) -> Limits:
-    return Limits(
+def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
+    return DecodeLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=parts.max_model_len,

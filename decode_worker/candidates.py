@@ -13,7 +13,7 @@ IndexArray = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class HostCandidates:
     """Proposals for masked positions in ascending order; three arrays of one length."""
 
     tokens: npt.NDArray[np.int64]
@@ -23,9 +23,9 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def part(self, start: int, end: int) -> "Candidates":
+    def part(self, start: int, end: int) -> "HostCandidates":
         """The candidates [start, end) of these, as views."""
-        return Candidates(
+        return HostCandidates(
             self.tokens[start:end], self.confidences[start:end], self.scores[start:end]
         )
 

@@ -6,8 +6,8 @@ the order of a step is in `denoise.py`.
 
 import numpy as np
 
-from effuse.decode_worker.candidates import Candidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockState, Sequence
+from effuse.decode_worker.candidates import HostCandidates, IndexArray
+from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
 from effuse.decode_worker.settings import DecodeSettings
 
 
@@ -16,7 +16,7 @@ def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
     if not sequence.blocks:
         return True
     last = sequence.blocks[-1]
-    if last.state is BlockState.SETTLED:
+    if last.state is BlockPhase.SETTLED:
         return True
     return sequence.num_active < settings.window and last.progress >= settings.block_add_threshold
 
@@ -30,7 +30,7 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
         predecessor = block
 
 
-def choose(block: Block, settings: DecodeSettings, candidates: Candidates) -> IndexArray:
+def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
     """Indices into the block's candidates that are written in this step.
 
     All above the threshold (strictly); where there is none, a full block writes its best one and a

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.decode_worker import block_diffusion, d2f
-from effuse.decode_worker.candidates import Candidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockState, IntArray, Sequence
+from effuse.decode_worker.candidates import HostCandidates, IndexArray
+from effuse.decode_worker.sequence import Block, BlockPhase, IntArray, Sequence
 from effuse.decode_worker.settings import Algorithm, DecodeSettings
 
 
@@ -24,11 +24,11 @@ class Rules(Protocol):
     def wants_block(self, sequence: Sequence, settings: DecodeSettings) -> bool: ...
     def activate(self, sequence: Sequence, settings: DecodeSettings) -> None: ...
     def choose(
-        self, block: Block, settings: DecodeSettings, candidates: Candidates
+        self, block: Block, settings: DecodeSettings, candidates: HostCandidates
     ) -> IndexArray: ...
 
 
-class Finish(Enum):
+class AnswerEnd(Enum):
     """Why an answer ended."""
 
     STOP = auto()  # a stop id
@@ -52,7 +52,7 @@ class StepOutcome:
 
     tokens: tuple[int, ...]  # final now, for the answer; the stop id and all after it left out
     token_offset: int  # of the first of them, in the answer
-    finish: Finish | None
+    finish: AnswerEnd | None
     written: tuple[Block, ...]  # blocks that lost masks, settled ones included
     num_settled: int  # blocks that settled
     num_semi_writes: int  # tokens written in blocks that were not full
@@ -79,7 +79,7 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
             sequence.append_block()
         rules.activate(sequence, settings)
         sequence.step_open = True
-    active = [block for block in sequence.blocks if block.state is BlockState.ACTIVE]
+    active = [block for block in sequence.blocks if block.state is BlockPhase.ACTIVE]
     assert active, "a sequence that is not finished has a block to denoise"
     start, end = sequence.in_flight_start, sequence.in_flight_end
     return StepPlan(
@@ -99,7 +99,7 @@ def may_append(sequence: Sequence) -> bool:
 
 
 def apply_step(
-    sequence: Sequence, settings: DecodeSettings, plan: StepPlan, candidates: Candidates
+    sequence: Sequence, settings: DecodeSettings, plan: StepPlan, candidates: HostCandidates
 ) -> StepOutcome:
     """Commits what the forward stored, writes candidates, settles blocks in ascending order."""
     assert sequence.step_open and len(candidates) == len(plan.candidates)
@@ -126,7 +126,7 @@ def settle_step(sequence: Sequence, written: list[Block], num_semi_writes: int) 
 
 
 def _write(
-    sequence: Sequence, settings: DecodeSettings, plan: StepPlan, candidates: Candidates
+    sequence: Sequence, settings: DecodeSettings, plan: StepPlan, candidates: HostCandidates
 ) -> tuple[list[Block], int]:
     rules = rules_of(settings)
     written: list[Block] = []
@@ -153,14 +153,14 @@ def _settle(sequence: Sequence) -> int:
     for block in sequence.blocks:
         if block.masks_left:
             break
-        if block.state is BlockState.ACTIVE:
-            block.state = BlockState.SETTLED
+        if block.state is BlockPhase.ACTIVE:
+            block.state = BlockPhase.SETTLED
             sequence.final_len = block.end
             num_settled += 1
     return num_settled
 
 
-def _emit(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], Finish | None]:
+def _emit(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], AnswerEnd | None]:
     """The answer's tokens from `offset` on that are final, cut before the first stop id."""
     start = sequence.prompt_len + offset
     end = sequence.prompt_len + sequence.num_emitted
@@ -168,6 +168,6 @@ def _emit(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], Finish | No
     stop_ids = sequence.stopping.stop_token_ids
     for index, token in enumerate(tokens if sequence.stop_seen else ()):
         if token in stop_ids:
-            return tokens[:index], Finish.STOP
+            return tokens[:index], AnswerEnd.STOP
     ended = sequence.final_len >= sequence.answer_end
-    return tokens, Finish.LENGTH if ended else None
+    return tokens, AnswerEnd.LENGTH if ended else None

@@ -12,7 +12,7 @@ from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine, Forward
 from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.scheduler import Limits
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.slots import SlotLayout
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver
@@ -28,7 +28,7 @@ def make_engine(
     kv: Sequence[LayerKV],
     forward: Forward,
     pool: PagePool,
-    limits: Limits,
+    limits: DecodeLimits,
     handoffs: HandoffReceiver,
     *,
     on_device: bool,
@@ -58,7 +58,7 @@ def make_engine(
 def make_stepper(
     model: Transformer,
     kv: Sequence[LayerKV],
-    limits: Limits,
+    limits: DecodeLimits,
     *,
     uses_graphs: bool = True,
     adjust: Adjust | None = None,

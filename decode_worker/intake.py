@@ -7,7 +7,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from effuse.decode_worker.request import Request
-from effuse.decode_worker.scheduler import Limits, check_fits
+from effuse.decode_worker.scheduler import DecodeLimits, check_fits
 from effuse.decode_worker.sequence import Sequence
 from effuse.decode_worker.settings import (
     Algorithm,
@@ -25,7 +25,7 @@ class Intake:
     """Makes requests for one model under one engine's limits."""
 
     model: ModelConfig
-    limits: Limits
+    limits: DecodeLimits
 
     def make_request(self, message: StartDecode, *, arrival: int, now: float) -> Request:
         """A request that can finish here. Raises RequestError with what is wrong."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from effuse.decode_worker.denoise import Finish, StepOutcome
+from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
 from effuse.decode_worker.request import Request
-from effuse.decode_worker.sequence import BlockState
+from effuse.decode_worker.sequence import BlockPhase
 from effuse.kvtransfer.connector import Cause
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.receiver import HandoffFailed
@@ -85,7 +85,7 @@ def _committed(request: Request, outcome: StepOutcome) -> Committed:
 def _finished(request: Request, outcome: StepOutcome) -> Finished:
     return Finished(
         attempt=request.attempt,
-        stopped=outcome.finish is Finish.STOP,
+        stopped=outcome.finish is AnswerEnd.STOP,
         num_tokens=outcome.token_offset + len(outcome.tokens),
         forward_passes=request.forward_passes,
         preemptions=request.preemptions,
@@ -101,5 +101,5 @@ def _drafts(request: Request, outcome: StepOutcome) -> list[Draft]:
             block=sequence.snapshot(block),
         )
         for block in outcome.written
-        if block.state is BlockState.ACTIVE
+        if block.state is BlockPhase.ACTIVE
     ]

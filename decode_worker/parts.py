@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from effuse.decode_worker.candidates import Candidates
+from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.settings import Score
@@ -48,9 +48,9 @@ def denoise_part(request: Request, plan: StepPlan) -> Part:
     )
 
 
-def candidates_of(result: PartResult) -> Candidates:
+def candidates_of(result: PartResult) -> HostCandidates:
     """The runner's lists as arrays."""
-    return Candidates(
+    return HostCandidates(
         np.asarray(result.tokens, dtype=np.int64),
         np.asarray(result.confidences, dtype=np.float32),
         np.asarray(result.scores, dtype=np.float32),

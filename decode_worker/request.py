@@ -9,7 +9,7 @@ from torch import Tensor
 
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepPlan
-from effuse.decode_worker.scheduler import Demand, Footprint, Limits
+from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import Sequence
 from effuse.decode_worker.settings import Algorithm, DecodeSettings, Sampling
 from effuse.kvtransfer.messages import AttemptId, PageRef
@@ -54,13 +54,13 @@ class Request:
             self.plan = denoise.open_step(self.sequence, self.settings)
         return self.plan
 
-    def pages_to_begin(self, limits: Limits) -> int:
+    def pages_to_begin(self, limits: DecodeLimits) -> int:
         """Pages it needs before its first forward here, or before its writer may push."""
         if self.needs_remote:
             return limits.pages_for(self.sequence.first_block_start)
         return limits.pages_for(self.sequence.in_flight_start)
 
-    def demand(self, limits: Limits) -> Demand:
+    def demand(self, limits: DecodeLimits) -> Demand:
         """What it wants of the next step; opens its denoise step."""
         to_prefill = self.num_to_prefill
         if to_prefill:

@@ -12,7 +12,7 @@ from effuse.decode_worker.settings import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class DecodeLimits:
     """What an engine can hold and do in one step."""
 
     max_num_batched_tokens: int  # rows of one forward: prompt chunks and blocks in flight
@@ -73,7 +73,7 @@ class Schedule:
     preempted: tuple[int, ...]
 
 
-def check_fits(footprint: Footprint, limits: Limits) -> None:
+def check_fits(footprint: Footprint, limits: DecodeLimits) -> None:
     """Raises RequestError, with the numbers, where a request could never finish here."""
     length = footprint.prompt_len + footprint.max_tokens
     if length > limits.max_model_len:
@@ -105,7 +105,7 @@ def admit(
     num_holding: int,
     num_free: int,
     growth: int,
-    limits: Limits,
+    limits: DecodeLimits,
 ) -> int:
     """How many of the waiting requests get their pages now, first come first served.
 
@@ -126,7 +126,7 @@ def admit(
     return num_admitted
 
 
-def schedule(running: Sequence[Demand], *, num_free: int, limits: Limits) -> Schedule:
+def schedule(running: Sequence[Demand], *, num_free: int, limits: DecodeLimits) -> Schedule:
     """Grants rows, oldest first, within one budget; preempts the youngest where pages run out."""
     rows = [0] * len(running)
     preempted: list[int] = []

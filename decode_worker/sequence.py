@@ -22,7 +22,7 @@ BoolArray = npt.NDArray[np.bool_]
 _MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the randomness' counter
 
 
-class BlockState(Enum):
+class BlockPhase(Enum):
     """Life of a block in flight. A COMMITTED block (KV stored) leaves the list of blocks."""
 
     ACTIVE = auto()  # has masks, or waits for a predecessor
@@ -39,7 +39,7 @@ class Block:
     masks_left: int
     full: bool = False  # must advance every step; sticky
     denoise_count: int = 0  # forwards that have denoised it
-    state: BlockState = BlockState.ACTIVE
+    state: BlockPhase = BlockPhase.ACTIVE
 
     @property
     def progress(self) -> float:
@@ -167,7 +167,7 @@ class Sequence:
 
     @property
     def num_active(self) -> int:
-        return sum(block.state is BlockState.ACTIVE for block in self.blocks)
+        return sum(block.state is BlockPhase.ACTIVE for block in self.blocks)
 
     @property
     def num_emitted(self) -> int:
@@ -209,7 +209,7 @@ class Sequence:
     def frontier(self) -> tuple[messages.BlockState, ...]:
         """The ACTIVE blocks as they are now; with the final tokens, all that resuming needs."""
         return tuple(
-            self.snapshot(block) for block in self.blocks if block.state is BlockState.ACTIVE
+            self.snapshot(block) for block in self.blocks if block.state is BlockPhase.ACTIVE
         )
 
     def snapshot(self, block: Block) -> messages.BlockState:

@@ -60,7 +60,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ArrivalRefused:
     """A transfer that was expected did not pass; its writer may still write."""
 
     transfer_id: str
@@ -102,7 +102,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """The push will not succeed. Source pages are still in use until Cancelled."""
+    """The push will not succeed. Source pages are still in use until PushCancelled."""
 
     transfer_id: str
     cause: Cause
@@ -110,13 +110,13 @@ class PushFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class PushCancelled:
     """Nothing of this transfer reads or writes KV memory any more, and nothing of it will."""
 
     transfer_id: str
 
 
-ConnectorEvent = Arrived | Refused | Fenced | Pushed | PushFailed | Cancelled
+ConnectorEvent = Arrived | ArrivalRefused | Fenced | Pushed | PushFailed | PushCancelled
 
 
 class Connector(Protocol):
@@ -178,7 +178,7 @@ class Connector(Protocol):
         ...
 
     def cancel(self, transfer_id: str) -> None:
-        """Stops a push. Always answered by Cancelled, but only once nothing of it is in flight."""
+        """Stops a push. Answered by PushCancelled, once nothing of it is in flight."""
         ...
 
     def poll(self) -> list[ConnectorEvent]:

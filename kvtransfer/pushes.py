@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from effuse.kvtransfer.connector import (
-    Cancelled,
     Cause,
     ConnectorEvent,
     HandoffRefused,
     Pending,
+    PushCancelled,
     Pushed,
     PushFailed,
     cause_of,
@@ -92,10 +92,10 @@ class Pushes:
             self._fail(reservation.transfer_id, refusal)
 
     def cancel(self, transfer_id: str) -> None:
-        """Sends nothing more of a push; Cancelled follows once what was sent is over."""
+        """Sends nothing more of a push; PushCancelled follows once what was sent is over."""
         push = self._pushes.get(transfer_id)
         if push is None:
-            self._emit(Cancelled(transfer_id))
+            self._emit(PushCancelled(transfer_id))
             return
         self._stop(push)
         if push.cancelled_at is None:
@@ -298,7 +298,7 @@ class Pushes:
             return False
         self._leave(push)
         del self._pushes[push.transfer_id]
-        self._emit(Cancelled(push.transfer_id))
+        self._emit(PushCancelled(push.transfer_id))
         return True
 
     def _leave(self, push: Push) -> None:

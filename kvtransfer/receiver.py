@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from effuse.kvtransfer.connector import Arrived, Cause, Connector, Fenced, Refused
+from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Cause, Connector, Fenced
 from effuse.kvtransfer.handoff import (
     RECEIVER,
     Machine,
@@ -25,7 +25,7 @@ ReceiverMachine = Machine[ReceiverState, ReceiverEvent, ReceiverDo]
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ReceiverIdentity:
     """Who an engine is to its writers."""
 
     incarnation: str
@@ -55,7 +55,9 @@ class HandoffReceiver:
     Times are the caller's, on any one monotonic clock.
     """
 
-    def __init__(self, pool: PagePool, connector: Connector | None, identity: Identity) -> None:
+    def __init__(
+        self, pool: PagePool, connector: Connector | None, identity: ReceiverIdentity
+    ) -> None:
         self._pool = pool
         self._connector = connector
         self._identity = identity
@@ -133,7 +135,7 @@ class HandoffReceiver:
                 continue  # it has ended here
             if isinstance(event, Arrived):
                 reports.append(self._arrived(event))
-            elif isinstance(event, Refused):
+            elif isinstance(event, ArrivalRefused):
                 reason = event.cause, event.message
                 reports.append(self._handle(event.transfer_id, ReceiverEvent.REFUSED, reason))
             elif isinstance(event, Fenced):

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.kvtransfer.connector import (
+    ArrivalRefused,
     Arrived,
     Cause,
     ConnectorEvent,
     Fenced,
     HandoffRefused,
-    Refused,
 )
 from effuse.kvtransfer.digest import (
     Digester,
@@ -276,7 +276,7 @@ class Receptions:
     def _refuse(self, transfer_id: str, refusal: HandoffRefused, reply: Reply) -> None:
         """The one way in which a transfer that was expected is refused; others are only told."""
         if transfer_id in self._expected:
-            self._emit(Refused(transfer_id, refusal.cause, str(refusal)))
+            self._emit(ArrivalRefused(transfer_id, refusal.cause, str(refusal)))
             self.forget(transfer_id)
         rejected = Rejected(transfer_id, refusal.cause.value, str(refusal)[:512])
         self._transport.answer(reply, rejected)

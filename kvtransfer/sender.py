@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from effuse.kvtransfer.connector import (
-    Cancelled,
     Cause,
     Connector,
     ConnectorEvent,
     Pending,
+    PushCancelled,
     Pushed,
     PushFailed,
 )
@@ -120,7 +120,7 @@ class HandoffSender:
                 self._handle(handoff, SenderEvent.ACKNOWLEDGED, event)
             case PushFailed():
                 self._handle(handoff, SenderEvent.FAILED, event)
-            case Cancelled():
+            case PushCancelled():
                 self._handle(handoff, SenderEvent.DRAINED)
             case _:
                 pass  # of transfers that come in

@@ -9,7 +9,7 @@ from effuse.kvtransfer.sender import HandoffSender
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.flight import mark_of
-from effuse.prefill_worker.scheduler import Limits
+from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
 
@@ -35,8 +35,8 @@ def build(config: PrefillConfig, incarnation: str) -> Engine:
     return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
 
 
-def _limits(config: PrefillConfig, parts: Assembly) -> Limits:
-    return Limits(
+def _limits(config: PrefillConfig, parts: Assembly) -> PrefillLimits:
+    return PrefillLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=parts.max_model_len,

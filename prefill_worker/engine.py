@@ -24,10 +24,10 @@ from effuse.models.config import ModelConfig
 from effuse.models.part import Part, PartResult
 from effuse.placement.records import Load
 from effuse.prefill_worker import scheduler
-from effuse.prefill_worker.flight import Chunk, Flight, Mark, launched
+from effuse.prefill_worker.flight import Flight, Mark, PromptChunk, launched
 from effuse.prefill_worker.outbox import Outbox
 from effuse.prefill_worker.prompt import Prompt
-from effuse.prefill_worker.scheduler import Limits, PromptRefused
+from effuse.prefill_worker.scheduler import PrefillLimits, PromptRefused
 from effuse.prefill_worker.scratch import Scratch
 from effuse.worker import messages
 from effuse.worker.messages import CoreEvent, StartPrefill, ToEngine
@@ -52,7 +52,7 @@ class Forward(Protocol):
 
 
 class PrefillEngine:
-    """An EngineCore. Emits `PrefillDone`, then `Pushed` once the receiver has everything."""
+    """An EngineCore. Emits `PrefillDone`, then `PromptPushed` once the receiver has everything."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PrefillEngine:
         pool: PagePool,
         memory: PageMemory,
         sender: HandoffSender,
-        limits: Limits,
+        limits: PrefillLimits,
         fingerprint: Fingerprint,
         *,
         now: Callable[[], float],
@@ -276,14 +276,14 @@ class PrefillEngine:
                 self._conclude(prompt)
         return count > 0
 
-    def _take_chunks(self) -> list[Chunk]:
+    def _take_chunks(self) -> list[PromptChunk]:
         chunks = scheduler.schedule(
             [(prompt.num_left, prompt.can_split) for prompt in self._computing],
             budget=self._limits.max_num_batched_tokens,
             block_size=self._limits.block_size,
         )
         return [
-            Chunk(prompt, self._part(prompt, size))
+            PromptChunk(prompt, self._part(prompt, size))
             for prompt, size in zip(self._computing, chunks, strict=True)
             if size
         ]
@@ -299,7 +299,7 @@ class PrefillEngine:
             keep_boundary=self._model.shift_logits and size == prompt.num_left,
         )
 
-    def _launch(self, chunks: Sequence[Chunk]) -> None:
+    def _launch(self, chunks: Sequence[PromptChunk]) -> None:
         """Queues a forward, its pages handed on before: their layers leave while it runs."""
         progress = self._forward.progress()
         for chunk in chunks:
@@ -315,7 +315,7 @@ class PrefillEngine:
                 transfer_id = chunk.prompt.attempt.transfer_id
                 self._sender.computed(transfer_id, flight.boundary(index))
 
-    def _hand_on(self, chunk: Chunk, progress: Pending[int]) -> None:
+    def _hand_on(self, chunk: PromptChunk, progress: Pending[int]) -> None:
         """Gives the sender the pages that this chunk makes final, the unused end of the last one
         determined."""
         prompt = chunk.prompt
@@ -327,7 +327,7 @@ class PrefillEngine:
         if pages:
             self._sender.pages_ready(prompt.attempt.transfer_id, pages, progress)
 
-    def _run(self, chunks: Sequence[Chunk]) -> list[PartResult]:
+    def _run(self, chunks: Sequence[PromptChunk]) -> list[PartResult]:
         """One forward; where it fails, only what was in it fails, and the engine goes on."""
         self._steps += 1
         try:
@@ -354,7 +354,7 @@ class PrefillEngine:
                 self._apply(chunk)
         return has_landed
 
-    def _apply(self, chunk: Chunk) -> None:
+    def _apply(self, chunk: PromptChunk) -> None:
         prompt = chunk.prompt
         prompt.num_computed += chunk.part.num_stored
         if prompt.is_unread and not prompt.is_in_flight:

@@ -22,7 +22,7 @@ Mark = Callable[[], IsOver]  # marks all that was queued so far; the result asks
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """One prompt's share of a forward."""
 
     prompt: Prompt
@@ -33,7 +33,7 @@ class Chunk:
 class Flight:
     """A launched forward. Its boundaries may be read once it is over."""
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[PromptChunk]
     boundaries: Sequence[Tensor | None]  # [hidden_size] on the host, of each chunk
     is_over: IsOver
 
@@ -53,7 +53,7 @@ class Flight:
 
 
 def launched(
-    chunks: Sequence[Chunk], boundaries: Sequence[Tensor | None], mark: Mark | None
+    chunks: Sequence[PromptChunk], boundaries: Sequence[Tensor | None], mark: Mark | None
 ) -> Flight:
     """The flight of a forward whose call has just returned; its boundaries set out for the host."""
     copies = [None if row is None else _to_host(row) for row in boundaries]

@@ -16,7 +16,7 @@ MOST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LinkState:
     """What is known of the way to one life of a decode worker."""
 
     peer: WorkerRecord
@@ -33,7 +33,7 @@ class Links:
         self._jitter = jitter
         self._min_gbps = min_gbps
         self._own = ""  # the life that measures
-        self._ways: dict[str, Way] = {}  # by worker id
+        self._links: dict[str, LinkState] = {}  # by worker id
 
     def follow(self, own: WorkerRecord, seen: Sequence[WorkerRecord], now: float) -> None:
         """Takes in who is there: `seen` are all workers, at most MOST_LINKS of whom are followed.
@@ -41,19 +41,19 @@ class Links:
         Decode workers of our fingerprint are due at once; what another life of ours or of theirs
         was measured at is forgotten.
         """
-        before = self._ways if self._own == own.incarnation else {}
-        self._own, self._ways = own.incarnation, {}
+        before = self._links if self._own == own.incarnation else {}
+        self._own, self._links = own.incarnation, {}
         fitting = [r for r in seen if r.role == "decode" and r.fingerprint == own.fingerprint]
         for peer in fitting[:MOST_LINKS]:
             way = before.get(peer.worker_id)
             if way is None or way.peer.incarnation != peer.incarnation:
-                way = Way(peer, now)
-            self._ways[peer.worker_id] = replace(way, peer=peer)
+                way = LinkState(peer, now)
+            self._links[peer.worker_id] = replace(way, peer=peer)
 
     def next(self, now: float) -> WorkerRecord | None:
         """Whom to measure now; None while nobody is due."""
         due = [
-            way for way in self._ways.values() if way.peer.state == "ready" and way.due_at <= now
+            way for way in self._links.values() if way.peer.state == "ready" and way.due_at <= now
         ]
         return min(due, key=self._turn).peer if due else None
 
@@ -64,7 +64,7 @@ class Links:
 
     def known(self) -> tuple[Link, ...]:
         """All that was measured."""
-        return tuple(way.link for way in self._ways.values() if way.link is not None)
+        return tuple(way.link for way in self._links.values() if way.link is not None)
 
     def measured(self, peer: WorkerRecord, link: Link, now: float) -> None:
         """Takes note of a rate. One that is too slow may have had a bad moment: it is due again."""
@@ -72,26 +72,26 @@ class Links:
         if way is None:
             return
         if link.gigabytes_per_second < self._min_gbps:
-            self._ways[peer.worker_id] = replace(self._later(way, now), link=link)
+            self._links[peer.worker_id] = replace(self._later(way, now), link=link)
         else:
-            self._ways[peer.worker_id] = Way(way.peer, float("inf"), link)
+            self._links[peer.worker_id] = LinkState(way.peer, float("inf"), link)
 
     def failed(self, peer: WorkerRecord, now: float) -> float:
         """Takes note of a try that gave no rate; seconds until the next one."""
         way = self._find(peer)
         if way is None:
             return 0.0
-        later = self._ways[peer.worker_id] = self._later(way, now)
+        later = self._links[peer.worker_id] = self._later(way, now)
         return later.due_at - now
 
-    def _find(self, peer: WorkerRecord) -> Way | None:
-        way = self._ways.get(peer.worker_id)
+    def _find(self, peer: WorkerRecord) -> LinkState | None:
+        way = self._links.get(peer.worker_id)
         return way if way is not None and way.peer.incarnation == peer.incarnation else None
 
-    def _later(self, way: Way, now: float) -> Way:
+    def _later(self, way: LinkState, now: float) -> LinkState:
         pause_s = min(FIRST_S * 2.0 ** min(way.tries, 32), MOST_S)
         return replace(way, due_at=now + pause_s * (0.5 + self._jitter()), tries=way.tries + 1)
 
-    def _turn(self, way: Way) -> tuple[float, int]:
+    def _turn(self, way: LinkState) -> tuple[float, int]:
         """Workers that start together begin with different peers."""
         return way.due_at, zlib.crc32(f"{self._own} {way.peer.worker_id}".encode())

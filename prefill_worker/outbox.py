@@ -15,7 +15,7 @@ from effuse.worker.messages import (
     Failed,
     FailureCode,
     PrefillDone,
-    Pushed,
+    PromptPushed,
 )
 
 LOG = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Outbox:
     def pushed(self, attempt: AttemptId, report: connector.Pushed) -> None:
         """The handoff is over."""
         self._said.append(
-            Pushed(
+            PromptPushed(
                 attempt=attempt,
                 pages=report.pages,
                 bytes=report.num_bytes,

@@ -26,7 +26,7 @@ from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
 from effuse.worker.attempts import Attempt
 from effuse.worker.failures import to_error
-from effuse.worker.messages import Failed, Pushed, PushRehearsal
+from effuse.worker.messages import Failed, PromptPushed, PushRehearsal
 from effuse.worker.shell import Shell
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ CALL_S = 20.0  # longest that one of both handoffs may take
 LEAST_SHARE = 8  # of our pool: no more than one page in so many
 
 
-class View(Protocol):
+class LiveWorkers(Protocol):
     """Who is alive; placement.fleet.FleetView is one."""
 
     def workers(self) -> Sequence[WorkerRecord]:
@@ -49,7 +49,7 @@ class Rehearsals:
     def __init__(
         self,
         shell: Shell,
-        view: View,
+        view: LiveWorkers,
         changed: Callable[[], None],
         *,
         now: Callable[[], float] = time.monotonic,
@@ -92,7 +92,7 @@ class Rehearsals:
             self._changed()
         return True
 
-    def _take(self, own: WorkerRecord, peer: WorkerRecord, pushed: Pushed) -> None:
+    def _take(self, own: WorkerRecord, peer: WorkerRecord, pushed: PromptPushed) -> None:
         rate = pushed.bytes / max(pushed.push_s, 1e-9)
         link = Link(peer.worker_id, peer.incarnation, pushed.transport, rate)
         before = self._links.link_to(peer)
@@ -106,7 +106,7 @@ class Rehearsals:
     def _publish(self, own: WorkerRecord) -> None:
         self._shell.links = {own.incarnation: self._links.known()}
 
-    async def _measure(self, own: WorkerRecord, peer: WorkerRecord) -> Pushed:
+    async def _measure(self, own: WorkerRecord, peer: WorkerRecord) -> PromptPushed:
         async with rpc.connect(peer.address) as channel:
             stub = decode_stub(channel)
             await self._rehearse(stub, own, peer)
@@ -114,7 +114,7 @@ class Rehearsals:
 
     async def _rehearse(
         self, stub: pb_grpc.DecodeServiceAsyncStub, own: WorkerRecord, peer: WorkerRecord
-    ) -> Pushed:
+    ) -> PromptPushed:
         """One handoff of free pages. Raises EffuseError or TimeoutError."""
         name = secrets.token_hex(16)
         request = pb.RehearseRequest(
@@ -144,14 +144,14 @@ class Rehearsals:
         finally:
             call.cancel()
 
-    async def _push(self, push: PushRehearsal, incarnation: str) -> Pushed:
+    async def _push(self, push: PushRehearsal, incarnation: str) -> PromptPushed:
         shell = self._shell
         attempt = shell.begin(push.reservation.attempt, incarnation, push)
         try:
             event = await attempt.next_event()
             if isinstance(event, Failed):
                 raise to_error(event)
-            if not isinstance(event, Pushed):
+            if not isinstance(event, PromptPushed):
                 raise Bug(f"a rehearsal gave {type(event).__name__}")
             shell.attempts.close(attempt)
             return event

@@ -15,7 +15,7 @@ class PromptRefused(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PrefillLimits:
     """What an engine can hold and do in one forward."""
 
     max_num_batched_tokens: int
@@ -41,7 +41,9 @@ class Limits:
         return -(-num_tokens // self.page_size)
 
 
-def check_prompt(token_ids: Sequence[int], num_paged: int, can_split: bool, limits: Limits) -> None:
+def check_prompt(
+    token_ids: Sequence[int], num_paged: int, can_split: bool, limits: PrefillLimits
+) -> None:
     """Raises PromptRefused, with the numbers, for a prompt that can never be computed here."""
     if not token_ids:
         raise PromptRefused("prompt_token_ids must not be empty")

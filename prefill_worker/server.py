@@ -21,7 +21,14 @@ from effuse.worker import wire
 from effuse.worker.attempts import Attempt
 from effuse.worker.failures import deadline_passed, to_error
 from effuse.worker.front import Role
-from effuse.worker.messages import CoreEvent, Failed, PrefillDone, Pushed, PushTo, StartPrefill
+from effuse.worker.messages import (
+    CoreEvent,
+    Failed,
+    PrefillDone,
+    PromptPushed,
+    PushTo,
+    StartPrefill,
+)
 from effuse.worker.shell import Shell
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]"
@@ -87,14 +94,14 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             event = await stream.attempt.next_event()
             self._note(stream, event)
             await context.write(_response(event))
-            if isinstance(event, Pushed):
+            if isinstance(event, PromptPushed):
                 return
 
     def _note(self, stream: _Stream, event: CoreEvent) -> None:
         if isinstance(event, PrefillDone):
             loop = asyncio.get_running_loop()
             loop.call_later(self._reservation_s, stream.require_reservation, self._reservation_s)
-        elif isinstance(event, Pushed):
+        elif isinstance(event, PromptPushed):
             metrics = self._shell.metrics
             metrics.finished["pushed"] += 1
             metrics.request_latency.observe(time.monotonic() - stream.began_at)
@@ -137,7 +144,7 @@ def _response(event: CoreEvent) -> pb.PrefillResponse:
             return pb.PrefillResponse(
                 computed=pb.PrefillComputed(queue_s=event.queue_s, compute_s=event.compute_s)
             )
-        case Pushed():
+        case PromptPushed():
             return pb.PrefillResponse(
                 pushed=pb.PrefillPushed(pages=event.pages, bytes=event.bytes, push_s=event.push_s)
             )

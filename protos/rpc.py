@@ -27,7 +27,7 @@ MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class MessageLimits:
     """What a server takes from one peer."""
 
     max_message_bytes: int
@@ -36,10 +36,10 @@ class Limits:
     min_ping_interval_s: float = 0.5
 
 
-PUBLIC_LIMITS: Final = Limits(max_message_bytes=4 * MIB, max_concurrent_streams=1024)
+PUBLIC_LIMITS: Final = MessageLimits(max_message_bytes=4 * MIB, max_concurrent_streams=1024)
 """For clients. 4 MiB is far more than the longest prompt; KV never travels here."""
 
-FLEET_LIMITS: Final = Limits(max_message_bytes=64 * MIB, max_concurrent_streams=16384)
+FLEET_LIMITS: Final = MessageLimits(max_message_bytes=64 * MIB, max_concurrent_streams=16384)
 """For the router's calls to workers: all of its requests share one connection."""
 
 
@@ -58,7 +58,7 @@ FLEET_KEEPALIVE: Final = Keepalive()
 Options = list[tuple[str, int]]
 
 
-def server_options(limits: Limits) -> Options:
+def server_options(limits: MessageLimits) -> Options:
     """Channel arguments of a server."""
     return [
         # Without this a second server on a taken port starts well and gets half of the calls.
@@ -112,7 +112,7 @@ class RpcServer:
     Use: construct, add servicers to `.server`, `await start(services)`, then `serve` or `stop`.
     Health knows "" (the process answers) and whatever `set_serving` was told."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: MessageLimits) -> None:
         self.server = grpc.aio.server(
             interceptors=[ErrorInterceptor()], options=server_options(limits)
         )

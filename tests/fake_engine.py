@@ -23,7 +23,7 @@ from effuse.worker.messages import (
     FailureCode,
     Finished,
     PrefillDone,
-    Pushed,
+    PromptPushed,
     PushRehearsal,
     PushTo,
     Ready,
@@ -64,12 +64,14 @@ class FakeCore:
             case PushTo():
                 attempt = message.reservation.attempt
                 self._waiting.pop(attempt.transfer_id)
-                self._out.append(Pushed(attempt=attempt, pages=2, bytes=64, push_s=0.25))
+                self._out.append(PromptPushed(attempt=attempt, pages=2, bytes=64, push_s=0.25))
             case StartRehearsal():
                 self._start_rehearsal(message)
             case PushRehearsal():
                 attempt = message.reservation.attempt
-                pushed = Pushed(attempt=attempt, pages=2, bytes=64, push_s=0.25, transport="fake")
+                pushed = PromptPushed(
+                    attempt=attempt, pages=2, bytes=64, push_s=0.25, transport="fake"
+                )
                 self._out.append(pushed)
             case Abort():
                 self._abort(message)

@@ -11,7 +11,7 @@ from effuse.placement.records import Link, Load
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos import errors
 from effuse.router.config import RouterConfig
-from effuse.worker.metrics import Metrics, render
+from effuse.worker.metrics import WorkerMetrics, render
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -22,7 +22,7 @@ def _shown(name: str) -> bool:
 
 
 def test_every_metric_of_a_worker_is_told() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.finished["stop"] += 1
     text = render(metrics, Load(), 0, 0, [Link("d", "1", "cma", 1.0)])
     names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))

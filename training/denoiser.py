@@ -21,7 +21,7 @@ TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class DenoiserConfig:
     """Sizes of the model; the defaults are those of the bundled weights."""
 
     vocab_size: int
@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with norms on queries and keys, and rotary positions."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DenoiserConfig) -> None:
         """Four projections without bias, two norms of `head_dim`."""
         super().__init__()
         width, kv_width = (
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DenoiserConfig) -> None:
         """Three projections without bias."""
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -108,7 +108,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DenoiserConfig) -> None:
         """One layer of the release's names."""
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -126,7 +126,7 @@ class Layer(nn.Module):
 class Trunk(nn.Module):
     """Embedding, layers, final norm: what the release calls `model`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DenoiserConfig) -> None:
         """Layers are named by their index."""
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -137,7 +137,7 @@ class Trunk(nn.Module):
 class Denoiser(nn.Module):
     """The whole model, its head tied to the embedding."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DenoiserConfig) -> None:
         """Normal initialisation, residual outputs scaled down by depth."""
         super().__init__()
         self.model = Trunk(config)
@@ -157,7 +157,7 @@ class Denoiser(nn.Module):
         return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
 
-def _rotation(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def _rotation(positions: Tensor, config: DenoiserConfig) -> tuple[Tensor, Tensor]:
     half = torch.arange(0, config.head_dim, 2, device=positions.device)
     frequency = config.rope_theta ** (-half.float() / config.head_dim)
     angle = positions.float()[:, None, :, None] * torch.cat((frequency, frequency))

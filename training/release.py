@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from effuse.training.data import BLOCK
-from effuse.training.denoiser import Denoiser, ModelConfig
+from effuse.training.denoiser import Denoiser, DenoiserConfig
 from effuse.training.tokenizer import EOS_ID, MASK_ID, PAD_ID, PROMPT_ID, load_tokenizer
 
 _SIZES = (
@@ -37,7 +37,7 @@ def padded_vocabulary(tokenizer: Path) -> int:
 
 
 def write_release(
-    folder: Path, weights: dict[str, Tensor], config: ModelConfig, tokenizer: Path
+    folder: Path, weights: dict[str, Tensor], config: DenoiserConfig, tokenizer: Path
 ) -> None:
     """Write model.safetensors (bf16), config.json and tokenizer.json to `folder`."""
     halves = {name: value.to(torch.bfloat16).contiguous() for name, value in weights.items()}
@@ -51,7 +51,7 @@ def write_release(
 def read_release(folder: Path, device: torch.device) -> tuple[Denoiser, Tokenizer]:
     """The model in fp32 and its tokenizer, from what `write_release` wrote."""
     described = json.loads((folder / "config.json").read_text())
-    model = Denoiser(ModelConfig(**{size: described[size] for size in _SIZES}))
+    model = Denoiser(DenoiserConfig(**{size: described[size] for size in _SIZES}))
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.to(device).eval(), load_tokenizer(folder / "tokenizer.json")
 
@@ -73,7 +73,7 @@ def adopt(folder: Path, model: Denoiser, tokenizer: Path) -> None:
         target[name].copy_(value)
 
 
-def _described(config: ModelConfig) -> dict[str, object]:
+def _described(config: DenoiserConfig) -> dict[str, object]:
     return {
         "architectures": ["SDARForCausalLM"],
         "model_type": "sdar",

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from effuse.training.data import NO_LABEL, BatchShape, Rows, SourceOptions, batches
-from effuse.training.denoiser import TILE, Denoiser, Mask, ModelConfig, Visibility
+from effuse.training.denoiser import TILE, Denoiser, DenoiserConfig, Mask, Visibility
 from effuse.training.optimizer import Optimizer, Rates
 from effuse.training.release import adopt, padded_vocabulary, write_release
 from effuse.training.tokenizer import build_tokenizer
@@ -57,7 +57,7 @@ class Plan:
 class Trainer:
     """Parameters, their moving average, the optimiser and the count of steps done."""
 
-    def __init__(self, config: ModelConfig, plan: Plan, device: torch.device) -> None:
+    def __init__(self, config: DenoiserConfig, plan: Plan, device: torch.device) -> None:
         """Fresh parameters drawn from the plan's seed."""
         torch.manual_seed(plan.seed)
         self.model = Denoiser(config).to(device)
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = Plan(
         seed=options.seed, steps=options.steps, shape=BatchShape(options.rows, options.length)
     )
-    config = ModelConfig(vocab_size=padded_vocabulary(tokenizer))
+    config = DenoiserConfig(vocab_size=padded_vocabulary(tokenizer))
     trainer = Trainer(config, plan, torch.device(options.device))
     if options.resume:
         try:

@@ -29,7 +29,7 @@ from effuse.worker.messages import (
     Failed,
     Finished,
     Heartbeat,
-    Pushed,
+    PromptPushed,
     Ready,
     Shutdown,
     StartupFailed,
@@ -133,7 +133,9 @@ class EngineLoop:
         """The load is told before the end of an attempt, so that it is right for who hears that."""
         now = self._now()
         since = now - self._told_at
-        has_end = any(isinstance(event, Finished | Failed | Pushed | AbortDone) for event in said)
+        has_end = any(
+            isinstance(event, Finished | Failed | PromptPushed | AbortDone) for event in said
+        )
         is_due = since >= _BEAT_S or (load != self._told and (has_end or since >= _BEAT_CHANGED_S))
         if not is_due:
             return []

@@ -24,7 +24,7 @@ from effuse.worker import logs, metrics
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig
 from effuse.worker.service import WorkerServicer
-from effuse.worker.shell import Identity, Shell
+from effuse.worker.shell import Shell, WorkerIdentity
 from effuse.worker.supervisor import GaveUp, Supervisor
 
 LOG = logging.getLogger(__name__)
@@ -198,10 +198,10 @@ class Front:
                     await attempts.wait_idle()
 
 
-def _identity(config: WorkerConfig, role: Role, port: int) -> Identity:
+def _identity(config: WorkerConfig, role: Role, port: int) -> WorkerIdentity:
     host = config.reachable_host()
     worker_id = config.worker_id or f"{role.name}-{socket.gethostname()}-{port}"
-    return Identity(
+    return WorkerIdentity(
         worker_id=worker_id,
         address=f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}",
     )

@@ -4,7 +4,7 @@ Tagged msgspec structs that mirror worker.proto; plain data, no I/O. Every messa
 process itself names the attempt that it is about.
 
 After `Abort` an engine says nothing more of the attempt than `AbortDone`; after `Finished`,
-`Failed` and `Pushed` it says nothing more at all. A decode with a writer that ends before
+`Failed` and `PromptPushed` it says nothing more at all. A decode with a writer that ends before
 `Verified`, in whatever way, keeps its pages in quarantine until `WriterGone`.
 """
 
@@ -86,7 +86,7 @@ class StartRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PushRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Has a prefill engine push as many free pages as are reserved; answered by Pushed."""
+    """Has a prefill engine push as many free pages as are reserved; answered by PromptPushed."""
 
     reservation: Reservation
 
@@ -222,7 +222,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     compute_s: float
 
 
-class Pushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PromptPushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A prompt's pages have arrived: the end of a prefill."""
 
     attempt: AttemptId
@@ -258,7 +258,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     load: Load
 
 
-AttemptEvent = Verified | Committed | Draft | Finished | PrefillDone | Pushed | Failed | AbortDone
+AttemptEvent = (
+    Verified | Committed | Draft | Finished | PrefillDone | PromptPushed | Failed | AbortDone
+)
 CoreEvent = Reserved | AttemptEvent  # what a core emits; the process adds the rest
 ToFront = Ready | StartupFailed | Heartbeat | CoreEvent
 

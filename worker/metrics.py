@@ -54,7 +54,7 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class Metrics:
+class WorkerMetrics:
     """What a front counts from its start on."""
 
     prompt_tokens: int = 0
@@ -66,7 +66,7 @@ class Metrics:
 
 
 def render(
-    metrics: Metrics, load: Load, restarts: int, tasks: int, links: Sequence[Link] = ()
+    metrics: WorkerMetrics, load: Load, restarts: int, tasks: int, links: Sequence[Link] = ()
 ) -> str:
     """Returns all metrics in Prometheus text."""
     used = load.total_pages - load.free_pages

@@ -14,8 +14,8 @@ from effuse.protos.errors import Draining, EffuseError, Refused, Unavailable
 from effuse.worker.attempts import Attempt, Attempts
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, ToEngine
-from effuse.worker.metrics import Metrics, render
-from effuse.worker.supervisor import Life, Supervisor
+from effuse.worker.metrics import WorkerMetrics, render
+from effuse.worker.supervisor import EngineLife, Supervisor
 
 LOG = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _STARTING_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class WorkerIdentity:
     """Who this worker is, whichever engine it has."""
 
     worker_id: str
@@ -43,11 +43,11 @@ class Shell:
         tasks: asyncio.TaskGroup,
     ) -> None:
         self.role = role
-        self.identity = Identity(worker_id="", address="")  # known once the port is
+        self.identity = WorkerIdentity(worker_id="", address="")  # known once the port is
         self.config = config
         self.attempts = attempts
         self.supervisor = supervisor
-        self.metrics = Metrics()
+        self.metrics = WorkerMetrics()
         self.is_draining = False
         # Of a prefill worker, as placement.records.WorkerRecord has them; links by the engine's
         # life that they were measured for.
@@ -62,7 +62,7 @@ class Shell:
         life = self.supervisor.life
         return "" if life is None else life.incarnation
 
-    def admit(self, incarnation: str) -> Life:
+    def admit(self, incarnation: str) -> EngineLife:
         """Returns the engine that a new attempt goes to; raises why it may not come in.
 
         `incarnation` is the life that the caller means.

@@ -31,7 +31,7 @@ class GaveUp(Exception):
 
 
 @dataclass(slots=True)
-class Life:
+class EngineLife:
     """An engine that is ready, and what was last heard of it."""
 
     client: EngineClient
@@ -65,7 +65,7 @@ class Supervisor:
         self._on_change = on_change  # called whenever `life` has come or gone
         self.backoff = backoff or Backoff()
         self._now = now
-        self.life: Life | None = None
+        self.life: EngineLife | None = None
         self.restarts = 0
 
     def send(self, message: ToEngine, incarnation: str) -> None:
@@ -95,7 +95,7 @@ class Supervisor:
         ready = await client.ready(self._config.startup_timeout_s)
         load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
         began = self._now()
-        life = Life(client, ready, load, Progress.begin(began), began)
+        life = EngineLife(client, ready, load, Progress.begin(began), began)
         self.life = life
         LOG.info("engine %s is ready", client.incarnation)
         self._on_change()
@@ -105,7 +105,7 @@ class Supervisor:
             if why := verdict(life.progress, self._now(), hang_s):
                 raise EngineLost(f"the engine hangs: {why}")
 
-    def _take(self, life: Life, messages: Sequence[ToFront]) -> None:
+    def _take(self, life: EngineLife, messages: Sequence[ToFront]) -> None:
         for message in messages:
             if isinstance(message, Heartbeat):
                 life.load = message.load

@@ -7,7 +7,7 @@ import pytest
 from decoding.scripts import make_settings
 
 from effuse.decode_worker import block_diffusion
-from effuse.decode_worker.candidates import Candidates
+from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.sequence import Block
 from effuse.decode_worker.settings import Algorithm, Remasking
 
@@ -44,13 +44,13 @@ def test_which_masks_a_step_writes(
 ) -> None:
     settings = make_settings(Algorithm.BLOCK_DIFFUSION, remasking=remasking, steps=2)
     values = np.asarray(confidences, dtype=np.float32)
-    own = Candidates(np.arange(4), values, values)
+    own = HostCandidates(np.arange(4), values, values)
     block = Block(0, 4, masks_at_birth=4, masks_left=4, full=True)
     assert block_diffusion.choose(block, settings, own).tolist() == chosen
 
 
 def test_a_last_step_takes_no_more_than_is_left() -> None:
     settings = make_settings(Algorithm.BLOCK_DIFFUSION, remasking=Remasking.SEQUENTIAL, steps=1)
-    own = Candidates(np.arange(1), np.ones(1, np.float32), np.ones(1, np.float32))
+    own = HostCandidates(np.arange(1), np.ones(1, np.float32), np.ones(1, np.float32))
     block = Block(0, 4, masks_at_birth=4, masks_left=1, full=True)
     assert block_diffusion.choose(block, settings, own).tolist() == [0]

@@ -11,8 +11,8 @@ from decoding.replay import Replay
 from decoding.scripts import Case, random_case
 
 from effuse.decode_worker import block_diffusion, d2f, denoise
-from effuse.decode_worker.candidates import Candidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockState, Sequence
+from effuse.decode_worker.candidates import HostCandidates, IndexArray
+from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
 from effuse.decode_worker.settings import DecodeSettings
 
 
@@ -50,7 +50,7 @@ def test_the_random_cases_hold_what_matters() -> None:
             seen["double"] += outcome.num_settled > 1
             seen["waiting"] += outcome.stop_is_waiting
             finish = outcome.finish
-        seen["stopped"] += finish is denoise.Finish.STOP
+        seen["stopped"] += finish is denoise.AnswerEnd.STOP
     assert min(seen.values()) >= 10, seen
 
 
@@ -103,22 +103,26 @@ def resume_points(case: Case) -> list[Point]:
 
 
 def choose_at_threshold(
-    block: Block, settings: DecodeSettings, candidates: Candidates
+    block: Block, settings: DecodeSettings, candidates: HostCandidates
 ) -> IndexArray:
     above = np.flatnonzero(candidates.confidences >= settings.confidence_threshold)
     return above if len(above) or not block.full else candidates.best(1)
 
 
-def choose_always_one(block: Block, settings: DecodeSettings, candidates: Candidates) -> IndexArray:
+def choose_always_one(
+    block: Block, settings: DecodeSettings, candidates: HostCandidates
+) -> IndexArray:
     above = np.flatnonzero(candidates.confidences > settings.confidence_threshold)
     return above if len(above) else candidates.best(1)
 
 
-def choose_never_one(block: Block, settings: DecodeSettings, candidates: Candidates) -> IndexArray:
+def choose_never_one(
+    block: Block, settings: DecodeSettings, candidates: HostCandidates
+) -> IndexArray:
     return np.flatnonzero(candidates.confidences > settings.confidence_threshold)
 
 
-def best_last_on_ties(self: Candidates, count: int) -> IndexArray:
+def best_last_on_ties(self: HostCandidates, count: int) -> IndexArray:
     by_score = np.argsort(-self.scores[::-1], kind="stable")
     return np.sort(len(self.scores) - 1 - by_score[:count])
 
@@ -134,7 +138,7 @@ def wants_block_beyond_window(sequence: Sequence, settings: DecodeSettings) -> b
 def activate_not_sticky(sequence: Sequence, settings: DecodeSettings) -> None:
     previous: Block | None = None
     for block in sequence.blocks:
-        block.full = previous is None or previous.state is BlockState.SETTLED
+        block.full = previous is None or previous.state is BlockPhase.SETTLED
         previous = block
 
 
@@ -145,8 +149,8 @@ def may_append_after_stop(sequence: Sequence) -> bool:
 def settle_out_of_order(sequence: Sequence) -> int:
     settled = 0
     for block in sequence.blocks:
-        if not block.masks_left and block.state is BlockState.ACTIVE:
-            block.state = BlockState.SETTLED
+        if not block.masks_left and block.state is BlockPhase.ACTIVE:
+            block.state = BlockPhase.SETTLED
             sequence.final_len = block.end
             settled += 1
     return settled
@@ -154,11 +158,11 @@ def settle_out_of_order(sequence: Sequence) -> int:
 
 def settle_with_masks(sequence: Sequence) -> int:
     for block in sequence.blocks:
-        if block.state is BlockState.ACTIVE and block.progress >= 0.5:
-            block.state = BlockState.SETTLED
+        if block.state is BlockPhase.ACTIVE and block.progress >= 0.5:
+            block.state = BlockPhase.SETTLED
             sequence.final_len = block.end
             return 1
-        if block.state is BlockState.ACTIVE:
+        if block.state is BlockPhase.ACTIVE:
             break
     return 0
 
@@ -167,11 +171,11 @@ def share_without_remainder(block: Block, denoising_steps: int) -> int:
     return max(1, block.masks_at_birth // denoising_steps)
 
 
-def emit_uncut(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], denoise.Finish | None]:
+def emit_uncut(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], denoise.AnswerEnd | None]:
     start = sequence.prompt_len + offset
     tokens = tuple(sequence.token_ids[start : max(start, sequence.final_len)].tolist())
     ended = sequence.final_len >= sequence.answer_end
-    return tokens, denoise.Finish.LENGTH if ended else None
+    return tokens, denoise.AnswerEnd.LENGTH if ended else None
 
 
 def append_over_the_tail(self: Sequence) -> Block:
@@ -194,7 +198,7 @@ MUTANTS: tuple[tuple[object, str, Callable[..., object]], ...] = (
     (denoise, "_settle", settle_with_masks),
     (denoise, "_emit", emit_uncut),
     (block_diffusion, "step_share", share_without_remainder),
-    (Candidates, "best", best_last_on_ties),
+    (HostCandidates, "best", best_last_on_ties),
     (Sequence, "append_block", append_over_the_tail),
 )
 

@@ -17,7 +17,7 @@ from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.kernels.confidence import Candidates, RowSampling
 from effuse.kvtransfer.messages import AttemptId
-from effuse.kvtransfer.receiver import HandoffReceiver, Identity
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import Failed, Finished, StartDecode
@@ -247,7 +247,7 @@ def test_either_engine_is_made_from_the_same_parts(model: Transformer, on_device
         rig.forward,
         rig.pool,
         rig.limits,
-        HandoffReceiver(rig.pool, None, Identity("life-1", (), 0, 1.0)),
+        HandoffReceiver(rig.pool, None, ReceiverIdentity("life-1", (), 0, 1.0)),
         on_device=on_device,
         now=rig.clock,
         max_request_s=1.0,

@@ -21,7 +21,7 @@ from decoding.engines import (
 from decoding.source import SOURCE, Source
 from oracle.decode import decode
 
-from effuse.kvtransfer.connector import Cause, Refused
+from effuse.kvtransfer.connector import ArrivalRefused, Cause
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.messages import Reservation
 from effuse.kvtransfer.pool import PageState
@@ -222,7 +222,10 @@ def test_what_the_connector_refuses_fails_the_attempt(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, cause: Cause, code: str, retryable: bool
 ) -> None:
     answer, _ = pair.reserve(remote())
-    refused = [Refused("transfer-a", cause, "both sides"), Refused("transfer-z", cause, "other")]
+    refused = [
+        ArrivalRefused("transfer-a", cause, "both sides"),
+        ArrivalRefused("transfer-z", cause, "other"),
+    ]
     monkeypatch.setattr(pair.target, "poll", lambda: refused)
     pair.rig.step()
     failed = answer.failed

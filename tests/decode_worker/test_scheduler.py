@@ -6,10 +6,17 @@ import random
 
 import pytest
 
-from effuse.decode_worker.scheduler import Demand, Footprint, Limits, admit, check_fits, schedule
+from effuse.decode_worker.scheduler import (
+    DecodeLimits,
+    Demand,
+    Footprint,
+    admit,
+    check_fits,
+    schedule,
+)
 from effuse.decode_worker.settings import RequestError
 
-LIMITS = Limits(
+LIMITS = DecodeLimits(
     max_num_batched_tokens=64,
     max_num_seqs=4,
     max_model_len=200,
@@ -109,7 +116,7 @@ def test_what_just_fits_is_accepted() -> None:
 
 def test_limits_name_the_value_at_fault() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens 15 is less than 16"):
-        Limits(
+        DecodeLimits(
             max_num_batched_tokens=15,
             max_num_seqs=1,
             max_model_len=1,

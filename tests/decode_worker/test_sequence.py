@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from decoding.scripts import MASK_ID, STOP_ID
 
-from effuse.decode_worker.sequence import BlockState, Sequence
+from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.settings import RequestError, Stopping
 from effuse.worker import messages
 
@@ -69,7 +69,7 @@ def test_storing_takes_settled_blocks_out_of_flight_and_preemption_keeps_the_res
     sequence.store(4)
     first = sequence.append_block()
     sequence.write(first, np.asarray([6, 7]), np.asarray([30, 31]))
-    first.state, sequence.final_len = BlockState.SETTLED, 8
+    first.state, sequence.final_len = BlockPhase.SETTLED, 8
     second = sequence.append_block()
     assert (sequence.num_settled_tokens, sequence.num_active) == (4, 1)
     sequence.drop_kv()

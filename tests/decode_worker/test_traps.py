@@ -14,9 +14,9 @@ from decoding.invariants import decode, make_sequence
 from decoding.scripts import MASK_ID, STOP_ID, Case, Script, make_settings
 
 from effuse.decode_worker import block_diffusion, d2f, denoise
-from effuse.decode_worker.candidates import Candidates
-from effuse.decode_worker.denoise import Finish
-from effuse.decode_worker.sequence import Block, BlockState, Sequence
+from effuse.decode_worker.candidates import HostCandidates
+from effuse.decode_worker.denoise import AnswerEnd
+from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
 from effuse.decode_worker.settings import Algorithm, Stopping
 
 
@@ -32,9 +32,9 @@ def case(prompt_len: int = 8, *, origin: int | None = None, **changes: object) -
     return Case(**values)  # type: ignore[arg-type]
 
 
-def candidates(confidences: list[float], tokens: list[int] | None = None) -> Candidates:
+def candidates(confidences: list[float], tokens: list[int] | None = None) -> HostCandidates:
     values = np.asarray(confidences, dtype=np.float32)
-    return Candidates(np.asarray(tokens or range(20, 20 + len(values))), values, values)
+    return HostCandidates(np.asarray(tokens or range(20, 20 + len(values))), values, values)
 
 
 def test_trap_02_commit_order() -> None:
@@ -49,7 +49,7 @@ def test_trap_02_commit_order() -> None:
         sequence, settings, plan, candidates([0.1, 0.2, 0.1, 0.1, 0.95, 0.95, 0.95, 0.95])
     )
     assert (first.masks_left, second.masks_left) == (3, 0)
-    assert second.state is BlockState.ACTIVE and outcome.tokens == ()
+    assert second.state is BlockPhase.ACTIVE and outcome.tokens == ()
     plan = denoise.open_step(sequence, settings)
     assert plan.num_stored == 0
     assert plan.candidates.tolist()[:3] == [8, 10, 11]
@@ -84,7 +84,7 @@ def test_trap_06_a_written_mask_id_is_a_token_not_a_mask() -> None:
     outcome = denoise.apply_step(
         sequence, settings, plan, candidates([1.0] * 4, tokens=[MASK_ID] * 4)
     )
-    assert outcome.finish is Finish.LENGTH and outcome.tokens == (MASK_ID,) * 4
+    assert outcome.finish is AnswerEnd.LENGTH and outcome.tokens == (MASK_ID,) * 4
 
 
 @pytest.mark.parametrize("algorithm", tuple(Algorithm))
@@ -127,7 +127,7 @@ def test_trap_10_a_stop_id_behind_masks_stops_appending_but_not_the_request() ->
         outcome = denoise.apply_step(
             sequence, settings, plan, candidates([0.5] * len(plan.candidates))
         )
-    assert outcome.finish is Finish.STOP
+    assert outcome.finish is AnswerEnd.STOP
     assert len(outcome.tokens) == 5 and outcome.tokens[-1] == 30
 
 
@@ -146,7 +146,7 @@ def test_trap_11_a_stop_id_beyond_the_cut_is_not_a_stop() -> None:
     plan = denoise.open_step(sequence, settings)
     tokens = [20, 21, STOP_ID, 22]
     outcome = denoise.apply_step(sequence, settings, plan, candidates([1.0] * 4, tokens))
-    assert (outcome.tokens, outcome.finish) == ((20, 21), Finish.LENGTH)
+    assert (outcome.tokens, outcome.finish) == ((20, 21), AnswerEnd.LENGTH)
 
 
 def test_trap_18_confidences_stay_float32() -> None:

@@ -19,7 +19,7 @@ from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.parts import prefill_part
 from effuse.decode_worker.request import Request
-from effuse.decode_worker.scheduler import Limits
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.slots import RecordColumn, SlotLayout, Status
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef
@@ -65,7 +65,7 @@ class DeviceDecoder:
         self.stepper = DeviceStepper(step, uses_graphs=uses_graphs)
         self._intake = Intake(
             model.config,
-            Limits(
+            DecodeLimits(
                 max_num_batched_tokens=4096,
                 max_num_seqs=num_slots,
                 max_model_len=max_model_len,

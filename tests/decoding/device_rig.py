@@ -9,7 +9,7 @@ from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import Adjust
 from effuse.decode_worker.intake import Intake
 from effuse.kvtransfer.connector import Connector
-from effuse.kvtransfer.receiver import HandoffReceiver, Identity
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 
 
 class DeviceRig(Rig):
@@ -21,7 +21,7 @@ class DeviceRig(Rig):
         limits, model = self.limits, self._model
         config = model.config
         stepper = make_stepper(model, self.memory.layer_views(), limits, adjust=self.adjust)
-        identity = Identity(
+        identity = ReceiverIdentity(
             incarnation=INCARNATION,
             fingerprint=self.fingerprint,
             page_bytes=self.layout.page_bytes,

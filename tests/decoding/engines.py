@@ -14,13 +14,13 @@ from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine, Forward
 from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.scheduler import Limits
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffReceiver, Identity
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
@@ -100,7 +100,7 @@ class Rig:
         self.fingerprint = fingerprint_of(model, self.layout)
         self.connector: Connector | None = None
         self.answers: dict[str, Answer] = {}
-        self.limits = Limits(
+        self.limits = DecodeLimits(
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -117,7 +117,7 @@ class Rig:
     def connect(self, connector: Connector | None) -> None:
         """Makes the engine, anew, with this connector."""
         config = self._model.config
-        identity = Identity(
+        identity = ReceiverIdentity(
             incarnation=INCARNATION,
             fingerprint=self.fingerprint,
             page_bytes=self.layout.page_bytes,

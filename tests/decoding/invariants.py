@@ -9,8 +9,8 @@ from __future__ import annotations
 from decoding.replay import Trace
 from decoding.scripts import MASK_ID, STOP_ID, Case
 from effuse.decode_worker import denoise
-from effuse.decode_worker.denoise import Finish, StepOutcome, StepPlan
-from effuse.decode_worker.sequence import BlockState, Sequence
+from effuse.decode_worker.denoise import AnswerEnd, StepOutcome, StepPlan
+from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.settings import Algorithm, Stopping
 
 
@@ -37,8 +37,8 @@ class Watch:
 
     def before_forward(self, plan: StepPlan) -> None:
         sequence, blocks = self.sequence, self.sequence.blocks
-        active = [block for block in blocks if block.state is BlockState.ACTIVE]
-        settled = [block for block in blocks if block.state is BlockState.SETTLED]
+        active = [block for block in blocks if block.state is BlockPhase.ACTIVE]
+        settled = [block for block in blocks if block.state is BlockPhase.SETTLED]
         cached = sequence.first_block_start + self.num_committed * self.case.block_size
         hold(sequence.committed_len == plan.start == cached, "(a) cached length")
         hold(blocks[: len(settled)] == settled, "(b) settled blocks lead")
@@ -69,7 +69,7 @@ class Watch:
         hold(STOP_ID not in outcome.tokens, "a stop id was emitted")
         hold(self.emitted <= self.case.max_tokens, "max_tokens")
         for block in sequence.blocks:
-            if block.state is BlockState.SETTLED:
+            if block.state is BlockPhase.SETTLED:
                 hold(not block.masks_left, "a settled block holds a mask")
 
 
@@ -102,6 +102,6 @@ def decode(case: Case, sequence: Sequence | None = None) -> Trace:
             trace.commits.append((outcome.token_offset, outcome.tokens))
         watch.after_apply(plan, outcome)
         if outcome.finish is not None:
-            trace.stopped = outcome.finish is Finish.STOP
+            trace.stopped = outcome.finish is AnswerEnd.STOP
             return trace
     raise Broken(f"(c) not finished after {limit} forwards")

@@ -19,11 +19,11 @@ from torch import Tensor
 from decoding.invariants import make_sequence
 from decoding.scripts import Case, random_case
 from effuse.decode_worker import denoise
-from effuse.decode_worker.candidates import Candidates as Proposed
-from effuse.decode_worker.denoise import Finish
+from effuse.decode_worker.candidates import HostCandidates as Proposed
+from effuse.decode_worker.denoise import AnswerEnd
 from effuse.decode_worker.device_mirror import apply_record
 from effuse.decode_worker.device_slots import Record, slot_row
-from effuse.decode_worker.sequence import BlockState, Sequence
+from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.settings import Sampling
 from effuse.kernels.confidence import Candidates
 from effuse.kernels.plan_step import StepRows
@@ -331,7 +331,7 @@ class Lockstep:
             denoise.open_step(sequence, settings)
             assert record.status is Status.RUNNING
         else:
-            stopped = outcome.finish is Finish.STOP
+            stopped = outcome.finish is AnswerEnd.STOP
             assert record.status is (Status.STOPPED if stopped else Status.ENDED)
             self.seen.stopped += stopped
             self.seen.ended += not stopped
@@ -350,7 +350,7 @@ def same_state(record: Record, sequence: Sequence) -> bool:
     blocks = sequence.blocks
     span = slice(sequence.in_flight_start, sequence.in_flight_end)
     shown = np.where(sequence.masked[span], -1, sequence.token_ids[span])
-    num_settled = sum(block.state is BlockState.SETTLED for block in blocks)
+    num_settled = sum(block.state is BlockPhase.SETTLED for block in blocks)
     return (
         record.start == sequence.in_flight_start
         and record.column(RecordColumn.NUM_SETTLED) == num_settled

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from effuse.decode_worker.candidates import Candidates
+from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.settings import Algorithm, DecodeSettings, Remasking, Score
 
 STOP_ID = 7
@@ -41,9 +41,9 @@ class Script:
         confidence = draw.choice(CONFIDENCES[half:] if upper else CONFIDENCES[:half])
         return token, confidence, draw.choice((0.1, 0.2, 0.3))
 
-    def candidates(self, positions: list[int], denoise_counts: list[int]) -> Candidates:
+    def candidates(self, positions: list[int], denoise_counts: list[int]) -> HostCandidates:
         rows = [self.propose(*pair) for pair in zip(positions, denoise_counts, strict=True)]
-        return Candidates(
+        return HostCandidates(
             np.asarray([row[0] for row in rows], dtype=np.int64),
             np.asarray([row[1] for row in rows], dtype=np.float32),
             np.asarray([row[2] for row in rows], dtype=np.float32),

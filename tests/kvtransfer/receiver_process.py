@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from kvtransfer.fixtures import LARGE, SMALL, boundary, digests_of, print_of, reservation
 
-from effuse.kvtransfer.connector import Arrived, Connector, Refused
+from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Connector
 from effuse.kvtransfer.digest import DigestJob
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -52,7 +52,7 @@ def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
                         digests=[d.hex() for d in digests_of(memory, ids)],
                         tail=list(manifest.boundary.tail_token_ids),
                     )
-                case Refused(transfer_id, cause, message):
+                case ArrivalRefused(transfer_id, cause, message):
                     say(event="refused", transfer=transfer_id, cause=cause.name, message=message)
                 case other:
                     say(event=type(other).__name__.lower(), transfer=other.transfer_id)

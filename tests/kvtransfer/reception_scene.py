@@ -10,7 +10,7 @@ import msgspec
 from kvtransfer.fixtures import SMALL, boundary, digests_of, filled, print_of, reservation
 from kvtransfer.scene import FakeTransport
 
-from effuse.kvtransfer.connector import Cause, ConnectorEvent, Refused
+from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
 from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, sealed
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Manifest, PageRef, ReceiverAddress, Reservation
@@ -122,7 +122,7 @@ class Scene:
 
     def refusal(self) -> tuple[Cause, str]:
         """What the engine was told; the writer must have been told the same."""
-        (refused,) = [event for event in self.events if isinstance(event, Refused)]
+        (refused,) = [event for event in self.events if isinstance(event, ArrivalRefused)]
         (rejected,) = [one for one in self.transport.answers if isinstance(one, Rejected)]
         assert (rejected.transfer_id, rejected.cause) == ("transfer-1", refused.cause.value)
         assert refused.message.startswith(rejected.message[:100])

@@ -29,10 +29,10 @@ from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer import zmq_transport
 from effuse.kvtransfer.connector import (
-    Cancelled,
     Cause,
     Connector,
     ConnectorEvent,
+    PushCancelled,
     Pushed,
     PushFailed,
 )
@@ -67,7 +67,7 @@ class Pair:
     def end(self, reserved: Reservation) -> None:
         """Lets the sender forget a push, which it would else poll for until its lease is over."""
         self.sender.cancel(reserved.transfer_id)
-        next_event(self.sender, reserved.transfer_id, Cancelled)
+        next_event(self.sender, reserved.transfer_id, PushCancelled)
 
     def hear(self, reserved: Reservation) -> dict[str, Any]:
         return self.remote.hear(reserved.transfer_id)
@@ -222,7 +222,7 @@ def test_a_push_that_overlaps_itself_fails(pair: Pair) -> None:
     failed = pair.next_event(reserved)
     assert isinstance(failed, PushFailed) and failed.cause is Cause.COVERAGE
     pair.sender.cancel(reserved.transfer_id)
-    assert isinstance(pair.next_event(reserved), Cancelled)
+    assert isinstance(pair.next_event(reserved), PushCancelled)
 
 
 def test_a_push_that_does_not_cover_its_pages_fails(pair: Pair) -> None:
@@ -252,12 +252,12 @@ def test_nothing_of_a_forgotten_transfer_is_accepted(pair: Pair) -> None:
 
 def test_cancelling_what_is_unknown_or_over_is_answered(pair: Pair) -> None:
     pair.sender.cancel("never-begun")
-    assert next_event(pair.sender, "never-begun") == Cancelled("never-begun")
+    assert next_event(pair.sender, "never-begun") == PushCancelled("never-begun")
     reserved = pair.remote.reserve([3])
     pair.push(reserved, [0])
     assert isinstance(pair.next_event(reserved), Pushed)
     pair.sender.cancel(reserved.transfer_id)
-    assert isinstance(pair.next_event(reserved), Cancelled)
+    assert isinstance(pair.next_event(reserved), PushCancelled)
 
 
 def test_after_cancelled_nothing_more_is_written(
@@ -269,7 +269,7 @@ def test_after_cancelled_nothing_more_is_written(
     reserved = large.remote.reserve(range(768))
     large.sender.push_pages(reserved, range(768), 0)
     large.sender.cancel(reserved.transfer_id)
-    assert isinstance(large.next_event(reserved), Cancelled)
+    assert isinstance(large.next_event(reserved), PushCancelled)
     before = large.remote.digests()
     large.source.tensor.zero_()
     last = large.remote.reserve([])
@@ -291,7 +291,7 @@ def test_a_receiver_that_dies_fails_the_push_and_is_reached_anew(pair: Pair) -> 
     assert isinstance(failed, PushFailed), failed
     assert failed.cause in (Cause.PEER, Cause.LEASE)
     pair.sender.cancel(reserved.transfer_id)
-    assert isinstance(pair.next_event(reserved), Cancelled)
+    assert isinstance(pair.next_event(reserved), PushCancelled)
     with RemoteReceiver(pair.kind, "small", 8, "decode-2") as again:
         reserved = again.reserve([0], number=102)
         pair.push(reserved, [4])
@@ -314,9 +314,9 @@ def test_a_frozen_receiver_is_noticed_by_the_lease(kind: str) -> None:
         pair.sender.cancel(reserved.transfer_id)
         if kind == "nixl":
             pair.sender.cancel("another")
-            assert next_event(pair.sender, "another") == Cancelled("another")
+            assert next_event(pair.sender, "another") == PushCancelled("another")
             os.kill(pair.remote.process.pid, signal.SIGCONT)
-        assert isinstance(pair.next_event(reserved), Cancelled)
+        assert isinstance(pair.next_event(reserved), PushCancelled)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "nonsense", "tcp://nowhere"])
@@ -327,7 +327,7 @@ def test_an_endpoint_where_nobody_listens_fails_the_push(alone: Connector, endpo
     assert isinstance(failed, PushFailed)
     assert failed.cause in (Cause.PEER, Cause.LEASE)
     alone.cancel(reserved.transfer_id)
-    assert isinstance(next_event(alone, reserved.transfer_id), Cancelled)
+    assert isinstance(next_event(alone, reserved.transfer_id), PushCancelled)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of, reservation
 
 from effuse.kvtransfer.connector import (
+    ArrivalRefused,
     Arrived,
-    Cancelled,
     Cause,
     Fenced,
+    PushCancelled,
     Pushed,
     PushFailed,
-    Refused,
     Route,
 )
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
@@ -82,7 +82,7 @@ def test_what_is_held_back_is_delivered_later_or_never(pair: Pair) -> None:
     pair.push(reserved)
     assert pair.sender.poll() == [] and not pair.target.tensor.any()
     pair.sender.cancel("transfer-1")
-    assert pair.sender.poll() == [Cancelled("transfer-1")]
+    assert pair.sender.poll() == [PushCancelled("transfer-1")]
     pair.hub.resume()
     assert pair.sender.poll() == [] and pair.receiver.poll() == []
     assert not pair.target.tensor.any()
@@ -117,7 +117,7 @@ def test_bytes_that_change_on_the_way_are_refused(
     pair.push(pair.reserve())
     refused, *fenced = pair.receiver.poll()
     assert fenced == ([Fenced("transfer-1")] if pair.hub.is_two_sided else [])
-    assert isinstance(refused, Refused) and refused.cause is Cause.DIGEST
+    assert isinstance(refused, ArrivalRefused) and refused.cause is Cause.DIGEST
     failed = pair.sender.poll()[0]
     assert isinstance(failed, PushFailed) and failed.cause is Cause.DIGEST
 

@@ -11,10 +11,10 @@ from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer import pushes as pushes_module
 from effuse.kvtransfer.connector import (
-    Cancelled,
     Cause,
     ConnectorEvent,
     HandoffRefused,
+    PushCancelled,
     Pushed,
     PushFailed,
     Route,
@@ -225,7 +225,7 @@ def test_a_cancelled_push_waits_for_what_was_sent(desk: Desk) -> None:
     desk.turn()
     assert desk.events == [] and len(desk.sent()) == 1
     desk.land()
-    assert desk.events == [Cancelled(NAME)] and len(desk.sent()) == 1
+    assert desk.events == [PushCancelled(NAME)] and len(desk.sent()) == 1
     assert desk.transport.dropped == []
 
 
@@ -238,7 +238,7 @@ def test_a_receiver_that_never_answers_is_dropped(desk: Desk) -> None:
     assert desk.transport.dropped == []
     desk.time += 0.1
     desk.turn()
-    assert desk.transport.dropped == [PEER] and desk.events == [Cancelled(NAME)]
+    assert desk.transport.dropped == [PEER] and desk.events == [PushCancelled(NAME)]
 
 
 def test_a_delivery_that_fails_fails_the_push_and_is_over(desk: Desk) -> None:
@@ -249,7 +249,7 @@ def test_a_delivery_that_fails_fails_the_push_and_is_over(desk: Desk) -> None:
     assert desk.events == [PushFailed(NAME, Cause.PEER, "the write failed")]
     desk.pushes.cancel(NAME)
     desk.turn()
-    assert desk.events[1:] == [Cancelled(NAME)]
+    assert desk.events[1:] == [PushCancelled(NAME)]
 
 
 def test_only_its_receiver_may_answer(desk: Desk) -> None:
@@ -281,12 +281,12 @@ def test_a_receiver_that_cannot_be_told_fails_the_push(desk: Desk) -> None:
     assert desk.events == [PushFailed(NAME, Cause.PEER, "no route")]
     desk.pushes.cancel(NAME)
     desk.turn()
-    assert desk.events[1:] == [Cancelled(NAME)] and desk.transport.left == [PEER]
+    assert desk.events[1:] == [PushCancelled(NAME)] and desk.transport.left == [PEER]
 
 
 def test_cancelling_what_is_unknown_is_answered(desk: Desk) -> None:
     desk.pushes.cancel("nobody's")
-    assert desk.events == [Cancelled("nobody's")]
+    assert desk.events == [PushCancelled("nobody's")]
 
 
 def test_a_push_moves_until_its_receivers_last_word(desk: Desk) -> None:

@@ -13,7 +13,7 @@ from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import AuditError, PagePool, PageState
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, Identity
+from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
 BOUNDARY = boundary()
@@ -35,7 +35,7 @@ class Desk:
         )
         self.writer.start()
         self.connector.start()
-        identity = Identity("decode-1", print_of(SMALL), SMALL.page_bytes, lease_s=5.0)
+        identity = ReceiverIdentity("decode-1", print_of(SMALL), SMALL.page_bytes, lease_s=5.0)
         self.receiver = HandoffReceiver(self.pool, self.connector, identity)
 
     def now(self) -> float:

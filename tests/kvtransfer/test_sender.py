@@ -9,10 +9,10 @@ from kvtransfer.fixtures import SMALL, boundary, reservation
 
 from effuse.kvtransfer.connector import (
     Arrived,
-    Cancelled,
     Cause,
     ConnectorEvent,
     Pending,
+    PushCancelled,
     Pushed,
     PushFailed,
 )
@@ -131,7 +131,7 @@ def test_a_failed_push_is_reported_at_once_and_ends_when_it_has_drained(desk: De
     assert desk.sender.poll() == [PushFailed("transfer-1", Cause.PEER, "gone")]
     assert desk.connector.asked[-1] == ("cancel", "transfer-1")
     assert desk.sender.poll() == []
-    desk.connector.events = [Cancelled("transfer-1")]
+    desk.connector.events = [PushCancelled("transfer-1")]
     assert desk.sender.poll() == [Ended("transfer-1")]
 
 
@@ -148,7 +148,7 @@ def test_an_abort_waits_for_the_drain_even_if_the_push_succeeds(desk: Desk) -> N
     desk.sender.abort("transfer-1")
     desk.connector.events = [Pushed("transfer-1", 3, 3072, 0.5)]
     assert desk.sender.poll() == []
-    desk.connector.events = [Cancelled("transfer-1")]
+    desk.connector.events = [PushCancelled("transfer-1")]
     assert desk.sender.poll() == [Ended("transfer-1")]
 
 
@@ -188,5 +188,5 @@ def test_events_of_others_are_left_alone(desk: Desk) -> None:
             boundary=BOUNDARY,
         )
     )
-    desk.connector.events = [Arrived("transfer-2", manifest, 0.0), Cancelled("transfer-3")]
+    desk.connector.events = [Arrived("transfer-2", manifest, 0.0), PushCancelled("transfer-3")]
     assert desk.sender.poll() == []

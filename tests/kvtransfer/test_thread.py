@@ -11,7 +11,7 @@ import pytest
 from kvtransfer.fixtures import DEADLINE_S, SMALL, print_of, reservation
 from kvtransfer.scene import FakeTransport
 
-from effuse.kvtransfer.connector import Cancelled, ConnectorDied
+from effuse.kvtransfer.connector import ConnectorDied, PushCancelled
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.thread import ThreadConnector
@@ -59,9 +59,9 @@ def is_readable(descriptor: int, within_s: float = 0.0) -> bool:
 
 
 def test_requests_run_on_the_thread_and_events_wake_the_engine(thread: Counting) -> None:
-    thread._request(lambda: thread._emit(Cancelled(threading.current_thread().name)))
+    thread._request(lambda: thread._emit(PushCancelled(threading.current_thread().name)))
     assert is_readable(thread.fileno(), DEADLINE_S)
-    assert thread.poll() == [Cancelled("sleepy connector of life-1")]
+    assert thread.poll() == [PushCancelled("sleepy connector of life-1")]
     assert not is_readable(thread.fileno())
     assert thread.poll() == []
 

@@ -9,7 +9,7 @@ import zmq
 from kvtransfer.fixtures import SMALL, boundary, filled, next_event, reservation
 from kvtransfer.receiver_process import make
 
-from effuse.kvtransfer.connector import Cancelled, Cause, Pushed, PushFailed
+from effuse.kvtransfer.connector import Cause, PushCancelled, Pushed, PushFailed
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress, encode
 from effuse.kvtransfer.wire import Accepted, Placed
 from effuse.kvtransfer.zmq_transport import ZmqTransport
@@ -72,6 +72,6 @@ def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
         assert isinstance(failed, PushFailed)
         assert failed.cause is Cause.PEER
         sender.cancel(held.transfer_id)
-        assert isinstance(next_event(sender, held.transfer_id), Cancelled)
+        assert isinstance(next_event(sender, held.transfer_id), PushCancelled)
     finally:
         sender.close()

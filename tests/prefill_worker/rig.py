@@ -15,7 +15,7 @@ from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, Identity
+from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part, PartResult
@@ -24,7 +24,7 @@ from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.flight import Mark
-from effuse.prefill_worker.scheduler import Limits
+from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.messages import Abort, CoreEvent, PushTo, StartPrefill
 
 PREFILL, DECODE = "prefill-1", "decode-1"
@@ -90,7 +90,7 @@ class Rig:
         self.source = self._connector(self.memory, PREFILL)
         self.target_memory, self.target_pool = PageMemory(self.layout, 64), PagePool(64)
         self.target = self._connector(self.target_memory, DECODE)
-        identity = Identity(DECODE, self.fingerprint, self.layout.page_bytes, LEASE_S)
+        identity = ReceiverIdentity(DECODE, self.fingerprint, self.layout.page_bytes, LEASE_S)
         self.receiver = HandoffReceiver(self.target_pool, self.target, identity)
         runner = ModelRunner(
             self.model,
@@ -106,7 +106,7 @@ class Rig:
             self.pool,
             self.memory,
             HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now),
-            Limits(
+            PrefillLimits(
                 max_num_batched_tokens=budget,
                 max_num_seqs=max_num_seqs,
                 max_model_len=200,

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import Rig, attempt_of
 
-from effuse.worker.messages import AbortDone, Failed, PrefillDone, Pushed
+from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 
@@ -119,7 +119,7 @@ def test_an_abort_after_a_failure_waits_for_the_drain_and_did_not_run(
 def test_an_abort_of_what_is_over_or_unknown_is_answered_at_once(rig: Rig) -> None:
     rig.push_to(rig.start("a", PROMPT), 5)
     rig.settle()
-    assert len(rig.take(Pushed)) == 1
+    assert len(rig.take(PromptPushed)) == 1
     for name in ("a", "never"):
         rig.abort(attempt_of(name))
         rig.step()
@@ -181,5 +181,5 @@ def _reserve(rig: Rig, name: str) -> None:
         rig.abort(attempt_of(name))
 
 
-def _ends(rig: Rig) -> list[AbortDone | Pushed | Failed]:
-    return [*rig.take(AbortDone), *rig.take(Pushed), *rig.take(Failed)]
+def _ends(rig: Rig) -> list[AbortDone | PromptPushed | Failed]:
+    return [*rig.take(AbortDone), *rig.take(PromptPushed), *rig.take(Failed)]

@@ -18,7 +18,7 @@ from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import AttemptId, Field
 from effuse.kvtransfer.pool import AuditError
 from effuse.kvtransfer.sender import OVERTIME_S
-from effuse.worker.messages import Failed, PrefillDone, Pushed, PushTo, StartDecode
+from effuse.worker.messages import Failed, PrefillDone, PromptPushed, PushTo, StartDecode
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 BLOCK = 4
@@ -82,7 +82,7 @@ def test_what_is_handed_over_is_the_prompts_kv(
     rig.push_to(attempt, -(-count // page_size))
     rig.settle()
     (done,) = rig.take(PrefillDone)
-    (pushed,) = rig.take(Pushed)
+    (pushed,) = rig.take(PromptPushed)
     (arrived,) = rig.arrived()
     assert (done.attempt, pushed.attempt) == (attempt, attempt)
     assert pushed.bytes == pushed.pages * rig.layout.page_bytes
@@ -123,7 +123,7 @@ def test_the_unused_end_of_a_ragged_last_page_is_zero(make: Callable[..., Rig]) 
 def test_a_prompt_shorter_than_a_block_hands_over_no_page(rig: Rig, length: int) -> None:
     rig.push_to(rig.start("a", PROMPT[:length]), 0)
     rig.settle()
-    (pushed,) = rig.take(Pushed)
+    (pushed,) = rig.take(PromptPushed)
     (arrived,) = rig.arrived()
     assert (pushed.pages, pushed.bytes, rig.forward.ran) == (0, 0, [])
     assert arrived.manifest.boundary.tail_token_ids == tuple(PROMPT[:length])
@@ -138,7 +138,7 @@ def test_no_logits_are_ever_computed(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(rig.model), "logits", never)
     rig.push_to(rig.start("a", PROMPT), 5)
     rig.settle()
-    assert len(rig.take(Pushed)) == 1
+    assert len(rig.take(PromptPushed)) == 1
     assert all(not part.candidates for parts in rig.forward.ran for part in parts)
 
 
@@ -149,7 +149,7 @@ def test_prompts_share_a_forward_under_the_token_budget(make: Callable[..., Rig]
     rig.settle()
     sizes = [[len(part.token_ids) for part in parts] for parts in rig.forward.ran]
     assert sizes == [[8, 16], [4, 8]]
-    assert len(rig.take(Pushed)) == 3
+    assert len(rig.take(PromptPushed)) == 3
 
 
 def test_a_bidirectional_prompt_is_never_split(make: Callable[..., Rig]) -> None:
@@ -179,7 +179,7 @@ def test_computing_does_not_wait_for_the_reservation_but_pages_do(rig: Rig) -> N
     assert rig.pool.num_free == rig.pool.num_pages - 5
     rig.push_to(attempt, 5)
     rig.settle()
-    assert len(rig.take(Pushed)) == 1
+    assert len(rig.take(PromptPushed)) == 1
     rig.check_idle()
 
 
@@ -208,7 +208,7 @@ def test_prompts_wait_for_pages_in_their_order(make: Callable[..., Rig]) -> None
         rig.settle()
     rig.push_to(small, 1)
     rig.settle()
-    assert [pushed.attempt for pushed in rig.take(Pushed)] == [*attempts, small]
+    assert [pushed.attempt for pushed in rig.take(PromptPushed)] == [*attempts, small]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_can_never_be_computed_is_refused_with_the_numbers(
     good = rig.start("b", PROMPT)
     rig.push_to(good, -(-paged(architecture, 22) // 4))
     rig.settle()
-    assert [pushed.attempt for pushed in rig.take(Pushed)] == [good]
+    assert [pushed.attempt for pushed in rig.take(PromptPushed)] == [good]
     rig.take(PrefillDone)
     rig.check_idle()
 
@@ -320,7 +320,7 @@ def test_a_failing_forward_fails_only_what_was_in_it(rig: Rig) -> None:
     (failed,) = rig.take(Failed)
     assert (failed.attempt, failed.code, failed.retryable) == (first, "INTERNAL", True)
     assert "planted" not in failed.message
-    assert [pushed.attempt for pushed in rig.take(Pushed)] == [second]
+    assert [pushed.attempt for pushed in rig.take(PromptPushed)] == [second]
     rig.take(PrefillDone)
     rig.check_idle()
 

@@ -13,7 +13,7 @@ from prefill_worker.rig import Rig, attempt_of
 from effuse.kvtransfer import pushes
 from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.prefill_worker.flight import IsOver, mark_of
-from effuse.worker.messages import AbortDone, Failed, PrefillDone, Pushed
+from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 BLOCK = 4
@@ -94,10 +94,10 @@ def test_layers_leave_while_later_ones_are_computed(
     rig.settle()
     assert torch.equal(rig.target_memory.tensor[pages][:, 0], first[:, 0])
     assert rig.target_memory.tensor[pages][:, -1].any()
-    assert rig.take(Pushed) == []  # what goes beside the pages is not there yet
+    assert rig.take(PromptPushed) == []  # what goes beside the pages is not there yet
     device.end()
     rig.settle()
-    assert len(rig.take(Pushed)) == len(rig.take(PrefillDone)) == len(rig.arrived()) == 1
+    assert len(rig.take(PromptPushed)) == len(rig.take(PrefillDone)) == len(rig.arrived()) == 1
     rig.check_idle()
 
 
@@ -141,7 +141,7 @@ def test_it_hands_over_what_an_engine_that_waits_hands_over(
                 for n in "abc"
             ]
         )
-        rig.take(PrefillDone), rig.take(Pushed)
+        rig.take(PrefillDone), rig.take(PromptPushed)
         rig.check_idle()
         rig.close()
     for (one, before), (other, after) in zip(*seen, strict=True):
@@ -213,7 +213,7 @@ def test_a_device_ahead_of_its_host_hands_over_what_the_cpu_does(
         for shift, name in enumerate(names):
             rig.push_to(rig.start(name, PROMPT[shift:] + PROMPT[:shift]), 2)
         rig.settle()
-        assert len(rig.take(Pushed)) == len(names)
+        assert len(rig.take(PromptPushed)) == len(names)
         arrived = {report.manifest.attempt: report for report in rig.arrived()}
         reports = [arrived[attempt_of(name)] for name in names]
         handed.append([rig.kv([page.page_id for page in r.manifest.pages], count) for r in reports])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effuse.prefill_worker.scheduler import Limits, admit, schedule
+from effuse.prefill_worker.scheduler import PrefillLimits, admit, schedule
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_admission_is_first_come_first_served_by_free_pages(
     assert admit(waiting, num_computing=computing, num_free=free, most=3) == expected
 
 
-def limits(**changes: int) -> Limits:
+def limits(**changes: int) -> PrefillLimits:
     values = {
         "max_num_batched_tokens": 64,
         "max_num_seqs": 4,
@@ -56,7 +56,7 @@ def limits(**changes: int) -> Limits:
         "vocab_size": 50,
         "mask_token_id": 1,
     }
-    return Limits(**(values | changes))
+    return PrefillLimits(**(values | changes))
 
 
 def test_a_budget_below_one_block_is_refused() -> None:

@@ -10,7 +10,7 @@ from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import DECODE, Rig, attempt_of
 
 from effuse.kvtransfer.messages import Reservation
-from effuse.worker.messages import Abort, AbortDone, Failed, Pushed, PushRehearsal
+from effuse.worker.messages import Abort, AbortDone, Failed, PromptPushed, PushRehearsal
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 
@@ -39,7 +39,7 @@ def test_free_pages_are_pushed_verified_and_given_back(rig: Rig) -> None:
     rig.engine.audit()
     assert rig.pool.num_free == 4
     rig.settle()
-    (pushed,) = rig.take(Pushed)
+    (pushed,) = rig.take(PromptPushed)
     num_bytes = 4 * rig.layout.page_bytes
     assert (pushed.pages, pushed.bytes, pushed.transport) == (4, num_bytes, "memory")
     (arrived,) = rig.arrived()
@@ -74,7 +74,7 @@ def test_a_prompt_is_computed_beside_a_rehearsal(rig: Rig) -> None:
     rig.settle()
     rig.hub.resume()
     rig.settle()
-    assert {pushed.attempt.transfer_id for pushed in rig.take(Pushed)} == {
+    assert {pushed.attempt.transfer_id for pushed in rig.take(PromptPushed)} == {
         "transfer-prompt",
         "transfer-r",
     }
@@ -121,5 +121,5 @@ def test_a_name_that_is_running_is_refused(rig: Rig) -> None:
     assert failed.code == "ALREADY_EXISTS"
     rig.hub.resume()
     rig.settle()
-    assert len(rig.take(Pushed)) == 1
+    assert len(rig.take(PromptPushed)) == 1
     rig.check_idle()

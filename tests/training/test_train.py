@@ -12,7 +12,7 @@ import effuse.models
 from effuse.problems.problem import problem
 from effuse.training import train
 from effuse.training.data import NO_LABEL, BatchShape, Rows, Source, SourceOptions, batches
-from effuse.training.denoiser import Denoiser, ModelConfig, Visibility
+from effuse.training.denoiser import Denoiser, DenoiserConfig, Visibility
 from effuse.training.evaluate import Setting, evaluate
 from effuse.training.optimizer import orthogonalise
 from effuse.training.release import adopt, read_release, write_release
@@ -23,7 +23,7 @@ BUNDLED = Path(effuse.models.__path__[0]) / "bundled"
 TOKENIZER = BUNDLED / "tokenizer.json"
 SHAPE = BatchShape(rows=2, length=1024)
 OPTIONS = SourceOptions(TOKENIZER, 0, SHAPE)
-TINY = ModelConfig(
+TINY = DenoiserConfig(
     vocab_size=1216,
     hidden_size=32,
     intermediate_size=64,

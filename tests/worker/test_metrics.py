@@ -8,11 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from effuse.placement.records import Link, Load
 from effuse.worker import metrics
-from effuse.worker.metrics import Histogram, Metrics, render
+from effuse.worker.metrics import Histogram, WorkerMetrics, render
 
 
 def test_gauges_and_counters_by_their_names() -> None:
-    counted = Metrics(prompt_tokens=12, generation_tokens=34)
+    counted = WorkerMetrics(prompt_tokens=12, generation_tokens=34)
     counted.finished["stop"] += 2
     text = render(
         counted, Load(running=1, waiting=2, total_pages=8, free_pages=2, preemptions=5), 3, 17
@@ -34,7 +34,7 @@ def test_gauges_and_counters_by_their_names() -> None:
 
 
 def test_a_scraper_reads_every_metric_under_one_prefix() -> None:
-    counted = Metrics()
+    counted = WorkerMetrics()
     counted.time_to_first_block.observe(0.1)
     families = list(text_string_to_metric_families(render(counted, Load(), 0, 0)))
     assert all(family.name.startswith("effuse_") for family in families)
@@ -44,7 +44,7 @@ def test_a_scraper_reads_every_metric_under_one_prefix() -> None:
 
 def test_links_by_peer_and_transport_whatever_they_are_called() -> None:
     links = [Link("decode-0", "1", "cuda_ipc", 213.4e9), Link('a"\\b\nc', "1", "tcp", 0.5)]
-    text = render(Metrics(), Load(), 0, 0, links)
+    text = render(WorkerMetrics(), Load(), 0, 0, links)
     assert (
         'effuse_kv_link_bytes_per_second{peer="decode-0",transport="cuda_ipc"} 213400000000\n'
         in text
@@ -58,7 +58,7 @@ def test_links_by_peer_and_transport_whatever_they_are_called() -> None:
 
 
 def test_no_pool_is_no_usage() -> None:
-    assert "effuse_kv_cache_usage_perc 0\n" in render(Metrics(), Load(), 0, 0)
+    assert "effuse_kv_cache_usage_perc 0\n" in render(WorkerMetrics(), Load(), 0, 0)
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_included() -> None:
