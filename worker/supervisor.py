@@ -18,7 +18,7 @@ from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_client import EngineClient, EngineLost
 from effuse.worker.messages import Heartbeat, Ready, StartupFailed, ToEngine, ToFront
-from effuse.worker.watchdog import Progress, observe, verdict
+from effuse.worker.watchdog import Progress, observe, pardon, verdict
 
 LOG = logging.getLogger(__name__)
 
@@ -100,8 +100,15 @@ class Supervisor:
         LOG.info("engine %s is ready", client.incarnation)
         self._on_change()
         hang_s = self._config.hang_timeout_s
+        patience_s = hang_s / 10
         while True:
-            self._take(life, await client.receive(hang_s / 10))
+            asked = self._now()
+            messages = await client.receive(patience_s)
+            stood_still_s = self._now() - asked - patience_s
+            if stood_still_s > patience_s:  # a stopped process, or a frozen machine
+                LOG.warning("this process stood still for %.1f s", stood_still_s)
+                life.progress = pardon(life.progress, stood_still_s)
+            self._take(life, messages)
             if why := verdict(life.progress, self._now(), hang_s):
                 raise EngineLost(f"the engine hangs: {why}")
 

@@ -4,7 +4,7 @@ Liveness is not enough: a loop may turn while the work in it stands still. Pure;
 argument.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from effuse.worker.messages import Heartbeat
 
@@ -35,6 +35,16 @@ def observe(progress: Progress, beat: Heartbeat, now: float) -> Progress:
         runnable=beat.load.runnable,
         beat_at=now if turned else progress.beat_at,
         step_at=now if moved else progress.step_at,
+    )
+
+
+def pardon(progress: Progress, stood_still_s: float) -> Progress:
+    """Returns what is known, but for a time in which the watcher itself stood still and heard
+    nothing of what was said."""
+    return replace(
+        progress,
+        beat_at=progress.beat_at + stood_still_s,
+        step_at=progress.step_at + stood_still_s,
     )
 
 

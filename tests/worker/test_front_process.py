@@ -36,10 +36,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
+def started(
+    tmp_path: Path, *others: str
+) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
     """A worker in a process of its own, ready, and its engine."""
     ready = tmp_path / "ready.json"
-    flags = ["--ready-file", str(ready), "--log-level", "error"]
+    flags = ["--ready-file", str(ready), "--log-level", "error", *others]
     command = [sys.executable, "-P", "-c", LAUNCH, *flags]
     with subprocess.Popen(command, env=ENVIRONMENT) as process:
         try:
@@ -143,3 +145,28 @@ def test_wrong_flags_are_told_with_the_accepted_form(
     run = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert run.returncode == 2
     assert told in run.stderr
+
+
+def test_a_front_that_stood_still_does_not_take_its_engine_for_hung(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    with started(tmp_path, "--hang-timeout-s", "1") as (process, engine):
+        before = json.loads(ready.read_text())
+        front = psutil.Process(process.pid)
+        front.suspend()
+        until(lambda: front.status() == psutil.STATUS_STOPPED)
+        time.sleep(3)  # three times as long as an engine may be silent
+        front.resume()
+        time.sleep(3)  # long enough for a verdict over an engine that is silent from now on
+        assert engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE
+        assert json.loads(ready.read_text()) == before
+
+
+def test_an_engine_that_hangs_after_that_is_replaced(tmp_path: Path) -> None:
+    with started(tmp_path, "--hang-timeout-s", "1") as (process, engine):
+        engine.suspend()
+        front = psutil.Process(process.pid)
+        front.suspend()
+        time.sleep(2)
+        front.resume()
+        until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+        until(lambda: any(child.pid != engine.pid for child in front.children()))

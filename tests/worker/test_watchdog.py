@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from effuse.placement.records import Load
 from effuse.worker.messages import Heartbeat
-from effuse.worker.watchdog import Progress, observe, verdict
+from effuse.worker.watchdog import Progress, observe, pardon, verdict
 
 HANG_S = 10.0
 
@@ -52,3 +52,12 @@ def test_waiting_for_a_peer_is_not_hanging() -> None:
         waiting = Heartbeat(loops=second, load=Load(running=3, runnable=0))
         progress = observe(progress, waiting, float(second))
     assert verdict(progress, 100.0, HANG_S) is None
+
+
+def test_time_in_which_the_watcher_stood_still_is_not_the_engines() -> None:
+    progress = observe(Progress.begin(0.0), beat(1, steps=3, runnable=1), 5.0)
+    later = pardon(progress, 60.0)
+    assert verdict(progress, 70.0, HANG_S) is not None
+    assert verdict(later, 70.0, HANG_S) is None
+    # From then on it has as long as ever to be heard.
+    assert verdict(later, 75.1, HANG_S) == "its loop has not turned for 10.1 s"
