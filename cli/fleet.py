@@ -157,6 +157,7 @@ class Fleet:
                 self._spawn(name)
             for name in members:
                 self._addresses[name] = self._await_address(name, deadline)
+            self._keep_router_port()
             self.wait_for_workers(
                 self.config.prefill, self.config.decode, max(0.0, deadline - time.monotonic())
             )
@@ -187,14 +188,27 @@ class Fleet:
 
         Raises ProcessEnded if it ends once more; others that have ended meanwhile are left alone.
         """
+        self.begin_restart(name)
+        if not self._wait(time.monotonic() + timeout_s, lambda: self.is_back(name), name):
+            process = self.processes[name]
+            raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
+
+    def begin_restart(self, name: str) -> None:
+        """Start it again and wait for nothing; `is_back` tells when it is ready."""
         if name in self.processes:
             self.processes.pop(name).clear()  # now, as its id may be another's process later
         self._spawn(name)
-        deadline = time.monotonic() + timeout_s
+
+    def is_back(self, name: str) -> bool:
+        """Whether a process that was started again is ready; where it listens is known then."""
         if name == "redis":
-            self._await_redis(deadline, name)
-        else:
-            self._addresses[name] = self._await_address(name, deadline, name)
+            with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:
+                return _answers(client)
+        ready = self._ready_file(name)
+        if not ready.exists():
+            return False
+        self._addresses[name] = _address_in(ready)
+        return True
 
     def dead(self) -> list[Process]:
         """Processes that have ended without being asked to by `kill` or `terminate`."""
@@ -257,7 +271,7 @@ class Fleet:
         if not self._wait(deadline, ready.exists, only):
             process = self.processes[name]
             raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
-        return str(json.loads(ready.read_text())["address"])
+        return _address_in(ready)
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
@@ -295,6 +309,11 @@ class Fleet:
             *config.router_flags,
         ]
 
+    def _keep_router_port(self) -> None:
+        """A router that is started again listens where clients know it, also with port 0."""
+        command = self._commands["router"]
+        command[command.index("--port") + 1] = self.address.rpartition(":")[2]
+
     def _worker_command(self, role: str, name: str) -> list[str]:
         config = self.config
         adapter = ("--adapter", str(config.adapter)) if config.adapter else ()
@@ -324,6 +343,10 @@ class Fleet:
             *model,
             *("--ready-file", str(self._ready_file(name))),
         ]
+
+
+def _address_in(ready: Path) -> str:
+    return str(json.loads(ready.read_text())["address"])
 
 
 def _python(module: str) -> list[str]:

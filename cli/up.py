@@ -2,22 +2,21 @@
 
 Flags that are not its own are those of the processes it starts (their `config.py`), checked here
 and passed on to whichever takes them.
-A process that ends by itself is reported and started again, unless it keeps ending.
+A process that ends by itself is reported and started again, ever more slowly if it keeps ending.
 """
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NoReturn
 
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.logs import LogFollower
 from effuse.cli.process import Process
@@ -28,8 +27,8 @@ from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 
 _POLL_S = 0.2
-_MOST_ENDS = 5
-_WITHIN_S = 60.0
+_WELL_S = 60.0  # a process that ran for so long did not fail at its start
+_MOST_PAUSE_S = 60.0
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "advertise_host", "connector_host"}
 # Both have it, but workers on one machine cannot share a port.
@@ -62,18 +61,38 @@ class FlagGroups:
         return (self.every, self.router, self.workers, self.prefill, self.decode)
 
 
-@dataclass(slots=True)
-class Endings:
-    """Counts processes that ended, to tell an accident from a fleet that cannot work."""
+class Restarts:
+    """When a process that has ended is started again: at once, and if it ends again before it was
+    well for a minute, after 1, 2, 4 .. 60 s. Each by itself: what is well is left alone. Times are
+    seconds of one clock."""
 
-    times: deque[float] = field(default_factory=deque)
+    def __init__(self) -> None:
+        self._in_a_row: dict[str, int] = {}
+        self._due: dict[str, float] = {}
+        self._back_at: dict[str, float] = {}
 
-    def too_many(self, now: float) -> bool:
-        """Note one ending at `now`, in seconds; whether there were too many of late."""
-        self.times.append(now)
-        while self.times and self.times[0] < now - _WITHIN_S:
-            self.times.popleft()
-        return len(self.times) > _MOST_ENDS
+    def ended(self, name: str, now: float) -> float | None:
+        """Notes an end; how long it is waited for now, None where it is waited for already."""
+        if name in self._due:
+            return None
+        if now - self._back_at.get(name, now) > _WELL_S:
+            self._in_a_row[name] = 0
+        before = self._in_a_row.get(name, 0)
+        pause_s = min(_MOST_PAUSE_S, 2.0 ** (before - 1)) if before else 0.0
+        self._in_a_row[name] = before + 1
+        self._due[name] = now + pause_s
+        return pause_s
+
+    def due(self, now: float) -> list[str]:
+        """Those to be started now; each is named once."""
+        names = [name for name, at in self._due.items() if at <= now]
+        for name in names:
+            del self._due[name]
+        return names
+
+    def back(self, name: str, now: float) -> None:
+        """Notes that one is ready."""
+        self._back_at[name] = now
 
 
 def main(argv: Sequence[str]) -> int:
@@ -249,7 +268,7 @@ def run(fleet: Fleet) -> int:
     try:
         fleet.start()
         print(greeting(fleet), flush=True)
-        return watch_over(fleet)
+        watch_over(fleet)
     except FleetError as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 1
@@ -261,23 +280,32 @@ def run(fleet: Fleet) -> int:
         fleet.stop()
 
 
-def watch_over(fleet: Fleet) -> int:
-    """Report each process that ends and start it again; returns when they end too often."""
-    endings = Endings()
+def watch_over(fleet: Fleet) -> NoReturn:
+    """Report each process that ends and start it again, side by side, until interrupted."""
+    restarts = Restarts()
+    starting: set[str] = set()
     while True:
+        now = time.monotonic()
         for process in fleet.dead():
-            _report(process)
-            if endings.too_many(time.monotonic()):
-                print("effuse up: processes keep ending; giving up", file=sys.stderr)
-                return 1
-            with contextlib.suppress(ProcessEnded):  # then it is dead again in the next round
-                fleet.restart(process.name)
-                print(f"effuse up: {process.name} is back", file=sys.stderr)
+            starting.discard(process.name)
+            pause_s = restarts.ended(process.name, now)
+            if pause_s is not None:
+                _report(process, pause_s)
+        for name in restarts.due(now):
+            fleet.begin_restart(name)
+            starting.add(name)
+        for name in sorted(name for name in starting if fleet.is_back(name)):
+            starting.discard(name)
+            restarts.back(name, now)
+            print(f"effuse up: {name} is back", file=sys.stderr)
         time.sleep(_POLL_S)
 
 
-def _report(process: Process) -> None:
-    print(f"effuse up: {process.ending()}; its log ends:\n{process.tail()}", file=sys.stderr)
+def _report(process: Process, pause_s: float) -> None:
+    again = f"it is started again in {pause_s:.0f} s" if pause_s else "it is started again"
+    print(
+        f"effuse up: {process.ending()}; {again}; its log ends:\n{process.tail()}", file=sys.stderr
+    )
 
 
 def greeting(fleet: Fleet) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.cli.up import Endings, greeting, main, parse, watch_over
+from effuse.cli.up import Restarts, greeting, main, parse, watch_over
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -247,15 +247,40 @@ def test_a_log_directory_that_cannot_be_is_one_line(
     assert [left.name for left in tmp_path.iterdir()] == ["taken"]
 
 
-def test_it_gives_up_when_processes_keep_ending() -> None:
-    endings = Endings()
-    assert not any(endings.too_many(float(at)) for at in range(5))
-    assert endings.too_many(5.0)
+def test_a_process_is_started_again_at_once_and_then_ever_more_slowly() -> None:
+    restarts = Restarts()
+    now, pauses = 0.0, []
+    for _ in range(9):
+        pause_s = restarts.ended("decode-0", now)
+        assert pause_s is not None
+        assert restarts.ended("decode-0", now) is None  # it is waited for already
+        pauses.append(pause_s)
+        if pause_s:
+            assert restarts.due(now + 0.99 * pause_s) == []
+        now += pause_s
+        assert restarts.due(now) == ["decode-0"]
+        assert restarts.due(now) == []
+        restarts.back("decode-0", now)
+        now += 1.0
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_endings_long_ago_are_forgiven() -> None:
-    endings = Endings()
-    assert not any(endings.too_many(at * 20.0) for at in range(50))
+def test_a_process_that_was_well_for_a_minute_has_a_fresh_start() -> None:
+    restarts = Restarts()
+    for at in (0.0, 10.0, 20.0):
+        restarts.ended("router", at)
+        restarts.due(at + 5.0)
+    restarts.back("router", 25.0)
+    assert restarts.ended("router", 86.0) == 0
+
+
+def test_each_process_is_judged_by_itself() -> None:
+    restarts = Restarts()
+    for _ in range(5):
+        restarts.ended("decode-0", 0.0)
+        restarts.due(100.0)
+    assert restarts.ended("decode-1", 0.0) == 0
+    assert restarts.due(0.0) == ["decode-1"]
 
 
 def test_a_fleet_without_decode_workers_is_refused() -> None:
@@ -287,12 +312,17 @@ def fleet() -> Iterator[Fleet]:
 def test_processes_that_end_together_or_once_more_are_started_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    told = ""
+
     class Clock:
         monotonic = staticmethod(time.monotonic)
 
         def sleep(self, seconds: float) -> None:
-            if not fleet.dead():
+            nonlocal told
+            told += capsys.readouterr().err
+            if told.count("is back") == 2:
                 raise KeyboardInterrupt
+            time.sleep(0.01)
 
     for name in fleet._commands:
         fleet._spawn(name)
@@ -300,6 +330,6 @@ def test_processes_that_end_together_or_once_more_are_started_again(
     monkeypatch.setattr("effuse.cli.up.time", Clock())
     with pytest.raises(KeyboardInterrupt):
         watch_over(fleet)
-    told = capsys.readouterr().err
-    assert (told.count("exited with status 1"), told.count("is back")) == (3, 2)
+    assert told.count("exited with status 1") == 3
+    assert told.count("it is started again in 1 s") == 1  # who ended twice
     assert not fleet._ended

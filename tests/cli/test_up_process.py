@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 
+import grpc
 import psutil
 import pytest
 from checkpoints import write_tiny_checkpoint
@@ -83,6 +84,12 @@ def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
     worker.kill()
     up.wait_for(r"effuse up: decode-0 \(pid \d+\) was ended by SIGKILL")
     up.wait_for("effuse up: decode-0 is back")
+    (worker,) = [one for one in up.processes() if "effuse.decode_worker" in one.cmdline()]
+    router.kill()
+    up.wait_for("effuse up: router is back")
+    with grpc.insecure_channel(f"127.0.0.1:{ready[1]}") as channel:  # where it was before
+        grpc.channel_ready_future(channel).result(DEADLINE_S)
+    assert worker.is_running()
     processes += up.processes()
     assert up.end() == 0
     assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
