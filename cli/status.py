@@ -1,0 +1,114 @@
+"""`effuse status`: the workers of a running fleet, as the router sees them now."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from effuse.cli.arguments import DEFAULT_TARGET, command, seconds, target
+from effuse.client.client import Client
+from effuse.protos.errors import EffuseError
+from effuse.v1 import model_pb2
+
+_ROLES = {model_pb2.WORKER_ROLE_PREFILL: "prefill", model_pb2.WORKER_ROLE_DECODE: "decode"}
+_STATES = {model_pb2.WORKER_STATE_READY: "ready", model_pb2.WORKER_STATE_DRAINING: "draining"}
+_HEADINGS = (
+    "worker",
+    "role",
+    "state",
+    "model",
+    "running",
+    "waiting",
+    "pages free",
+    "steps",
+    "links",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 0 where a decode worker is ready, 1 where none is or nobody answers."""
+    asked = parse(argv)
+    try:
+        with Client(asked.target, timeout_s=asked.timeout, max_attempts=1) as client:
+            workers = client.workers()
+    except EffuseError as error:
+        print(f"effuse status: {error.code.name}: {error}", file=sys.stderr)
+        return 1
+    print(as_json(workers) if asked.json else as_text(workers), end="")
+    return 0 if any(_can_answer(worker) for worker in workers) else 1
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """What the flags say; exits with status 2 on bad ones."""
+    parser = command("status", "Show the workers of a running fleet, their load and their links.")
+    add = parser.add_argument
+    add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
+    add("--json", action="store_true", help="all that is known, as one JSON list")
+    add("--timeout", type=seconds, default=5.0, metavar="S",
+        help="longest the router may take (default: 5)")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def as_json(workers: Sequence[model_pb2.Worker]) -> str:
+    """Every field of every worker, zeros too, under its name in `model.proto`."""
+    listed = [
+        MessageToDict(
+            worker, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        for worker in workers
+    ]
+    return json.dumps(listed, indent=1) + "\n"
+
+
+def as_text(workers: Sequence[model_pb2.Worker]) -> str:
+    """A table, a line for each link, and one that says how many workers there are of each kind."""
+    table = Table(box=None, pad_edge=False)
+    for heading in _HEADINGS:
+        table.add_column(heading, no_wrap=True)
+    for worker in workers:
+        table.add_row(*_cells(worker))
+    console = Console(width=max(Console().width, 160))
+    with console.capture() as drawn:
+        console.print(table)
+    links = [_link(worker, link) for worker in workers for link in worker.links]
+    lines = [line.rstrip() for line in drawn.get().splitlines()]
+    return "\n".join([*lines, *links, _summary(workers)]) + "\n"
+
+
+def _cells(worker: model_pb2.Worker) -> tuple[str, ...]:
+    quarantined = worker.quarantined_pages
+    pages = f"{worker.free_pages} of {worker.total_pages}"
+    return (
+        worker.worker_id,
+        _ROLES.get(worker.role, "unknown"),
+        _STATES.get(worker.state, "unknown"),
+        worker.model,
+        f"{worker.running} of {worker.max_num_seqs}",
+        str(worker.waiting),
+        f"{pages}, {quarantined} in quarantine" if quarantined else pages,
+        str(worker.steps),
+    )
+
+
+def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:
+    refused = ", refused" if link.refused else ""
+    rate = f"{link.gigabytes_per_second:.3g} GB/s"
+    return f"{worker.worker_id} to {link.peer}: {link.transport}, {rate}{refused}"
+
+
+def _summary(workers: Sequence[model_pb2.Worker]) -> str:
+    ready = [worker for worker in workers if worker.state == model_pb2.WORKER_STATE_READY]
+    counts = [
+        f"{sum(worker.role == role for worker in ready)} {name}" for role, name in _ROLES.items()
+    ]
+    told = f"{' and '.join(counts)} workers are ready"
+    return told if any(map(_can_answer, workers)) else f"{told}: nobody can answer a request"
+
+
+def _can_answer(worker: model_pb2.Worker) -> bool:
+    is_ready = worker.state == model_pb2.WORKER_STATE_READY
+    return is_ready and worker.role == model_pb2.WORKER_ROLE_DECODE

@@ -1,0 +1,76 @@
+"""`effuse status` on workers that are told, and on a real fleet and on nobody."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.status import as_json, as_text, main
+from effuse.v1 import model_pb2 as pb
+
+PREFILL = pb.Worker(
+    worker_id="prefill-0", role=pb.WORKER_ROLE_PREFILL, state=pb.WORKER_STATE_READY, model="m",
+    total_pages=64, free_pages=60, max_num_seqs=8, steps=12,
+    links=[
+        pb.WorkerLink(peer="decode-0", transport="cuda_ipc", gigabytes_per_second=213.44),
+        pb.WorkerLink(peer="decode-1", transport="tcp", gigabytes_per_second=1.2, refused=True),
+    ],
+)  # fmt: skip
+DECODE = pb.Worker(
+    worker_id="decode-0", role=pb.WORKER_ROLE_DECODE, state=pb.WORKER_STATE_READY, model="m",
+    total_pages=64, free_pages=10, quarantined_pages=4, max_num_seqs=8, running=3, waiting=2,
+)  # fmt: skip
+
+
+def test_a_line_for_each_worker() -> None:
+    heading, first, second, *links, summary = as_text([DECODE, PREFILL]).splitlines()
+    assert heading.split()[:3] == ["worker", "role", "state"]
+    assert first.split() == [
+        *("decode-0", "decode", "ready", "m", "3", "of", "8", "2"),
+        *("10", "of", "64,", "4", "in", "quarantine", "0"),
+    ]
+    assert second.split()[:3] == ["prefill-0", "prefill", "ready"]
+    assert links == [
+        "prefill-0 to decode-0: cuda_ipc, 213 GB/s",
+        "prefill-0 to decode-1: tcp, 1.2 GB/s, refused",
+    ]
+    assert summary == "1 prefill and 1 decode workers are ready"
+
+
+def test_a_fleet_that_cannot_answer_says_so() -> None:
+    draining = pb.Worker()
+    draining.CopyFrom(DECODE)
+    draining.state = pb.WORKER_STATE_DRAINING
+    for workers in ([], [PREFILL], [PREFILL, draining]):
+        assert as_text(workers).splitlines()[-1].endswith("nobody can answer a request")
+
+
+def test_json_holds_every_field() -> None:
+    (told,) = json.loads(as_json([DECODE]))
+    assert set(told) == {field.name for field in pb.Worker.DESCRIPTOR.fields}
+    assert (told["worker_id"], told["running"], told["steps"]) == ("decode-0", 3, "0")
+
+
+def test_a_running_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--device", "cpu", "--num-pages", "256")
+    with Fleet(FleetConfig(worker_flags=flags)) as fleet:
+        deadline = time.monotonic() + 60
+        while True:  # a link is measured a moment after the start
+            assert main(["--target", fleet.address, "--json"]) == 0
+            told = {one["worker_id"]: one for one in json.loads(capsys.readouterr().out)}
+            if told["prefill-0"]["links"]:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert main(["--target", fleet.address]) == 0
+    assert told["decode-0"]["total_pages"] == 256
+    assert told["prefill-0"]["links"][0]["transport"] == "zmq over tcp"
+    assert "1 prefill and 1 decode workers are ready" in capsys.readouterr().out
+
+
+def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", "127.0.0.1:1", "--timeout", "0.5"]) == 1
+    assert "effuse status: " in capsys.readouterr().err
