@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from effuse.router.answer import Answer
 from effuse.router.delivery import Delivery
+from effuse.router.detokenizer import AnswerText
 from effuse.router.request import Life
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
@@ -55,7 +55,7 @@ class Job:
     prompt_token_ids: list[int]
     max_tokens: int
     deadline: float
-    answer: Answer
+    answer: AnswerText
     costs: Costs
     delivery: Delivery = field(default_factory=Delivery)
 

@@ -20,9 +20,8 @@ from effuse.placement.records import MalformedRecord, PlacementRecord, decode_pl
 from effuse.placement.store import StoreUnavailable
 from effuse.protos.errors import Cancelled, DeadlineExceeded, EffuseError, NotFound, Unavailable
 from effuse.router.admission import Admission
-from effuse.router.answer import Answer
 from effuse.router.catalogue import Catalogue
-from effuse.router.checks import Findings, check_request_id
+from effuse.router.detokenizer import AnswerText
 from effuse.router.job import ClientGone, Costs, Job, Sink
 from effuse.router.ledger import Ledger
 from effuse.router.metrics import Metrics
@@ -31,7 +30,7 @@ from effuse.router.request import Event, Life, State
 from effuse.router.seats import Seats
 from effuse.router.sinks import Collected, Streamed
 from effuse.router.tokenizer import Tokenizer
-from effuse.router.validation import Asked, fit, validate
+from effuse.router.validation import Asked, Findings, check_request_id, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
 
@@ -201,7 +200,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt_token_ids=token_ids,
             max_tokens=fit(len(token_ids), asked.max_tokens, asked.model),
             deadline=deadline,
-            answer=Answer(self._parts.tokenizer, asked.stops),
+            answer=AnswerText(self._parts.tokenizer, asked.stops),
             costs=costs,
         )
 
