@@ -2,7 +2,7 @@
 
 Prefill computes from the first moment; decode answers with its reservation, which is passed on, and
 only prefill's push waits for it. A patient attempt begins to prefill once pages are held. Whichever
-way the attempt ends, its calls are ended here or handed to `endings.py`. Not here: what comes after
+way the attempt ends, its calls are ended here or handed to `cleanup.py`. Not here: what comes after
 a failed attempt (`relay.py`).
 """
 
@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from effuse.router.aborts import Aborts
+from effuse.router.cleanup import Cleanup, ReaderTask
 from effuse.router.decode_leg import DecodeCall, DecodeLeg
 from effuse.router.detokenizer import Decoder
-from effuse.router.endings import Endings, LegTask
 from effuse.router.fleet import Fleet
 from effuse.router.job import Job, Sink
 from effuse.router.legs import LegFailed
@@ -35,8 +34,7 @@ class Attempt:
         *,
         is_patient: bool,
         fleet: Fleet,
-        aborts: Aborts,
-        endings: Endings,
+        cleanup: Cleanup,
         decoder: Decoder,
         sink: Sink,
         now: Callable[[], float],
@@ -44,8 +42,7 @@ class Attempt:
         self._job = job
         self._placement = placement
         self._fleet = fleet
-        self._aborts = aborts
-        self._endings = endings
+        self._cleanup = cleanup
         self._now = now
         self._is_patient = is_patient
         self._id = worker_pb2.AttemptId(
@@ -74,7 +71,7 @@ class Attempt:
         if self._job.answer.is_stopped:  # its workers know nothing of that
             self._leave()
         else:
-            self._endings.settle([decode], self._tasks(), self._end)
+            self._cleanup.settle_calls([decode], self._tasks(), self._end)
         return reason
 
     # Opening.
@@ -135,9 +132,9 @@ class Attempt:
         """Ends what is open, at once."""
         self._end()
         if tasks := self._tasks():
-            self._endings.settle([], tasks)
+            self._cleanup.settle_calls([], tasks)
 
-    def _tasks(self) -> list[LegTask]:
+    def _tasks(self) -> list[ReaderTask]:
         prefill = self._prefill
         return [] if prefill is None or prefill.task is None else [prefill.task]
 
@@ -147,8 +144,8 @@ class Attempt:
         decode, prefill = self._decode, self._prefill
         if decode is not None and (not decode.done() or decode.cancelled()):
             decode.cancel()
-            self._aborts.send(self._placement.decode, self._id, reason)
+            self._cleanup.send_abort(self._placement.decode, self._id, reason)
         if prefill is not None and (not prefill.call.done() or prefill.call.cancelled()):
             prefill.call.cancel()
             if not prefill.is_pushed:
-                self._aborts.send(prefill.worker, self._id, reason)
+                self._cleanup.send_abort(prefill.worker, self._id, reason)

@@ -17,7 +17,7 @@ import grpc.aio
 
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Unreserved
-from effuse.router.endings import LegTask
+from effuse.router.cleanup import ReaderTask
 from effuse.router.job import Job
 from effuse.router.legs import LegFailed, read, tell
 from effuse.router.request import State
@@ -42,7 +42,7 @@ class PrefillLeg:
     ) -> None:
         self.call = call
         self.worker = worker
-        self.task: LegTask | None = None
+        self.task: ReaderTask | None = None
         self.is_pushed = False
         self.failure: LegFailed | None = None
         self._is_unheard = False  # the reservation found the call over

@@ -26,10 +26,9 @@ from effuse.protos.errors import (
     Unavailable,
     Unreserved,
 )
-from effuse.router.aborts import Aborts
 from effuse.router.attempt import Attempt
+from effuse.router.cleanup import Cleanup
 from effuse.router.detokenizer import Decoder
-from effuse.router.endings import Endings
 from effuse.router.fleet import Fleet
 from effuse.router.job import ClientGone, Job, Sink
 from effuse.router.legs import LegFailed
@@ -73,8 +72,7 @@ class Relay:
     def __init__(
         self,
         fleet: Fleet,
-        aborts: Aborts,
-        endings: Endings,
+        cleanup: Cleanup,
         placements: Placements,
         decoder: Decoder,
         *,
@@ -83,8 +81,7 @@ class Relay:
         now: Callable[[], float],
     ) -> None:
         self._fleet = fleet
-        self._aborts = aborts
-        self._endings = endings
+        self._cleanup = cleanup
         self._placements = placements
         self._decoder = decoder
         self._router_id = router_id
@@ -129,8 +126,7 @@ class Relay:
                 transfer_id,
                 is_patient=tries.is_patient,
                 fleet=self._fleet,
-                aborts=self._aborts,
-                endings=self._endings,
+                cleanup=self._cleanup,
                 decoder=self._decoder,
                 sink=sink,
                 now=self._now,

@@ -18,11 +18,10 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.rpc import PUBLIC_LIMITS, RpcServer, serve, write_ready_file
-from effuse.router.aborts import Aborts
 from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue, ModelServicer
+from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
-from effuse.router.endings import Endings
 from effuse.router.fleet import Fleet
 from effuse.router.ledger import Ledger
 from effuse.router.metrics import Metrics
@@ -59,8 +58,7 @@ class Router:
         self.seats = Seats(self.fleet, self.admission, config.max_concurrent_requests)
         self.ledger = Ledger(now)
         self.metrics = Metrics()
-        self.aborts = Aborts(self.fleet)
-        self.endings = Endings()
+        self.cleanup = Cleanup(self.fleet)
         self.port = 0
         self.metrics_port = 0
         self.ready = asyncio.Event()
@@ -84,7 +82,7 @@ class Router:
             with self._metrics_served() as self.metrics_port:
                 if self.metrics_port:
                     LOG.info("metrics are on %s:%d", config.host, self.metrics_port)
-                async with self.aborts, self.endings:
+                async with self.cleanup.running():
                     await self._start(rpc)
                     loops += [
                         beside.create_task(self.readiness.run()),
@@ -101,8 +99,7 @@ class Router:
         catalogue = Catalogue(self.fleet)
         relay = Relay(
             self.fleet,
-            self.aborts,
-            self.endings,
+            self.cleanup,
             self._writer,
             self._tokenizer,
             router_id=f"router-{secrets.token_hex(6)}",
@@ -134,9 +131,9 @@ class Router:
         gauge("num_requests_running", "Requests on workers", lambda: self.admission.num_running)
         gauge("num_requests_waiting", "Requests in the queue", lambda: self.admission.num_waiting)
         gauge("retries", "Attempts after the first, so far", lambda: relay.num_retries)
-        gauge("aborts", "Attempts ended on workers, so far", lambda: self.aborts.num_sent)
+        gauge("aborts", "Attempts ended on workers, so far", lambda: self.cleanup.num_aborts)
         gauge(
-            "calls_ended_late", "Calls cut off at their end, so far", lambda: self.endings.num_late
+            "calls_ended_late", "Calls cut off at their end, so far", lambda: self.cleanup.num_late
         )
         gauge("placements_dropped", "Placements never written", lambda: self._writer.dropped)
 
