@@ -9,16 +9,14 @@ a failed attempt (`relay.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
-from effuse.router.cleanup import Cleanup, ReaderTask
+from effuse.router.cleanup import ReaderTask
 from effuse.router.decode_leg import DecodeCall, DecodeLeg
-from effuse.router.detokenizer import Decoder
-from effuse.router.fleet import Fleet
 from effuse.router.job import Job, Sink
 from effuse.router.legs import LegFailed
 from effuse.router.policy import Placement
 from effuse.router.prefill_leg import PrefillLeg
+from effuse.router.router import Router
 from effuse.v1 import worker_pb2
 from effuse.v1.generation_pb2 import FinishReason
 
@@ -28,27 +26,21 @@ class Attempt:
 
     def __init__(
         self,
+        router: Router,
         job: Job,
         placement: Placement,
         transfer_id: str,
-        *,
-        is_patient: bool,
-        fleet: Fleet,
-        cleanup: Cleanup,
-        decoder: Decoder,
         sink: Sink,
-        now: Callable[[], float],
+        is_patient: bool,
     ) -> None:
+        self._router = router
         self._job = job
         self._placement = placement
-        self._fleet = fleet
-        self._cleanup = cleanup
-        self._now = now
         self._is_patient = is_patient
         self._id = worker_pb2.AttemptId(
             request_id=job.life.request_id, attempt=job.life.attempt, transfer_id=transfer_id
         )
-        self._leg = DecodeLeg(job, placement, self._id, decoder=decoder, sink=sink, now=now)
+        self._leg = DecodeLeg(router, job, placement, self._id, sink)
         self._prefill: PrefillLeg | None = None
         self._decode: DecodeCall | None = None
         self._is_broken_off = False  # by us, since prefill failed
@@ -71,7 +63,7 @@ class Attempt:
         if self._job.answer.is_stopped:  # its workers know nothing of that
             self._leave()
         else:
-            self._cleanup.settle_calls([decode], self._tasks(), self._end)
+            self._router.cleanup.settle_calls([decode], self._tasks(), self._end)
         return reason
 
     # Opening.
@@ -96,14 +88,14 @@ class Attempt:
             request.remote.incarnation = placement.prefill.incarnation
             request.remote.address = placement.prefill.address
             request.remote.engine_port = placement.prefill.engine_port
-        stub = self._fleet.peer(placement.decode.address).decode
+        stub = self._router.fleet.peer(placement.decode.address).decode
         return stub.Decode(request, timeout=self._time_left())
 
     async def _begin_prefill(self) -> PrefillLeg:
         worker = self._placement.prefill
         assert worker is not None, "a remote prefill without its worker"
-        call = self._fleet.peer(worker.address).prefill.Prefill(timeout=self._time_left())
-        leg = PrefillLeg(call, worker, self._job, on_failure=self._break_off, now=self._now)
+        call = self._router.fleet.peer(worker.address).prefill.Prefill(timeout=self._time_left())
+        leg = PrefillLeg(call, worker, self._job, on_failure=self._break_off, now=self._router.now)
         self._prefill = leg
         await leg.begin(self._id)
         return leg
@@ -132,7 +124,7 @@ class Attempt:
         """Ends what is open, at once."""
         self._end()
         if tasks := self._tasks():
-            self._cleanup.settle_calls([], tasks)
+            self._router.cleanup.settle_calls([], tasks)
 
     def _tasks(self) -> list[ReaderTask]:
         prefill = self._prefill
@@ -144,8 +136,8 @@ class Attempt:
         decode, prefill = self._decode, self._prefill
         if decode is not None and (not decode.done() or decode.cancelled()):
             decode.cancel()
-            self._cleanup.send_abort(self._placement.decode, self._id, reason)
+            self._router.cleanup.send_abort(self._placement.decode, self._id, reason)
         if prefill is not None and (not prefill.call.done() or prefill.call.cancelled()):
             prefill.call.cancel()
             if not prefill.is_pushed:
-                self._cleanup.send_abort(prefill.worker, self._id, reason)
+                self._router.cleanup.send_abort(prefill.worker, self._id, reason)

@@ -13,11 +13,12 @@ import grpc.aio
 
 from effuse.protos.errors import DeadlineExceeded, EffuseError, PeerLost, Refused, TransferFailed
 from effuse.router.delivery import BrokenStream
-from effuse.router.detokenizer import Decoder, draft_text
+from effuse.router.detokenizer import draft_text
 from effuse.router.job import Job, Sink
 from effuse.router.legs import LegFailed, read
 from effuse.router.policy import Placement
 from effuse.router.request import Event, IllegalTransition, State
+from effuse.router.router import Router
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FinishReason
 
@@ -29,20 +30,18 @@ class DecodeLeg:
 
     def __init__(
         self,
+        router: Router,
         job: Job,
         placement: Placement,
         attempt: worker_pb2.AttemptId,
-        *,
-        decoder: Decoder,
         sink: Sink,
-        now: Callable[[], float],
     ) -> None:
+        self._decoder = router.tokenizer
+        self._now = router.now
         self._job = job
         self._placement = placement
         self._id = attempt
-        self._decoder = decoder
         self._sink = sink
-        self._now = now
         self._peer = f"decode worker {placement.decode.worker_id}"
 
     async def run(

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -27,13 +26,11 @@ from effuse.protos.errors import (
     Unreserved,
 )
 from effuse.router.attempt import Attempt
-from effuse.router.cleanup import Cleanup
-from effuse.router.detokenizer import Decoder
-from effuse.router.fleet import Fleet
 from effuse.router.job import ClientGone, Job, Sink
 from effuse.router.legs import LegFailed
 from effuse.router.policy import Placement, WorkerLife
 from effuse.router.request import Event
+from effuse.router.router import Router
 from effuse.v1.generation_pb2 import FinishReason
 
 LOG: Final = logging.getLogger(__name__)
@@ -46,13 +43,6 @@ A worker that does not take them is at odds with this router, and not with the c
 
 RETRY_AFTER_S: Final = 1.0
 """What clients are told to wait when no worker is there: about as long as a lease takes to show."""
-
-
-class Placements(Protocol):
-    """Where placements are written, beside the request; placement.writer.PlacementWriter is one."""
-
-    def put(self, record: PlacementRecord) -> None:
-        """Writes soon; never waits, never fails."""
 
 
 @dataclass(slots=True)
@@ -69,29 +59,14 @@ class Tries:
 class Relay:
     """Runs admitted requests. One per router."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        cleanup: Cleanup,
-        placements: Placements,
-        decoder: Decoder,
-        *,
-        router_id: str,
-        max_retries: int,
-        now: Callable[[], float],
-    ) -> None:
-        self._fleet = fleet
-        self._cleanup = cleanup
-        self._placements = placements
-        self._decoder = decoder
-        self._router_id = router_id
-        self._max_retries = max_retries
-        self._now = now
-        self.num_retries = 0
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._fleet = router.fleet
+        self._now = router.now
 
     async def run(self, job: Job, sink: Sink) -> FinishReason:
         """Relays `job` to its end; raises `EffuseError` or `ClientGone`."""
-        tries = Tries(left=self._max_retries)
+        tries = Tries(left=self._router.config.max_retries)
         state: PlacementState = "failed"
         try:
             while True:
@@ -120,17 +95,7 @@ class Relay:
         tries.record = self._record(job, placement, transfer_id)
         self._put(tries.record)
         with self._fleet.counted(placement, len(job.prompt_token_ids), job.max_tokens):
-            attempt = Attempt(
-                job,
-                placement,
-                transfer_id,
-                is_patient=tries.is_patient,
-                fleet=self._fleet,
-                cleanup=self._cleanup,
-                decoder=self._decoder,
-                sink=sink,
-                now=self._now,
-            )
+            attempt = Attempt(self._router, job, placement, transfer_id, sink, tries.is_patient)
             return await attempt.run()
 
     def _place(self, job: Job, tries: Tries) -> Placement:
@@ -178,13 +143,13 @@ class Relay:
         if isinstance(error, Unreserved) and not tries.is_patient:
             # Decode is busy, which is nobody's fault and no loss: next time its pages come first.
             tries.is_patient = True
-            self.num_retries += 1
+            self._router.num_retries += 1
             return
         if tries.left == 0:
             text = f"gave up after {job.life.attempt} attempts: {error.message}"
             raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error
         tries.left -= 1
-        self.num_retries += 1
+        self._router.num_retries += 1
         tries.excluded.add((blamed.worker_id, blamed.incarnation))
 
     def _record(self, job: Job, placement: Placement, transfer_id: str) -> PlacementRecord:
@@ -192,7 +157,7 @@ class Relay:
             request_id=job.life.request_id,
             attempt=job.life.attempt,
             transfer_id=transfer_id,
-            router_id=self._router_id,
+            router_id=self._router.id,
             state="running",
             model=job.asked.model.name,
             decode=_placed_on(placement.decode),
@@ -209,7 +174,7 @@ class Relay:
 
     def _put(self, record: PlacementRecord) -> None:
         """In the order of calls, once the request has gone on its way."""
-        asyncio.get_running_loop().call_soon(self._placements.put, record)
+        asyncio.get_running_loop().call_soon(self._router.placements.put, record)
 
 
 def _blamed(placement: Placement, failure: LegFailed) -> WorkerRecord:

@@ -10,26 +10,19 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import grpc.aio
 
 from effuse.placement.records import MalformedRecord, PlacementRecord, decode_placement
 from effuse.placement.store import StoreUnavailable
 from effuse.protos.errors import Cancelled, DeadlineExceeded, EffuseError, NotFound, Unavailable
-from effuse.router.admission import Admission
-from effuse.router.catalogue import Catalogue
 from effuse.router.detokenizer import AnswerText
 from effuse.router.job import ClientGone, Costs, Job, Sink
-from effuse.router.ledger import Ledger
-from effuse.router.metrics import Metrics
 from effuse.router.relay import Relay
 from effuse.router.request import Event, Life, State
-from effuse.router.seats import Seats
+from effuse.router.router import Router
 from effuse.router.sinks import Collected, Streamed
-from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, Findings, check_request_id, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
@@ -55,34 +48,12 @@ _STORED_STATES: Final = {
 }
 
 
-class PlacementLookup(Protocol):
-    """Where requests of other routers are found; placement.store.Store is one."""
-
-    async def placement(self, request_id: str) -> bytes | None:
-        """The stored placement of a request; raises `StoreUnavailable`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the service is made of."""
-
-    tokenizer: Tokenizer
-    catalogue: Catalogue
-    admission: Admission
-    seats: Seats
-    ledger: Ledger
-    relay: Relay
-    lookup: PlacementLookup
-    metrics: Metrics
-    max_request_s: float
-    now: Callable[[], float]
-
-
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """GenerationService."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._relay = Relay(router)
 
     async def Generate(
         self,
@@ -133,39 +104,40 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         findings = Findings()
         check_request_id(request.request_id, findings)
         findings.raise_any()
-        life = self._parts.ledger.find(request.request_id)
+        life = self._router.requests.find(request.request_id)
         if life is not None:
             return _describe(life)
         return _describe_stored(await self._look_up(request.request_id))
 
     def _check(self, request: pb.GenerateRequest, *, is_stream: bool) -> tuple[str, Asked]:
         """All that can be said against a request before anything is held for it."""
-        parts = self._parts
+        router = self._router
         try:
-            parts.seats.settle()
-            parts.admission.check()
+            if not router.admission.knows_seats:
+                router.count_seats()
+            router.admission.check()
             request_id = _request_id(request)
-            parts.ledger.check(request_id)
-            model = parts.catalogue.find(request.model if request.HasField("model") else None)
-            reserved = parts.tokenizer.reserved_ids
+            router.requests.check(request_id)
+            model = router.catalogue.find(request.model if request.HasField("model") else None)
+            reserved = router.tokenizer.reserved_ids
             return request_id, validate(request, model, reserved, is_stream=is_stream)
         except EffuseError as error:
-            parts.metrics.refused.labels(error.code.name).inc()
+            router.metrics.refused.labels(error.code.name).inc()
             raise
 
     async def _serve(
         self, request_id: str, asked: Asked, time_left_s: float, sink: Sink
     ) -> pb.Finished:
         """Runs the request; whatever happens, its life ends here and is counted."""
-        parts, life = self._parts, Life(request_id)
-        costs = Costs(arrived=parts.now())
-        limit_s = min(time_left_s, parts.max_request_s)
+        router, life = self._router, Life(request_id)
+        costs = Costs(arrived=router.now())
+        limit_s = min(time_left_s, router.config.max_request_s)
         deadline = asyncio.get_running_loop().time() + limit_s
-        with parts.ledger.running(life):
+        with router.requests.running(life):
             try:
-                async with asyncio.timeout_at(deadline), parts.admission.slot():
+                async with asyncio.timeout_at(deadline), router.admission.slot():
                     job = await self._prepare(life, asked, costs, deadline)
-                    reason = await parts.relay.run(job, sink)
+                    reason = await self._relay.run(job, sink)
                     finished = self._finish(job, reason)
             except TimeoutError as error:
                 text = f"not answered within {limit_s:.3g} s; it was {life.state.value}"
@@ -173,7 +145,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             except EffuseError as error:
                 raise self._end(life, costs, error) from error.__cause__
             except (ClientGone, asyncio.CancelledError) as error:
-                elapsed_s = parts.now() - costs.arrived
+                elapsed_s = router.now() - costs.arrived
                 gone = self._end(life, costs, why_gone(elapsed_s, limit_s))
                 if isinstance(error, ClientGone):
                     raise gone from error
@@ -184,10 +156,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return finished
 
     async def _prepare(self, life: Life, asked: Asked, costs: Costs, deadline: float) -> Job:
-        costs.queue_s = self._parts.now() - costs.arrived
+        costs.queue_s = self._router.now() - costs.arrived
         token_ids = list(asked.prompt_token_ids)
         if asked.prompt is not None:
-            token_ids = await self._parts.tokenizer.encode(asked.prompt)
+            token_ids = await self._router.tokenizer.encode(asked.prompt)
             if max(token_ids, default=0) >= asked.model.vocab_size:
                 raise Unavailable(
                     f"the router's tokenizer does not fit the model: it made id {max(token_ids)}, "
@@ -200,12 +172,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             prompt_token_ids=token_ids,
             max_tokens=fit(len(token_ids), asked.max_tokens, asked.model),
             deadline=deadline,
-            answer=AnswerText(self._parts.tokenizer, asked.stops),
+            answer=AnswerText(self._router.tokenizer, asked.stops),
             costs=costs,
         )
 
     def _finish(self, job: Job, reason: pb.FinishReason) -> pb.Finished:
-        usage, stats = job.usage(), job.stats(self._parts.now())
+        usage, stats = job.usage(), job.stats(self._router.now())
         job.life.status = "OK"
         # Counted once the answer is on its way.
         asyncio.get_running_loop().call_soon(self._count, usage, stats)
@@ -214,7 +186,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     def _count(self, usage: pb.Usage, stats: pb.GenerationStats) -> None:
-        metrics = self._parts.metrics
+        metrics = self._router.metrics
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.generation_tokens.inc(usage.completion_tokens)
         metrics.first_block.observe(stats.first_block_s)
@@ -229,17 +201,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return error
 
     def _close(self, life: Life, costs: Costs, event: Event, status: str) -> None:
-        now = self._parts.now()
+        now = self._router.now()
         if not life.is_ended:
             life.handle(event, now, status)
             life.status = status
-        self._parts.metrics.requests.labels(status).inc()
-        self._parts.metrics.latency.observe(now - costs.arrived)
+        self._router.metrics.requests.labels(status).inc()
+        self._router.metrics.latency.observe(now - costs.arrived)
         LOG.info("request %s ended with %s: %s", life.request_id, status, life.tell())
 
     async def _look_up(self, request_id: str) -> PlacementRecord:
         try:
-            stored = await self._parts.lookup.placement(request_id)
+            stored = await self._router.store.placement(request_id)
             if stored is not None:
                 return decode_placement(stored)
         except StoreUnavailable as error:

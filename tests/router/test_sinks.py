@@ -101,5 +101,5 @@ def test_a_client_that_comes_back_late_reads_how_it_ended(
 
 
 def _has_ended(fleet: FakeFleet, request_id: str) -> bool:
-    life = fleet.router.ledger.find(request_id)
+    life = fleet.router.requests.find(request_id)
     return life is not None and life.is_ended
