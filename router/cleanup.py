@@ -12,21 +12,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import grpc.aio
 
 from effuse.placement.records import WorkerRecord
+from effuse.router.calls import is_task_cancelled
 from effuse.router.fleet import Fleet
-from effuse.router.legs import is_cancelled
 from effuse.v1 import worker_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
 ABORT_S: Final = 5.0
 SETTLE_S: Final = 0.25
 """What calls of an attempt that is over have to end by themselves."""
-
-ReaderTask: TypeAlias = "asyncio.Task[None]"
 
 
 class OpenCall(Protocol):
@@ -76,7 +74,7 @@ class Cleanup:
     def settle_calls(
         self,
         calls: Sequence[OpenCall],
-        readers: Sequence[ReaderTask],
+        readers: Sequence[asyncio.Task[None]],
         end_calls: Callable[[], None] | None = None,
     ) -> None:
         """Takes over what an attempt leaves. `end_calls` makes every call of it end; it is called
@@ -94,14 +92,14 @@ class Cleanup:
             self.num_unanswered += 1
             LOG.info("%s did not answer an abort: %s", worker.worker_id, error.code().name)
         except asyncio.CancelledError:
-            if is_cancelled():
+            if is_task_cancelled():
                 raise
             self.num_unanswered += 1
 
     async def _settle(
         self,
         calls: Sequence[OpenCall],
-        readers: Sequence[ReaderTask],
+        readers: Sequence[asyncio.Task[None]],
         end_calls: Callable[[], None] | None,
     ) -> None:
         try:
@@ -119,7 +117,7 @@ class Cleanup:
             self.num_open -= 1
 
 
-def _cut_off(readers: Sequence[ReaderTask], end_calls: Callable[[], None] | None) -> None:
+def _cut_off(readers: Sequence[asyncio.Task[None]], end_calls: Callable[[], None] | None) -> None:
     if end_calls is not None:
         end_calls()
     for reader in readers:

@@ -20,7 +20,7 @@ from effuse.router.catalogue import Catalogue
 from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
 from effuse.router.fleet import Fleet
-from effuse.router.ledger import Ledger
+from effuse.router.known_requests import KnownRequests
 from effuse.router.metrics import Metrics
 from effuse.router.policy import live_workers
 from effuse.router.tokenizer import Tokenizer
@@ -43,14 +43,13 @@ class Router:
         self.id = f"router-{secrets.token_hex(6)}"
         self.config = config
         self.tokenizer = tokenizer
-        self.store = store
         self.now = now
         self.view = FleetView(store)
         self.placements = PlacementWriter(store)
         self.fleet = Fleet(self.view, config.prefill, now)
         self.catalogue = Catalogue(self.fleet)
         self.admission = Admission(config.max_concurrent_requests, config.max_queue)
-        self.requests = Ledger(now)
+        self.requests = KnownRequests(store, now)
         self.cleanup = Cleanup(self.fleet)
         self.num_retries = 0
         self.metrics = Metrics()
