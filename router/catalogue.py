@@ -52,7 +52,7 @@ class Catalogue:
         """The model that a request means; raises `InvalidRequest`, `NotFound`, `Unavailable`."""
         models = self.live()
         if name is None:
-            return self._only(models)
+            return self._only_model(models)
         findings = Findings()
         check_model_name(name, "model", findings)
         findings.raise_any()
@@ -63,7 +63,7 @@ class Catalogue:
         there = ", ".join(sorted(models))
         raise NotFound(f"there is no model {shown(name)}; this fleet serves {there}")
 
-    def _only(self, models: dict[str, ModelInfo]) -> ModelInfo:
+    def _only_model(self, models: dict[str, ModelInfo]) -> ModelInfo:
         if not models:
             raise Unavailable("no worker is live", retry_after_s=1.0)
         if len(models) > 1:

@@ -45,7 +45,7 @@ class Detokenizer:
         keep = len(self._open)
         while keep and self._decoder.is_byte(self._open[keep - 1]):
             keep -= 1
-        return self._complete(keep) if keep else ""
+        return self._complete_text(keep) if keep else ""
 
     def flush(self) -> str:
         """The ids are over: returns what was held back, as it is."""
@@ -56,7 +56,7 @@ class Detokenizer:
         self._shown = len(text)
         return piece
 
-    def _complete(self, num_ids: int) -> str:
+    def _complete_text(self, num_ids: int) -> str:
         """Moves the first open ids into the window and returns what they complete."""
         self._window += self._open[:num_ids]
         del self._open[:num_ids]
@@ -64,12 +64,12 @@ class Detokenizer:
         end = len(text.rstrip(REPLACEMENT)) if text.endswith(REPLACEMENT) else len(text)
         piece = text[self._shown : end]
         if end == len(text):
-            self._slide()
+            self._slide_window()
         else:
             self._shown = max(self._shown, end)
         return piece
 
-    def _slide(self) -> None:
+    def _slide_window(self) -> None:
         """All is returned: what came since the last complete piece is the context of the next."""
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
@@ -100,7 +100,7 @@ class StopMatcher:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start]
-        keep = self._undecided(text)
+        keep = self._count_undecided(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -109,9 +109,9 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _undecided(self, text: str) -> int:
+    def _count_undecided(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        return max((_overlap(text, stop) for stop in self._stops), default=0)
+        return max((_overlap_length(text, stop) for stop in self._stops), default=0)
 
 
 class AnswerText:
@@ -169,7 +169,7 @@ def draft_text(decoder: Decoder, token_ids: Sequence[int], masked: Sequence[bool
     return "".join(parts)
 
 
-def _overlap(text: str, stop: str) -> int:
+def _overlap_length(text: str, stop: str) -> int:
     """Length of the longest proper prefix of `stop` that ends `text`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

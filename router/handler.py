@@ -106,7 +106,7 @@ class Handler:
             try:
                 async with asyncio.timeout_at(request.deadline), router.admission.slot():
                     await self._encode_prompt()
-                    reason = await self._answer()
+                    reason = await self._run_attempts()
                     return self._finish(reason)
             except TimeoutError as error:
                 text = f"not answered within {request.limit_s:.3g} s; it was {request.state.value}"
@@ -120,7 +120,7 @@ class Handler:
                 raise
             finally:
                 if not request.is_ended:  # an exception of ours is on its way to the border
-                    self._close(Event.FAILED, "INTERNAL")
+                    self._record_end(Event.FAILED, "INTERNAL")
 
     async def _encode_prompt(self) -> None:
         request = self._request
@@ -138,7 +138,7 @@ class Handler:
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
 
-    async def _answer(self) -> pb.FinishReason:
+    async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
         request, router = self._request, self._router
         state: PlacementState = "failed"
@@ -271,10 +271,10 @@ class Handler:
     def _end_badly(self, error: EffuseError) -> EffuseError:
         """A bad end that is told."""
         by_caller = isinstance(error, Cancelled | DeadlineExceeded)
-        self._close(Event.CANCELLED if by_caller else Event.FAILED, error.code.name)
+        self._record_end(Event.CANCELLED if by_caller else Event.FAILED, error.code.name)
         return error
 
-    def _close(self, event: Event, status: str) -> None:
+    def _record_end(self, event: Event, status: str) -> None:
         request, metrics, now = self._request, self._router.metrics, self._router.now()
         if not request.is_ended:
             request.apply_event(event, now, status)

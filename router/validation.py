@@ -131,9 +131,9 @@ def validate(
         prompt_token_ids=tuple(request.prompt_token_ids.ids),
         max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
         stops=tuple(request.stopping.stop),
-        stop_token_ids=_stop_ids(request.stopping, model),
-        sampling=_sampling(request.sampling),
-        settings=_settings(request.decoding, algorithm, model),
+        stop_token_ids=_resolve_stop_ids(request.stopping, model),
+        sampling=_resolve_sampling(request.sampling),
+        settings=_resolve_settings(request.decoding, algorithm, model),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
     )
@@ -278,12 +278,12 @@ def _check_conflicts(decoding: pb.DecodingParams, algorithm: str, findings: Find
             findings.add(f"decoding.{name}", form, "a value")
 
 
-def _stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[int, ...]:
+def _resolve_stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[int, ...]:
     eos = () if stopping.ignore_eos else model.eos_token_ids
     return tuple(sorted({*eos, *stopping.stop_token_ids}))
 
 
-def _sampling(sampling: pb.SamplingParams) -> worker_pb2.DecodeSampling:
+def _resolve_sampling(sampling: pb.SamplingParams) -> worker_pb2.DecodeSampling:
     return worker_pb2.DecodeSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
@@ -292,7 +292,7 @@ def _sampling(sampling: pb.SamplingParams) -> worker_pb2.DecodeSampling:
     )
 
 
-def _settings(
+def _resolve_settings(
     decoding: pb.DecodingParams, algorithm: str, model: ModelInfo
 ) -> worker_pb2.DecodeSettings:
     def given(name: str, value: float, default: float) -> float:
