@@ -59,13 +59,13 @@ class Announcer:
         while self._lease.action is not Action.STOP:
             record = self._describe()
             if record is None:
-                await self._pause(self._lease.times.renew_s)
+                await self._wait_for_change(self._lease.times.renew_s)
                 continue
             async with self._turn:
                 if self.state is not LeaseState.RELEASED:
-                    self._follow(record.incarnation)
+                    self._adopt_incarnation(record.incarnation)
                     await self._announce(record)
-            await self._pause(self._lease.wait_s(self._now()))
+            await self._wait_for_change(self._lease.wait_s(self._now()))
         raise Superseded("another process announces itself under this worker's id")
 
     async def release(self) -> None:
@@ -83,7 +83,7 @@ class Announcer:
         except StoreUnavailable as error:
             LOG.warning("the lease was not released and will run out: %s", error)
 
-    def _follow(self, incarnation: str) -> None:
+    def _adopt_incarnation(self, incarnation: str) -> None:
         """A new life of our own engine registers anew."""
         if incarnation != self._incarnation:
             self._incarnation = incarnation
@@ -92,7 +92,7 @@ class Announcer:
     async def _announce(self, record: WorkerRecord) -> None:
         before = self._lease
         try:
-            event = await self._ask(record)
+            event = await self._register_or_renew(record)
         except StoreUnavailable as error:
             LOG.debug("not announced: %s", error)
             event = LeaseEvent.UNREACHABLE
@@ -102,13 +102,13 @@ class Announcer:
         if self._lease.state is not before.state:
             LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)
 
-    async def _ask(self, record: WorkerRecord) -> LeaseEvent:
+    async def _register_or_renew(self, record: WorkerRecord) -> LeaseEvent:
         if self._lease.action is Action.REGISTER:
             answer = await self._store.register(record, self._lease.times.ttl_s, self._previous)
             return LeaseEvent(answer)
         return LeaseEvent(await self._store.renew(record, self._lease.times.ttl_s))
 
-    async def _pause(self, seconds: float) -> None:
+    async def _wait_for_change(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()

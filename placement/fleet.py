@@ -111,7 +111,7 @@ class FleetView:
         try:
             answer = await self._store.workers()
         except StoreUnavailable as error:
-            self._lose(error, asked_at)
+            self._keep_last_view(error, asked_at)
         else:
             if not self._snapshot.is_current:
                 LOG.info("the view of the fleet is current")
@@ -122,7 +122,7 @@ class FleetView:
         """Returns once Redis was asked for the first time."""
         await self._polled.wait()
 
-    def _lose(self, error: StoreUnavailable, asked_at: float) -> None:
+    def _keep_last_view(self, error: StoreUnavailable, asked_at: float) -> None:
         view = self._snapshot
         if view.is_current:
             LOG.warning("keeping the last known view of the fleet: %s", error)

@@ -7,6 +7,7 @@ that come again. What the answers mean for a lease or a view is decided elsewher
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, Self, cast
 
@@ -16,7 +17,6 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
-from effuse.placement.circuit import Circuit
 from effuse.placement.keys import Keys
 from effuse.placement.records import PlacementRecord, WorkerRecord, encode
 
@@ -31,6 +31,34 @@ _CONNECTIONS = _MOST_LOOKUPS + 2  # the view of the fleet and the writer of plac
 
 class StoreUnavailable(Exception):
     """Redis did not answer in time, or refused."""
+
+
+@dataclass(slots=True)
+class Circuit:
+    """Whether it is worth asking Redis now: after failures in a row callers are refused, for
+    `first_s` after the first, doubling to `most_s`. Asks nothing itself."""
+
+    now: Callable[[], float]  # monotonic seconds
+    first_s: float = 0.1
+    most_s: float = 2.0
+    failures: int = 0
+    open_until: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True while nobody should ask."""
+        return self.now() < self.open_until
+
+    def succeeded(self) -> None:
+        """An answer came."""
+        self.failures = 0
+        self.open_until = 0.0
+
+    def failed(self) -> None:
+        """None came."""
+        pause = min(self.first_s * 2.0**self.failures, self.most_s)
+        self.failures = min(self.failures + 1, 32)
+        self.open_until = self.now() + pause
 
 
 class Store:
@@ -55,11 +83,11 @@ class Store:
             max_connections=_CONNECTIONS,
         )
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
-        self._register = self._script("register")
-        self._renew = self._script("renew")
-        self._workers = self._script("workers")
-        self._place = self._script("place")
-        self._running = self._script("running")
+        self._register = self._load_script("register")
+        self._renew = self._load_script("renew")
+        self._workers = self._load_script("workers")
+        self._place = self._load_script("place")
+        self._running = self._load_script("running")
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,18 +107,19 @@ class Store:
         one; with "" (a new process) from whoever held it.
         """
         args = [*_lease_args(record, lease_s), previous]
-        answer = cast(bytes, await self._ask(self._register, self._worker_keys(record), args))
-        return cast(Registration, answer.decode())
+        answer = await self._run_script(self._register, self._worker_keys(record), args)
+        return cast(Registration, cast(bytes, answer).decode())
 
     async def renew(self, record: WorkerRecord, lease_s: float) -> Renewal:
         """Renews the lease and replaces the record, if this incarnation still holds it."""
         args = _lease_args(record, lease_s)
-        answer = cast(bytes, await self._ask(self._renew, self._worker_keys(record), args))
-        return cast(Renewal, answer.decode())
+        answer = await self._run_script(self._renew, self._worker_keys(record), args)
+        return cast(Renewal, cast(bytes, answer).decode())
 
     async def workers(self) -> list[tuple[bytes, float]]:
         """Returns every live worker: its stored record, undecoded, and seconds left."""
-        answer = await self._ask(self._workers, [self.keys.workers], [self.keys.worker_prefix])
+        keys = self.keys
+        answer = await self._run_script(self._workers, [keys.workers], [keys.worker_prefix])
         flat = cast(list[bytes | int], answer)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return [(cast(bytes, record), cast(int, left) / 1000) for record, left in pairs]
@@ -109,7 +138,7 @@ class Store:
             encode(record),
             _ms(lifetime_s),
         ]
-        return cast(Placing, cast(bytes, await self._ask(self._place, keys, args)).decode())
+        return cast(Placing, cast(bytes, await self._run_script(self._place, keys, args)).decode())
 
     async def placement(self, request_id: str) -> bytes | None:
         """Returns the stored placement of a request, undecoded; None where there is none.
@@ -117,9 +146,9 @@ class Store:
         Waits for its turn: many at once say nothing against Redis.
         """
         key = self.keys.request(request_id)
-        await self._take_turn()
+        await self._wait_for_turn()
         try:
-            answer = await self._guard(
+            answer = await self._ask_redis(
                 lambda: cast(Awaitable[object], self._redis.hget(key, "record"))
             )
         finally:
@@ -128,10 +157,11 @@ class Store:
 
     async def running(self) -> list[bytes]:
         """Returns the stored placement of every running request, undecoded."""
-        answer = await self._ask(self._running, [self.keys.running], [self.keys.request_prefix])
+        keys = self.keys
+        answer = await self._run_script(self._running, [keys.running], [keys.request_prefix])
         return cast(list[bytes], answer)
 
-    async def _take_turn(self) -> None:
+    async def _wait_for_turn(self) -> None:
         try:
             async with asyncio.timeout(2 * self._timeout_s):
                 await self._lookups.acquire()
@@ -141,16 +171,16 @@ class Store:
     def _worker_keys(self, record: WorkerRecord) -> list[str]:
         return [self.keys.worker(record.worker_id), self.keys.workers]
 
-    def _script(self, name: str) -> AsyncScript:
+    def _load_script(self, name: str) -> AsyncScript:
         source = resources.files(__package__).joinpath(f"{name}.lua").read_text()
         return self._redis.register_script(source)
 
-    async def _ask(
+    async def _run_script(
         self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | bytes | int]
     ) -> object:
-        return await self._guard(lambda: script(keys=list(keys), args=list(args)))
+        return await self._ask_redis(lambda: script(keys=list(keys), args=list(args)))
 
-    async def _guard(self, command: Callable[[], Awaitable[object]]) -> object:
+    async def _ask_redis(self, command: Callable[[], Awaitable[object]]) -> object:
         if self.circuit.is_open:
             raise StoreUnavailable("Redis did not answer a moment ago")
         try:

@@ -64,9 +64,9 @@ class PlacementWriter:
     async def run(self) -> None:
         """Writes until cancelled."""
         while True:
-            self._take_due()
+            self._queue_renewals()
             if await self._write_all():
-                await self._pause(self._until_due())
+                await self._wait_for_work(self._until_renewal())
             else:
                 await asyncio.sleep(self._times.retry_s)
 
@@ -79,7 +79,7 @@ class PlacementWriter:
             return False
         return True
 
-    def _take_due(self) -> None:
+    def _queue_renewals(self) -> None:
         now = self._now()
         for request_id, (due, record) in list(self._renew_at.items()):
             if due > now:
@@ -95,11 +95,11 @@ class PlacementWriter:
             except StoreUnavailable as error:
                 LOG.debug("placement of %s waits: %s", request_id, error)
                 return False
-            self._settle(record, answer)
+            self._note_answer(record, answer)
         self._empty.set()
         return True
 
-    def _settle(self, record: PlacementRecord, answer: Placing) -> None:
+    def _note_answer(self, record: PlacementRecord, answer: Placing) -> None:
         if self._pending.get(record.request_id) is record:
             del self._pending[record.request_id]
         if answer != "placed":
@@ -112,13 +112,13 @@ class PlacementWriter:
         running = record.state == "running"
         return self._times.running_s if running else self._times.finished_s
 
-    def _until_due(self) -> float:
+    def _until_renewal(self) -> float:
         if not self._renew_at:
             return self._times.renew_s
         due, _ = next(iter(self._renew_at.values()))
         return max(0.0, due - self._now())
 
-    async def _pause(self, seconds: float) -> None:
+    async def _wait_for_work(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()

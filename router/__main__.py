@@ -12,7 +12,7 @@ def main() -> None:
     library.settle()
     from effuse.router import process
 
-    process.serve(sys.argv[1:])
+    process.main(sys.argv[1:])
 
 
 if __name__ == "__main__":

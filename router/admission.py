@@ -1,25 +1,38 @@
 """Who may run now, who waits, who is refused: a bounded queue in front of the fleet.
 
-No workers, no text, no ids: slots only, as many as `seats.py` says. A waiting request is bounded by
-its own deadline.
+As many requests run at once as live decode workers have seats, within a limit. What is beyond that
+waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
+them. A waiting request is bounded by its own deadline. Not here: where a request goes
+(`policy.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import Draining, Overloaded
 
 
-class Admission:
-    """`max_running` requests at once; `max_waiting` behind them, first come first served."""
+def count_seats(decode: Sequence[WorkerRecord], most: int) -> int:
+    """Requests that these workers can run at once, `most` at most. Without workers it is `most`:
+    nobody should wait to be told that there are none."""
+    num_seats = sum(record.capacity.max_num_seqs for record in decode)
+    return min(most, num_seats) if num_seats else most
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
-        self.max_running = max_running
+
+class Admission:
+    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, first come
+    first served."""
+
+    def __init__(self, most_running: int, max_waiting: int) -> None:
+        self.most_running = most_running
+        self.max_running = most_running
         self.max_waiting = max_waiting
+        self.knows_seats = False  # of a live decode worker
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_draining = False
@@ -34,10 +47,17 @@ class Admission:
         """Requests in the queue."""
         return len(self._waiting)
 
+    def fit_seats(self, decode: Sequence[WorkerRecord]) -> None:
+        """From now on as many at once as these decode workers have seats."""
+        self.knows_seats = bool(decode)
+        num_seats = count_seats(decode, self.most_running)
+        if num_seats != self.max_running:
+            self.resize(num_seats)
+
     def resize(self, max_running: int) -> None:
         """From now on `max_running` at once; what runs beyond it is left to end."""
         self.max_running = max_running
-        self._admit()
+        self._admit_next()
 
     def drain(self) -> None:
         """Admits nothing from now on; what waits already still gets its turn."""
@@ -49,11 +69,11 @@ class Admission:
 
         Raises `Overloaded` or `Draining` at once, before anything is held."""
         self.check()
-        await self._acquire()
+        await self._take_slot()
         try:
             yield
         finally:
-            self._release()
+            self._free_slot()
 
     def check(self) -> None:
         """Raises where a request would be refused now; costs nothing."""
@@ -66,7 +86,7 @@ class Admission:
                 retry_after_s=1.0,
             )
 
-    async def _acquire(self) -> None:
+    async def _take_slot(self) -> None:
         if self._running < self.max_running and not self._waiting:
             self._running += 1
             return
@@ -76,17 +96,17 @@ class Admission:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():
-                self._release()  # its turn came in the same moment
+                self._free_slot()  # its turn came in the same moment
             elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
 
-    def _release(self) -> None:
+    def _free_slot(self) -> None:
         """Frees a slot, for who waits longest."""
         self._running -= 1
-        self._admit()
+        self._admit_next()
 
-    def _admit(self) -> None:
+    def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
             turn = self._waiting.popleft()
             if not turn.done():

@@ -1,122 +1,172 @@
 """One attempt at a request: its calls opened, the prompt first, and relayed until one terminal.
 
 Prefill computes from the first moment; decode answers with its reservation, which is passed on, and
-only prefill's push waits for it. A patient attempt begins to prefill once pages are held. Whichever
-way the attempt ends, its calls are ended here or handed to `endings.py`. Not here: what comes after
-a failed attempt (`relay.py`).
+only prefill's push waits for it. A patient attempt begins to prefill once pages are held. A worker
+that breaks the tables of `request.py` is as good as lost. Whichever way the attempt ends, its calls
+are ended here or handed to `cleanup.py`. Not here: what comes after a failed attempt
+(`handler.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import secrets
 
-from effuse.router.aborts import Aborts
-from effuse.router.decode_leg import DecodeCall, DecodeLeg
-from effuse.router.detokenizer import Decoder
-from effuse.router.endings import Endings, LegTask
-from effuse.router.fleet import Fleet
-from effuse.router.job import Job, Sink
-from effuse.router.legs import LegFailed
+from effuse.placement.records import WorkerRecord
+from effuse.protos.errors import DeadlineExceeded, EffuseError, PeerLost, Refused, TransferFailed
+from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
+from effuse.router.client import Client
+from effuse.router.detokenizer import draft_text
 from effuse.router.policy import Placement
-from effuse.router.prefill_leg import PrefillLeg
-from effuse.v1 import worker_pb2
-from effuse.v1.generation_pb2 import FinishReason
+from effuse.router.request import BrokenStream, Event, IllegalTransition, Request, State
+from effuse.router.router import Router
+from effuse.v1 import generation_pb2, worker_pb2
+from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 
 
 class Attempt:
-    """Run once. The job's life has been placed on `placement` already."""
+    """Run once. The request has begun its attempt on `placement` already."""
 
     def __init__(
-        self,
-        job: Job,
-        placement: Placement,
-        transfer_id: str,
-        *,
-        is_patient: bool,
-        fleet: Fleet,
-        aborts: Aborts,
-        endings: Endings,
-        decoder: Decoder,
-        sink: Sink,
-        now: Callable[[], float],
+        self, router: Router, request: Request, placement: Placement, client: Client
     ) -> None:
-        self._job = job
+        self._router = router
+        self._request = request
         self._placement = placement
-        self._fleet = fleet
-        self._aborts = aborts
-        self._endings = endings
-        self._now = now
-        self._is_patient = is_patient
+        self._client = client
+        self.transfer_id = secrets.token_hex(16)
         self._id = worker_pb2.AttemptId(
-            request_id=job.life.request_id, attempt=job.life.attempt, transfer_id=transfer_id
+            request_id=request.id, attempt=request.num_attempts, transfer_id=self.transfer_id
         )
-        self._leg = DecodeLeg(job, placement, self._id, decoder=decoder, sink=sink, now=now)
-        self._prefill: PrefillLeg | None = None
+        self._peer = f"decode worker {placement.decode.worker_id}"
+        self._prefill: PrefillCall | None = None
         self._decode: DecodeCall | None = None
         self._is_broken_off = False  # by us, since prefill failed
 
     async def run(self) -> FinishReason:
-        """Relays to the end and says why it ended; raises `LegFailed` or `ClientGone`."""
+        """Relays to the end and says why it ended; raises `AttemptFailed` or `ClientGone`."""
         try:
-            is_remote = self._placement.prefill is not None
-            if is_remote and not self._is_patient:
+            prefill = self._placement.prefill
+            if prefill is not None and not self._request.is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
-                await self._begin_prefill()
+                await self._open_prefill(prefill).send_prompt(self._id)
             decode = self._decode = self._open_decode()
-            reason = await self._leg.run(decode, self._push_to if is_remote else None)
-        except LegFailed as failure:
-            self._leave()
-            raise self._cause(failure) from failure.__cause__
+            reason = await self._relay(decode)
+        except (BrokenStream, IllegalTransition, EffuseError) as error:
+            self._end_calls_now()
+            raise self._failure(error) from error
         except BaseException:
-            self._leave()
+            self._end_calls_now()
             raise
-        if self._job.answer.is_stopped:  # its workers know nothing of that
-            self._leave()
+        if self._request.text.is_stopped:  # its workers know nothing of that
+            self._end_calls_now()
         else:
-            self._endings.settle([decode], self._tasks(), self._end)
+            self._router.cleanup.settle_calls([decode], self._readers(), self._end_calls)
         return reason
 
     # Opening.
 
+    def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
+        stub = self._router.fleet.peer(worker.address).prefill
+        self._prefill = PrefillCall(
+            stub.Prefill(timeout=self._time_left()),
+            worker,
+            self._request,
+            on_failure=self._break_off,
+            now=self._router.now,
+        )
+        return self._prefill
+
     def _open_decode(self) -> DecodeCall:
-        job, placement = self._job, self._placement
-        request = worker_pb2.DecodeRequest(
+        request, placement = self._request, self._placement
+        message = worker_pb2.DecodeRequest(
             attempt=self._id,
             incarnation=placement.decode.incarnation,
-            prompt_token_ids=job.prompt_token_ids,
-            max_tokens=job.max_tokens,
-            stop_token_ids=job.asked.stop_token_ids,
-            sampling=job.asked.sampling,
-            settings=job.asked.settings,
-            drafts=job.asked.wants_drafts,
-            resume=job.delivery.resume(),
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.asked.stop_token_ids,
+            sampling=request.asked.sampling,
+            settings=request.asked.settings,
+            drafts=request.asked.wants_drafts,
+            resume=request.resumption(),
         )
         if placement.prefill is None:
-            request.local.SetInParent()
+            message.local.SetInParent()
         else:
-            request.remote.worker_id = placement.prefill.worker_id
-            request.remote.incarnation = placement.prefill.incarnation
-            request.remote.address = placement.prefill.address
-            request.remote.engine_port = placement.prefill.engine_port
-        stub = self._fleet.peer(placement.decode.address).decode
-        return stub.Decode(request, timeout=self._time_left())
-
-    async def _begin_prefill(self) -> PrefillLeg:
-        worker = self._placement.prefill
-        assert worker is not None, "a remote prefill without its worker"
-        call = self._fleet.peer(worker.address).prefill.Prefill(timeout=self._time_left())
-        leg = PrefillLeg(call, worker, self._job, on_failure=self._break_off, now=self._now)
-        self._prefill = leg
-        await leg.begin(self._id)
-        return leg
-
-    async def _push_to(self, reservation: worker_pb2.Reservation) -> None:
-        prefill = self._prefill or await self._begin_prefill()
-        await prefill.push_to(reservation)
+            message.remote.worker_id = placement.prefill.worker_id
+            message.remote.incarnation = placement.prefill.incarnation
+            message.remote.address = placement.prefill.address
+            message.remote.engine_port = placement.prefill.engine_port
+        stub = self._router.fleet.peer(placement.decode.address).decode
+        return stub.Decode(message, timeout=self._time_left())
 
     def _time_left(self) -> float:
-        return max(0.001, self._job.deadline - asyncio.get_running_loop().time())
+        return max(0.001, self._request.deadline - asyncio.get_running_loop().time())
+
+    # Relaying.
+
+    async def _relay(self, decode: DecodeCall) -> FinishReason:
+        """Takes what decode says, event by event, to the last one that counts."""
+        while True:
+            response = await read_message(decode, self._peer)
+            if not isinstance(response, worker_pb2.DecodeResponse):
+                raise PeerLost(f"{self._peer} ended its call before the answer ended")
+            for event in (response, *response.then):
+                news = self._take_event(event)
+                if news is not None:
+                    await self._client.send(news)
+                if event.HasField("finished") or self._request.text.is_stopped:
+                    return self._finish_reason(event)
+            worker = self._placement.prefill
+            if worker is not None and response.HasField("reservation"):
+                prefill = self._prefill
+                if prefill is None:
+                    prefill = self._open_prefill(worker)
+                    await prefill.send_prompt(self._id)
+                await prefill.send_reservation(response.reservation)
+
+    def _take_event(
+        self, event: worker_pb2.DecodeResponse
+    ) -> generation_pb2.GenerateStreamResponse | None:
+        """What the client is told of it, if anything."""
+        request, now = self._request, self._router.now()
+        match event.WhichOneof("event"):
+            case "reservation":
+                self._take_reservation(event.reservation, now)
+            case "verified":
+                request.add_verified(event.verified, now)
+            case "commit":
+                return request.add_commit(event.commit, now)
+            case "draft":
+                return self._describe_draft(event.draft)
+            case "finished":
+                return request.add_finished(event.finished)
+        return None
+
+    def _take_reservation(self, reservation: worker_pb2.Reservation, now: float) -> None:
+        decode = self._placement.decode
+        self._request.apply_event(Event.RESERVED, now)
+        if reservation.incarnation != decode.incarnation or reservation.attempt != self._id:
+            raise Refused(f"{decode.worker_id} answered for another life or attempt")
+        if self._placement.prefill is not None:
+            self._request.connector = reservation.connector
+
+    def _describe_draft(
+        self, draft: worker_pb2.DecodeDraft
+    ) -> generation_pb2.GenerateStreamResponse:
+        block = draft.block
+        skipped = max(0, -draft.token_offset)  # the prompt's ragged tail
+        masked = [bool(block.masks[at // 8] >> at % 8 & 1) for at in range(len(block.token_ids))]
+        shown = generation_pb2.BlockDraft(
+            token_offset=draft.token_offset,
+            text=draft_text(self._router.tokenizer, block.token_ids[skipped:], masked[skipped:]),
+            num_masks=sum(masked),
+        )
+        return generation_pb2.GenerateStreamResponse(request_id=self._request.id, draft=shown)
+
+    def _finish_reason(self, last: worker_pb2.DecodeResponse) -> FinishReason:
+        is_stopped = self._request.text.is_stopped or last.finished.stopped
+        return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
 
     # Ending.
 
@@ -124,31 +174,38 @@ class Attempt:
         """Prefill has failed: nothing will come of decode's call."""
         self._is_broken_off = self._decode is not None and self._decode.cancel()
 
-    def _cause(self, failure: LegFailed) -> LegFailed:
-        """The failure to act on: decode's own, as it decides where to go next, before prefill's."""
-        prefill = self._prefill
+    def _failure(self, error: Exception) -> AttemptFailed:
+        """What to act on: decode's own failure, as it decides where to go next, before
+        prefill's."""
+        decode, prefill = self._placement.decode, self._prefill
         if self._is_broken_off and prefill is not None and prefill.failure is not None:
             return prefill.failure
-        return failure
+        if not isinstance(error, EffuseError):
+            return AttemptFailed(PeerLost(f"{self._peer} broke the protocol: {error}"), decode)
+        writer = self._placement.prefill
+        is_handoff = self._request.state is State.PREFILLING
+        if writer and is_handoff and isinstance(error, TransferFailed | DeadlineExceeded):
+            # Decode tells of a handoff that failed: it is the writer that may be replaced.
+            return AttemptFailed(error, writer)
+        return AttemptFailed(error, decode)
 
-    def _leave(self) -> None:
-        """Ends what is open, at once."""
-        self._end()
-        if tasks := self._tasks():
-            self._endings.settle([], tasks)
+    def _end_calls_now(self) -> None:
+        self._end_calls()
+        if readers := self._readers():
+            self._router.cleanup.settle_calls([], readers)
 
-    def _tasks(self) -> list[LegTask]:
+    def _readers(self) -> list[asyncio.Task[None]]:
         prefill = self._prefill
-        return [] if prefill is None or prefill.task is None else [prefill.task]
+        return [] if prefill is None or prefill.reader is None else [prefill.reader]
 
-    def _end(self) -> None:
+    def _end_calls(self) -> None:
         """Nothing here waits: a request that is cancelled ends at once, its workers soon after."""
-        reason = f"the request is {self._job.life.state.value}"
-        decode, prefill = self._decode, self._prefill
+        reason = f"the request is {self._request.state.value}"
+        cleanup, decode, prefill = self._router.cleanup, self._decode, self._prefill
         if decode is not None and (not decode.done() or decode.cancelled()):
             decode.cancel()
-            self._aborts.send(self._placement.decode, self._id, reason)
-        if prefill is not None and (not prefill.call.done() or prefill.call.cancelled()):
-            prefill.call.cancel()
+            cleanup.send_abort(self._placement.decode, self._id, reason)
+        if prefill is not None and (not prefill.stream.done() or prefill.stream.cancelled()):
+            prefill.stream.cancel()
             if not prefill.is_pushed:
-                self._aborts.send(prefill.worker, self._id, reason)
+                cleanup.send_abort(prefill.worker, self._id, reason)

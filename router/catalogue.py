@@ -13,9 +13,9 @@ import grpc.aio
 
 from effuse.placement.records import Link, ModelInfo, WorkerRecord
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
-from effuse.router.checks import Findings, check_model_name, shown
 from effuse.router.fleet import Fleet
 from effuse.router.policy import live_workers
+from effuse.router.validation import Findings, check_model_name, shown
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
@@ -52,7 +52,7 @@ class Catalogue:
         """The model that a request means; raises `InvalidRequest`, `NotFound`, `Unavailable`."""
         models = self.live()
         if name is None:
-            return self._only(models)
+            return self._only_model(models)
         findings = Findings()
         check_model_name(name, "model", findings)
         findings.raise_any()
@@ -63,7 +63,7 @@ class Catalogue:
         there = ", ".join(sorted(models))
         raise NotFound(f"there is no model {shown(name)}; this fleet serves {there}")
 
-    def _only(self, models: dict[str, ModelInfo]) -> ModelInfo:
+    def _only_model(self, models: dict[str, ModelInfo]) -> ModelInfo:
         if not models:
             raise Unavailable("no worker is live", retry_after_s=1.0)
         if len(models) > 1:

@@ -1,6 +1,7 @@
-"""Token ids to text, piece by piece: the pieces together are the decoding of the whole at once.
+"""Token ids of an answer to its text, piece by piece, cut exactly where a stop string ends it.
 
-Pure but for the tokenizer's own decoder. Not here: stop strings (`stop.py`), encoding.
+The pieces together are the decoding of the whole at once. Pure but for the tokenizer's own decoder.
+Not here: encoding (`tokenizer.py`), which tokens are new (`request.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Detokenizer:
         keep = len(self._open)
         while keep and self._decoder.is_byte(self._open[keep - 1]):
             keep -= 1
-        return self._complete(keep) if keep else ""
+        return self._complete_text(keep) if keep else ""
 
     def flush(self) -> str:
         """The ids are over: returns what was held back, as it is."""
@@ -55,7 +56,7 @@ class Detokenizer:
         self._shown = len(text)
         return piece
 
-    def _complete(self, num_ids: int) -> str:
+    def _complete_text(self, num_ids: int) -> str:
         """Moves the first open ids into the window and returns what they complete."""
         self._window += self._open[:num_ids]
         del self._open[:num_ids]
@@ -63,16 +64,95 @@ class Detokenizer:
         end = len(text.rstrip(REPLACEMENT)) if text.endswith(REPLACEMENT) else len(text)
         piece = text[self._shown : end]
         if end == len(text):
-            self._slide()
+            self._slide_window()
         else:
             self._shown = max(self._shown, end)
         return piece
 
-    def _slide(self) -> None:
+    def _slide_window(self) -> None:
         """All is returned: what came since the last complete piece is the context of the next."""
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
         self._shown = len(self._decoder.decode(self._window))
+
+
+class StopMatcher:
+    """Finds stop strings in a stream of text, across its pieces; holds back what is undecided.
+
+    Of several that occur, the one that is complete first ends the answer, and of those that are
+    complete at the same place the longest; so the outcome does not depend on how the text was cut
+    into pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Takes the next piece; returns what is decided now to be part of the answer.
+
+        After a match (`matched` is set) nothing more is part of it."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start]
+        keep = self._count_undecided(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text is over: returns what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _count_undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        return max((_overlap_length(text, stop) for stop in self._stops), default=0)
+
+
+class AnswerText:
+    """The text of one answer as it grows: characters complete, stop strings found, tokens counted.
+
+    `num_tokens` counts up to and with the token that completed a stop string."""
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(decoder)
+        self._matcher = StopMatcher(stops) if stops else None
+        self.num_tokens = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string has ended it."""
+        return self._matcher is not None and self._matcher.matched is not None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens; returns the text that is decided by them.
+
+        Once stopped, the rest of `token_ids` is not counted and adds nothing."""
+        if self._matcher is None:
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.push(token_ids)
+        text = ""
+        for token_id in token_ids:
+            # One at a time, so that it is known which token completed the string.
+            if self.is_stopped:
+                break
+            self.num_tokens += 1
+            text += self._matcher.push(self._detokenizer.push([token_id]))
+        return text
+
+    def flush(self) -> str:
+        """The answer is over: returns the text that was held back; may find a stop string yet."""
+        if self.is_stopped:
+            return ""
+        text = self._detokenizer.flush()
+        if self._matcher is None:
+            return text
+        return self._matcher.push(text) + self._matcher.flush()
 
 
 def draft_text(decoder: Decoder, token_ids: Sequence[int], masked: Sequence[bool]) -> str:
@@ -87,3 +167,11 @@ def draft_text(decoder: Decoder, token_ids: Sequence[int], masked: Sequence[bool
             run.append(token_id)
     parts.append(decoder.decode(run) if run else "")
     return "".join(parts)
+
+
+def _overlap_length(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that ends `text`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

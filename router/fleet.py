@@ -86,12 +86,12 @@ class Fleet:
         if placement.prefill is not None:
             shares.append((placement.prefill, prompt_len))
         for record, tokens in shares:
-            self._add(record, 1, tokens)
+            self._count_in_flight(record, 1, tokens)
         try:
             yield
         finally:
             for record, tokens in shares:
-                self._add(record, -1, -tokens)
+                self._count_in_flight(record, -1, -tokens)
 
     def suspect(self, record: WorkerRecord) -> None:
         """It broke off: others come first until its lease must have run out."""
@@ -132,7 +132,7 @@ class Fleet:
         suspected = self._suspected_until.get(life, 0.0) > now
         return Candidate(record, self._in_flight.get(life, InFlight()), suspected)
 
-    def _add(self, record: WorkerRecord, requests: int, tokens: int) -> None:
+    def _count_in_flight(self, record: WorkerRecord, requests: int, tokens: int) -> None:
         life = _life(record)
         self._addresses[life] = record.address
         before = self._in_flight.get(life, InFlight())

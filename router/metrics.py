@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from effuse.v1 import generation_pb2 as pb
+
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -37,6 +39,14 @@ class Metrics:
         self.latency = self._histogram(
             "effuse_e2e_request_latency_seconds", "Arrival to the end of a request"
         )
+
+    def count_answer(self, usage: pb.Usage, stats: pb.GenerationStats) -> None:
+        """A request that ended well."""
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.generation_tokens.inc(usage.completion_tokens)
+        self.first_block.observe(stats.first_block_s)
+        self.latency.observe(stats.total_s)
+        self.requests.labels("OK").inc()
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Adds a value that `read` gives at the time of a scrape."""

@@ -1,20 +1,37 @@
-"""A router's process: parses the flags, joins the parts, serves until SIGTERM. No logic."""
+"""A router's process: parses the flags, starts, follows the fleet, serves until SIGTERM, drains.
+
+Everything that runs is a child of one task group here. Decisions are in the parts of `router.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
 
 from effuse.placement.store import Store
-from effuse.protos.rpc import shutdown_signal
+from effuse.protos import rpc
+from effuse.protos.rpc import RpcServer
+from effuse.router.catalogue import ModelServicer
 from effuse.router.config import RouterConfig, parse
+from effuse.router.policy import live_workers
 from effuse.router.router import Router
+from effuse.router.server import GenerationServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
+from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+
+LOG: Final = logging.getLogger(__name__)
+GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+ROLES: Final = ("router", "prefill", "decode")
+FOLLOW_S: Final = 0.2
 
 
-def serve(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Runs a router until a signal comes; SystemExit with one line where it cannot."""
     config = parse(argv)
     logging.basicConfig(
@@ -25,17 +42,101 @@ def serve(argv: Sequence[str]) -> None:
         tokenizer = Tokenizer.load(
             config.model or bundled_directory(), threads=config.tokenizer_threads
         )
-        asyncio.run(run(config, tokenizer))
+        asyncio.run(_run(config, tokenizer))
     except* (TokenizerError, OSError) as failed:
         errors = _texts(failed)
     if errors:
         sys.exit(f"effuse-router: {'; '.join(errors)}")
 
 
-async def run(config: RouterConfig, tokenizer: Tokenizer) -> None:
-    """Serves until a signal comes."""
-    async with shutdown_signal() as stop, Store(config.redis_url, config.fleet) as store:
-        await Router(config, tokenizer, store).serve(stop)
+async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
+    async with rpc.shutdown_signal() as stop, Store(config.redis_url, config.fleet) as store:
+        await serve(Router(config, tokenizer, store), stop)
+
+
+async def serve(router: Router, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set and what runs has ended or `drain_s` is over."""
+    config = router.config
+
+    async def drain() -> None:
+        """Until the last request has ended the server still answers, if only to refuse."""
+        router.admission.drain()
+        await router.requests.idle.wait()
+
+    async with asyncio.TaskGroup() as beside:
+        loops = [
+            beside.create_task(router.view.run()),
+            beside.create_task(router.placements.run()),
+        ]
+        await router.view.first_poll()
+        with _metrics_served(router):
+            async with router.cleanup.running():
+                server = await _start(router)
+                loops.append(beside.create_task(_follow_fleet(router, server)))
+                await rpc.serve(server, stop, drain_s=config.drain_s, on_drain=drain)
+        await router.flush_placements()
+        for loop in loops:
+            loop.cancel()
+    await router.fleet.close()
+    router.tokenizer.close()
+
+
+async def _start(router: Router) -> RpcServer:
+    """Listens, not ready yet as far as health goes."""
+    config = router.config
+    server = RpcServer(replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+        GenerationServicer(router), server.server
+    )
+    models = ModelServicer(router.fleet, router.catalogue)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
+    router.port = await server.start(f"{config.host}:{config.port}", (GENERATION, MODELS))
+    for role in ROLES:
+        await server.set_serving(role, False)
+    address = f"{config.host}:{router.port}"
+    if config.ready_file is not None:
+        rpc.write_ready_file(config.ready_file, address)
+    LOG.info("listening on %s", address)
+    router.ready.set()
+    return server
+
+
+@contextlib.contextmanager
+def _metrics_served(router: Router) -> Iterator[None]:
+    config = router.config
+    if config.metrics_port is None:
+        yield
+        return
+    with router.metrics.served(config.host, config.metrics_port) as router.metrics_port:
+        LOG.info("metrics are on %s:%d", config.host, router.metrics_port)
+        yield
+
+
+async def _follow_fleet(router: Router, server: RpcServer) -> None:
+    """Keeps queue, health and channels in step with the fleet, until cancelled."""
+    while True:
+        router.count_seats()
+        await _tell_health(router, server)
+        await router.fleet.forget_gone()
+        await asyncio.sleep(FOLLOW_S)
+
+
+async def _tell_health(router: Router, server: RpcServer) -> None:
+    """Tells gRPC health, by service and by role, whether the router can do its work now.
+
+    It serves while a decode worker is live that some request could be placed on, with a prefill
+    worker where those are required. Liveness is the empty name, and always serving."""
+    prefill, decode = live_workers(router.fleet.candidates())
+    models = router.catalogue.live()
+    can_serve = any(router.fleet.place(name, ()) is not None for name in models)
+    for name, serving in (
+        (GENERATION, can_serve),
+        (MODELS, bool(models)),
+        ("router", can_serve),
+        ("prefill", bool(prefill)),
+        ("decode", bool(decode)),
+    ):
+        await server.set_serving(name, serving)
 
 
 def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:

@@ -1,15 +1,24 @@
-"""A request's life in the router: a table of states and events, and the story of what happened.
+"""One request: what was asked, where it is, what was tried and delivered, what it cost, its story.
 
-Pure: no I/O, no clock of its own, no text. What is done on each event is `relay.py`'s.
+Pure: no I/O, no clock of its own. What workers say moves it on, by a table of states and events,
+and by the only-writer rule: what was delivered is never changed, repeated or lost, whichever worker
+says it. Not here: what is done on each event (`handler.py`, `attempt.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
+
+from effuse.protos.errors import EffuseError
+from effuse.router.detokenizer import AnswerText
+from effuse.router.policy import WorkerLife
+from effuse.router.validation import Asked
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import worker_pb2
 
 STORY_LENGTH: Final = 64
 """Events kept of each request; the first ones are dropped, the end is what one looks for."""
@@ -66,6 +75,13 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (_S.LOST, _E.CANCELLED): _S.CANCELLED,
 }
 
+_PUBLIC_STATES: Final = {
+    _S.QUEUED: pb.REQUEST_STATE_QUEUED,
+    _S.FINISHED: pb.REQUEST_STATE_FINISHED,
+    _S.FAILED: pb.REQUEST_STATE_FAILED,
+    _S.CANCELLED: pb.REQUEST_STATE_CANCELLED,
+}
+
 
 class IllegalTransition(Exception):
     """An event that cannot happen in this state; a worker broke the protocol, or we did."""
@@ -74,6 +90,10 @@ class IllegalTransition(Exception):
         super().__init__(f"a request that is {state.value} cannot be {event.value}")
         self.state = state
         self.event = event
+
+
+class BrokenStream(Exception):
+    """A worker's commits do not continue what was delivered; its attempt must end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +106,60 @@ class Moment:
     note: str
 
 
-@dataclass(slots=True)
-class Life:
-    """The state of one request, and how it came there. Placements are ids for people to read."""
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One request, from its check to its end. Moments are on the router's clock, and 0 where they
+    are not reached."""
 
-    request_id: str
+    id: str
+    asked: Asked
+    text: AnswerText
+    arrived: float
+    limit_s: float  # longest that it may take
+    deadline: float  # on the event loop's clock
+
+    # Known once it is admitted.
+    prompt_token_ids: Sequence[int] = ()
+    max_tokens: int = 0
+
+    # Where it is, and how it came there. Workers are ids for people to read.
     state: State = State.QUEUED
-    attempt: int = 0
+    num_attempts: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
     status: str = ""  # name of the gRPC status it ended with
     story: deque[Moment] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
+
+    # What was tried.
+    retries_left: int = 0
+    excluded: set[WorkerLife] = field(default_factory=set)
+    last_error: EffuseError | None = None
+    is_patient: bool = False  # prefill waits for decode from now on
+
+    # What is final of the answer, and the blocks in flight after it.
+    token_ids: list[int] = field(default_factory=list)
+    frontier: list[worker_pb2.BlockState] = field(default_factory=list)
+
+    # What it cost so far.
+    queue_s: float = 0.0
+    prefilled: float = 0.0
+    first_block: float = 0.0
+    handoff_s: float = 0.0
+    kv_bytes: int = 0
+    kv_pages: int = 0
+    connector: str = ""
+    earlier_forwards: int = 0  # of attempts that are over
+    forwards: int = 0  # of the attempt that runs
+    preemptions: int = 0
+
+    # Where it is.
 
     @property
     def is_ended(self) -> bool:
         """No event can follow."""
         return self.state in ENDED
 
-    def handle(self, event: Event, now: float, note: str = "") -> State:
+    def apply_event(self, event: Event, now: float, note: str = "") -> State:
         """Moves on `event`; raises `IllegalTransition` naming state and event."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
@@ -112,16 +168,135 @@ class Life:
         self.story.append(Moment(now, event, state, note))
         return state
 
-    def place(self, prefill_worker: str, decode_worker: str, now: float) -> int:
+    def begin_attempt(self, prefill_worker: str, decode_worker: str, now: float) -> int:
         """Begins the next attempt on these workers ("" where decode prefills); returns its number.
 
         The number rises before anything is sent, so nothing of an earlier attempt is taken."""
-        self.handle(Event.PLACED, now, f"{prefill_worker or 'local'} -> {decode_worker}")
-        self.attempt += 1
+        self.apply_event(Event.PLACED, now, f"{prefill_worker or 'local'} -> {decode_worker}")
+        self.num_attempts += 1
         self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
-        return self.attempt
+        self.connector = ""
+        return self.num_attempts
 
-    def tell(self) -> str:
+    def end_attempt(self, error: EffuseError) -> None:
+        """The attempt failed; whether another one follows is decided elsewhere."""
+        self.last_error = error
+        self.earlier_forwards += self.forwards
+        self.forwards = 0
+
+    # What the decode worker says.
+
+    def add_verified(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
+        """The prompt's KV is complete; raises `IllegalTransition`."""
+        self.apply_event(Event.VERIFIED, now)
+        self.prefilled = self.prefilled or now
+        self.handoff_s += verified.handoff_s
+        self.kv_bytes += verified.bytes
+        self.kv_pages += verified.pages
+
+    def add_commit(
+        self, commit: worker_pb2.DecodeCommit, now: float
+    ) -> pb.GenerateStreamResponse | None:
+        """Takes final tokens; returns what the client has not had yet, if there is anything. A stop
+        string may have ended the answer (`text`). Raises `IllegalTransition`, `BrokenStream`."""
+        self.apply_event(Event.COMMITTED, now, f"{commit.token_offset}+{len(commit.token_ids)}")
+        new = self.accept_tokens(commit.token_offset, commit.token_ids, commit.frontier)
+        self.forwards = commit.forward_passes
+        self.first_block = self.first_block or now
+        offset = self.text.num_tokens
+        text = self.text.push(new)
+        return self._for_client(offset, new[: self.text.num_tokens - offset], text)
+
+    def accept_tokens(
+        self, offset: int, token_ids: Sequence[int], frontier: Iterable[worker_pb2.BlockState] = ()
+    ) -> list[int]:
+        """Appends a commit, with the blocks in flight after it, and returns the ids that are new.
+
+        Raises `BrokenStream` where it leaves a gap, or where it repeats positions with other ids.
+        """
+        delivered = len(self.token_ids)
+        if offset > delivered:
+            raise BrokenStream(f"a commit begins at {offset}, but only {delivered} are delivered")
+        overlap = delivered - offset
+        if list(token_ids[:overlap]) != self.token_ids[offset : offset + len(token_ids)]:
+            raise BrokenStream(f"a commit at {offset} changes tokens that are delivered")
+        new = list(token_ids[overlap:])
+        self.token_ids += new
+        if offset + len(token_ids) == len(self.token_ids):
+            self.frontier = list(frontier)
+        return new
+
+    def add_finished(self, finished: worker_pb2.DecodeFinished) -> pb.GenerateStreamResponse | None:
+        """Takes the worker's last word; returns the text that was held back, if there is any.
+        Raises `IllegalTransition`, `BrokenStream`."""
+        delivered = len(self.token_ids)
+        if finished.num_tokens != delivered:
+            raise BrokenStream(f"{finished.num_tokens} tokens at the end, {delivered} delivered")
+        if self.state is not State.DECODING:
+            raise IllegalTransition(self.state, Event.FINISHED)
+        self.forwards = finished.forward_passes
+        self.preemptions += finished.preemptions
+        return self._for_client(self.text.num_tokens, [], self.text.flush())
+
+    def resumption(self) -> worker_pb2.Resume | None:
+        """What another attempt needs to go on from here; None where it begins anew."""
+        if not self.token_ids:
+            return None
+        return worker_pb2.Resume(committed_token_ids=self.token_ids, frontier=self.frontier)
+
+    def _for_client(
+        self, offset: int, token_ids: list[int], text: str
+    ) -> pb.GenerateStreamResponse | None:
+        if not token_ids and not text:
+            return None
+        commit = pb.BlockCommit(
+            token_offset=offset,
+            num_tokens=len(token_ids),
+            text=text,
+            token_ids=token_ids if self.asked.wants_token_ids else (),
+            forward_passes=self.earlier_forwards + self.forwards,
+        )
+        return pb.GenerateStreamResponse(request_id=self.id, commit=commit)
+
+    # What is told of it.
+
+    def usage(self) -> pb.Usage:
+        """Token counts so far."""
+        return pb.Usage(
+            prompt_tokens=len(self.prompt_token_ids), completion_tokens=self.text.num_tokens
+        )
+
+    def stats(self, now: float) -> pb.GenerationStats:
+        """What it cost, at its end."""
+        forwards = self.earlier_forwards + self.forwards
+        return pb.GenerationStats(
+            queue_s=self.queue_s,
+            prefill_s=max(0.0, self.prefilled - self.arrived),
+            handoff_s=self.handoff_s,
+            first_block_s=max(0.0, self.first_block - self.arrived),
+            total_s=now - self.arrived,
+            forward_passes=forwards,
+            tokens_per_forward=self.text.num_tokens / forwards if forwards else 0.0,
+            kv_bytes=self.kv_bytes,
+            kv_pages=self.kv_pages,
+            connector=self.connector,
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+            preemptions=self.preemptions,
+        )
+
+    def describe(self) -> pb.GetRequestResponse:
+        """Where it is, or how it ended, for who looks it up."""
+        return pb.GetRequestResponse(
+            request_id=self.id,
+            state=_PUBLIC_STATES.get(self.state, pb.REQUEST_STATE_RUNNING),
+            attempt=self.num_attempts,
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+            status=self.status,
+        )
+
+    def tell_story(self) -> str:
         """The story in one line, times relative to its first event."""
         if not self.story:
             return "nothing happened"

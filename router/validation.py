@@ -1,19 +1,27 @@
 """From a client's request to one in which every setting is resolved, or to all that is wrong.
 
 Pure: the request and what is known of the model in, values out. Done before anything is reserved,
-before the prompt is tokenised. Not here: whether the model exists or has room (`server.py`).
+before the prompt is tokenised. Each violation names the accepted form and what was found. Not here:
+whether the model exists (`catalogue.py`), whether there is room (`admission.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from effuse.placement.records import ModelInfo
-from effuse.router.checks import Findings
+from effuse.protos.errors import FieldViolation, InvalidRequest
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
+
+REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
+MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
+MODEL_NAME_FORM: Final = "1 to 256 characters of A-Z a-z 0-9 . _ : / + @ -, without '..' or '//'"
 
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
 MAX_WINDOW: Final = 64
@@ -36,6 +44,49 @@ SCORES: Final = ("confidence", "confidence", "margin", "neg_entropy")
 
 D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
 BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps")
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is wrong with one request so far."""
+
+    violations: list[FieldViolation] = field(default_factory=list)
+
+    def add(self, name: str, expected: str, found: object) -> None:
+        """One more violation."""
+        self.violations.append(FieldViolation(name, f"expected {expected}, got {found}"))
+
+    def raise_any(self) -> None:
+        """Raises `InvalidRequest` with all of them, if there are any."""
+        if self.violations:
+            raise InvalidRequest(self.violations)
+
+    def number(self, name: str, value: float, low: float, high: float, note: str = "") -> None:
+        """A finite number in [low, high]."""
+        if not (math.isfinite(value) and low <= value <= high):
+            self.add(name, f"a number from {low:.2g} to {high:g}{note}", f"{value:g}")
+
+    def integer(self, name: str, value: int, low: int, high: int, note: str = "") -> None:
+        """An integer in [low, high]."""
+        if not low <= value <= high:
+            self.add(name, f"an integer from {low} to {high}{note}", value)
+
+    def choice(self, name: str, value: int, names: Sequence[str]) -> None:
+        """An enum value that has a name; protobuf lets unknown numbers pass."""
+        if not 0 <= value < len(names):
+            self.add(name, f"one of {', '.join(names)}", f"the unknown value {value}")
+
+    def token_ids(
+        self, name: str, ids: Sequence[int], vocab_size: int, refused: Mapping[int, str]
+    ) -> None:
+        """Ids of the vocabulary, but for `refused`, which says what those are; the first bad one
+        is named."""
+        if max(ids, default=0) >= vocab_size:
+            at, bad = next((at, i) for at, i in enumerate(ids) if i >= vocab_size)
+            self.add(f"{name}[{at}]", f"an id below the vocabulary size {vocab_size}", bad)
+        elif not refused.keys().isdisjoint(ids):
+            at, bad = next((at, i) for at, i in enumerate(ids) if i in refused)
+            self.add(f"{name}[{at}]", "an id that stands for text", f"the {refused[bad]} id {bad}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +131,9 @@ def validate(
         prompt_token_ids=tuple(request.prompt_token_ids.ids),
         max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
         stops=tuple(request.stopping.stop),
-        stop_token_ids=_stop_ids(request.stopping, model),
-        sampling=_sampling(request.sampling),
-        settings=_settings(request.decoding, algorithm, model),
+        stop_token_ids=_resolve_stop_ids(request.stopping, model),
+        sampling=_resolve_sampling(request.sampling),
+        settings=_resolve_settings(request.decoding, algorithm, model),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
     )
@@ -106,6 +157,24 @@ def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
         findings.add("stopping.max_tokens", limit, max_tokens)
     findings.raise_any()
     return min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
+
+
+def check_request_id(request_id: str, findings: Findings) -> None:
+    """A request id in the accepted form."""
+    if not REQUEST_ID.fullmatch(request_id):
+        findings.add("request_id", REQUEST_ID_FORM, shown(request_id))
+
+
+def check_model_name(name: str, field_name: str, findings: Findings) -> None:
+    """A model name in the accepted form; whether there is such a model is another question."""
+    if not MODEL_NAME.fullmatch(name) or ".." in name or "//" in name:
+        findings.add(field_name, MODEL_NAME_FORM, shown(name))
+
+
+def shown(text: str, most: int = 40) -> str:
+    """`text` as it may stand in an error: quoted, in ASCII, cut."""
+    tail = "" if len(text) <= most else f"... ({len(text)} characters)"
+    return ascii(text[:most]) + tail
 
 
 def _check_prompt(
@@ -209,12 +278,12 @@ def _check_conflicts(decoding: pb.DecodingParams, algorithm: str, findings: Find
             findings.add(f"decoding.{name}", form, "a value")
 
 
-def _stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[int, ...]:
+def _resolve_stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[int, ...]:
     eos = () if stopping.ignore_eos else model.eos_token_ids
     return tuple(sorted({*eos, *stopping.stop_token_ids}))
 
 
-def _sampling(sampling: pb.SamplingParams) -> worker_pb2.DecodeSampling:
+def _resolve_sampling(sampling: pb.SamplingParams) -> worker_pb2.DecodeSampling:
     return worker_pb2.DecodeSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
@@ -223,7 +292,7 @@ def _sampling(sampling: pb.SamplingParams) -> worker_pb2.DecodeSampling:
     )
 
 
-def _settings(
+def _resolve_settings(
     decoding: pb.DecodingParams, algorithm: str, model: ModelInfo
 ) -> worker_pb2.DecodeSettings:
     def given(name: str, value: float, default: float) -> float:

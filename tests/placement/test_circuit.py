@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effuse.placement.circuit import Circuit
+from effuse.placement.store import Circuit
 
 
 def test_pauses_double_up_to_the_most() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord
+from effuse.router.detokenizer import AnswerText
+from effuse.router.request import Request
+from effuse.router.tokenizer import Tokenizer
+from effuse.router.validation import Asked, validate
+from effuse.v1 import generation_pb2 as pb
 
 EOS, MASK, PAD, PROMPT, ANSWER, WORD = 256, 257, 258, 259, 260, 261
 VOCAB_SIZE, BLOCK_SIZE, MAX_MODEL_LEN = 264, 4, 256
@@ -73,3 +80,27 @@ def worker_record(
         ),
         load=load or Load(total_pages=256, free_pages=256),
     )
+
+
+def request_of(request_id: str = "r", **fields: object) -> Request:
+    """A request that was accepted."""
+    asked, tokenizer = _asked(), _tokenizer()
+    return Request(
+        id=request_id,
+        asked=asked,
+        text=AnswerText(tokenizer, asked.stops),
+        arrived=0.0,
+        limit_s=60.0,
+        deadline=60.0,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+@cache
+def _asked() -> Asked:
+    return validate(pb.GenerateRequest(prompt="how many?"), model_info(), is_stream=True)
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer(byte_tokenizer())

@@ -15,6 +15,7 @@ from effuse.placement.records import PlacementRecord, WorkerRecord, encode
 from effuse.placement.store import Placing, Store, StoreUnavailable
 from effuse.protos import rpc
 from effuse.protos.stubs import generation_stub, model_stub
+from effuse.router import process
 from effuse.router.config import RouterConfig
 from effuse.router.router import Router
 from effuse.router.tokenizer import Tokenizer
@@ -81,8 +82,8 @@ class FakeFleet:
         """Returns once no worker runs an attempt, the router runs no request and has told Redis."""
         for worker in self.workers:
             await worker.idle.wait()
-        await self.router.ledger.idle.wait()
-        while not await self.router.flush():
+        await self.router.requests.idle.wait()
+        while not await self.router.flush_placements():
             pass  # it gives up after a second; the test's own deadline bounds this
 
     async def announce(self) -> None:
@@ -109,7 +110,7 @@ async def fake_fleet(
         config = RouterConfig(port=0, **settings)  # type: ignore[arg-type]
         router = Router(config, Tokenizer(byte_tokenizer()), store)
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        group.create_task(router.serve(stop))
+        group.create_task(process.serve(router, stop))
         stack.callback(stop.set)
         await router.ready.wait()
         channel = rpc.connect(f"127.0.0.1:{router.port}", keepalive=None)

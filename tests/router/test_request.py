@@ -1,23 +1,30 @@
-"""The table of a request's life, tested as data."""
+"""The table of a request's states, tested as data, and the only-writer rule: what a commit may
+add."""
 
 from __future__ import annotations
 
 from itertools import product
 
 import pytest
+from router.fake_model import request_of
 
-from effuse.router.request import ENDED, TRANSITIONS, Event, IllegalTransition, Life, State
+from effuse.router.request import (
+    ENDED,
+    TRANSITIONS,
+    BrokenStream,
+    Event,
+    IllegalTransition,
+    Request,
+    State,
+)
+from effuse.v1 import worker_pb2 as pb
 
 GOOD = [Event.PLACED, Event.RESERVED, Event.VERIFIED, Event.COMMITTED, Event.FINISHED]
 
 
-def life_in(state: State) -> Life:
-    return Life("r", state)
-
-
 def test_a_good_life() -> None:
-    life = Life("r")
-    states = [life.handle(event, float(at)) for at, event in enumerate(GOOD)]
+    request = request_of()
+    states = [request.apply_event(event, float(at)) for at, event in enumerate(GOOD)]
     assert states == [
         State.STARTING,
         State.PREFILLING,
@@ -25,19 +32,19 @@ def test_a_good_life() -> None:
         State.DECODING,
         State.FINISHED,
     ]
-    assert life.is_ended
+    assert request.is_ended
 
 
 @pytest.mark.parametrize(("state", "event"), [*product(State, Event)])
 def test_every_pair_moves_by_the_table_or_is_refused(state: State, event: Event) -> None:
-    life = life_in(state)
+    request = request_of(state=state)
     if (state, event) in TRANSITIONS:
-        assert life.handle(event, 0.0) is TRANSITIONS[state, event]
+        assert request.apply_event(event, 0.0) is TRANSITIONS[state, event]
     else:
         with pytest.raises(IllegalTransition, match=f"{state.value} cannot be {event.value}"):
-            life.handle(event, 0.0)
-        assert life.state is state
-        assert not life.story
+            request.apply_event(event, 0.0)
+        assert request.state is state
+        assert not request.story
 
 
 @pytest.mark.parametrize("state", State)
@@ -50,19 +57,67 @@ def test_an_end_is_an_end_and_everything_else_can_fail_or_be_cancelled(state: St
 
 
 def test_a_lost_attempt_is_followed_by_another_with_a_higher_number() -> None:
-    life = Life("r")
-    assert life.place("p0", "d0", 0.0) == 1
-    life.handle(Event.LOST, 0.1, "p0 went away")
-    assert life.place("", "d0", 0.2) == 2
-    assert (life.prefill_worker, life.decode_worker) == ("", "d0")
-    assert life.tell() == (
+    request = request_of()
+    assert request.begin_attempt("p0", "d0", 0.0) == 1
+    request.apply_event(Event.LOST, 0.1, "p0 went away")
+    assert request.begin_attempt("", "d0", 0.2) == 2
+    assert (request.prefill_worker, request.decode_worker) == ("", "d0")
+    assert request.tell_story() == (
         "placed (p0 -> d0) +0.000s, lost (p0 went away) +0.100s, placed (local -> d0) +0.200s"
     )
 
 
 def test_the_story_is_bounded() -> None:
-    life = life_in(State.DECODING)
+    request = request_of(state=State.DECODING)
     for at in range(1000):
-        life.handle(Event.COMMITTED, float(at))
-    assert len(life.story) == 64
-    assert life.story[-1].at_s == 999
+        request.apply_event(Event.COMMITTED, float(at))
+    assert len(request.story) == 64
+    assert request.story[-1].at_s == 999
+
+
+def delivered(*token_ids: int) -> Request:
+    request = request_of()
+    request.accept_tokens(0, token_ids)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("offset", "ids", "new"),
+    [
+        (3, [40, 50], [40, 50]),
+        (3, [], []),
+        (1, [20, 30, 40], [40]),
+        (0, [10, 20, 30], []),
+        (1, [20], []),
+    ],
+    ids=["continues", "empty", "overlaps", "repeats all", "lies inside"],
+)
+def test_what_is_new_is_added_once(offset: int, ids: list[int], new: list[int]) -> None:
+    request = delivered(10, 20, 30)
+    assert request.accept_tokens(offset, ids) == new
+    assert request.token_ids == [10, 20, 30, *new]
+
+
+@pytest.mark.parametrize(
+    ("offset", "ids", "why"),
+    [(4, [50], "begins at 4, but only 3"), (1, [21, 30], "changes tokens"), (2, [31], "changes")],
+    ids=["gap", "differs", "differs inside"],
+)
+def test_gaps_and_changes_break_the_stream(offset: int, ids: list[int], why: str) -> None:
+    request = delivered(10, 20, 30)
+    with pytest.raises(BrokenStream, match=why):
+        request.accept_tokens(offset, ids)
+    assert request.token_ids == [10, 20, 30]
+
+
+def test_resume_carries_the_frontier_of_the_last_token_only() -> None:
+    early, late = pb.BlockState(denoise_count=1), pb.BlockState(denoise_count=2)
+    request = request_of()
+    assert request.resumption() is None
+    request.accept_tokens(0, [10, 20], [early])
+    request.accept_tokens(2, [30], [late])
+    request.accept_tokens(0, [10], [early])  # an old commit, said again
+    resume = request.resumption()
+    assert resume is not None
+    assert list(resume.committed_token_ids) == [10, 20, 30]
+    assert list(resume.frontier) == [late]

@@ -13,7 +13,7 @@ from router.fakes import FakeFleet, run, until
 
 from effuse.placement.records import Capacity, WorkerRecord
 from effuse.protos import errors
-from effuse.router.seats import seats
+from effuse.router.admission import count_seats
 from effuse.v1 import generation_pb2 as pb
 
 
@@ -43,11 +43,11 @@ async def give_seats(fleet: FakeFleet, worker: FakeDecode, max_num_seqs: int) ->
 
 def test_seats_add_up_within_the_limit() -> None:
     two = [decoder("d0", 3), decoder("d1", 4)]
-    assert (seats(two, 100), seats(two, 5)) == (7, 5)
+    assert (count_seats(two, 100), count_seats(two, 5)) == (7, 5)
 
 
 def test_without_workers_nobody_waits_for_a_seat() -> None:
-    assert seats([], 9) == 9
+    assert count_seats([], 9) == 9
 
 
 def test_a_worker_is_never_asked_for_more_than_its_seats() -> None:

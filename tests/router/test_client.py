@@ -11,8 +11,7 @@ import pytest
 from router.fakes import FakeFleet, run, until
 
 from effuse.protos.stubs import generation_stub
-from effuse.router.job import ClientGone
-from effuse.router.sinks import StreamContext, Streamed
+from effuse.router.client import AnswerStream, ClientGone, StreamContext
 from effuse.v1 import generation_pb2 as pb
 from router import fake_model
 
@@ -32,17 +31,17 @@ class Context:
             raise self.error
 
 
-def stream_to(context: Context, stalled_s: float) -> Streamed:
-    return Streamed(cast(StreamContext, context), "r", stalled_s=stalled_s)
+def stream_to(context: Context, stalled_s: float) -> AnswerStream:
+    return AnswerStream(cast(StreamContext, context), stalled_s=stalled_s)
 
 
 def test_a_client_that_takes_nothing_is_gone_and_its_status_waits_for_it() -> None:
     async def go() -> None:
         context = Context()
-        sink = stream_to(context, stalled_s=0.01)
+        stream = stream_to(context, stalled_s=0.01)
         with pytest.raises(ClientGone, match="taken nothing"):
-            await sink.commit(pb.BlockCommit(text="a"))
-        settling = asyncio.create_task(sink.settle())
+            await stream.send(pb.GenerateStreamResponse(commit=pb.BlockCommit(text="a")))
+        settling = asyncio.create_task(stream.settle())
         await asyncio.sleep(0)
         assert not settling.done()
         context.taken.set()
@@ -54,13 +53,13 @@ def test_a_client_that_takes_nothing_is_gone_and_its_status_waits_for_it() -> No
 def test_a_request_that_ends_leaves_its_write_alone() -> None:
     async def go() -> None:
         context = Context()
-        sink = stream_to(context, stalled_s=60.0)
+        stream = stream_to(context, stalled_s=60.0)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
-                await sink.finished(pb.Finished())
+                await stream.send(pb.GenerateStreamResponse(finished=pb.Finished()))
         context.error = grpc.aio.InternalError("the call is over")
         context.taken.set()
-        await sink.settle()
+        await stream.settle()
 
     asyncio.run(go())
 
@@ -71,7 +70,7 @@ def test_a_call_that_is_over_is_a_client_that_is_gone() -> None:
         context.error = grpc.aio.InternalError("the call is over")
         context.taken.set()
         with pytest.raises(ClientGone, match="over"):
-            await stream_to(context, stalled_s=60.0).draft(pb.BlockDraft())
+            await stream_to(context, stalled_s=60.0).send(pb.GenerateStreamResponse())
 
     asyncio.run(go())
 
@@ -101,5 +100,5 @@ def test_a_client_that_comes_back_late_reads_how_it_ended(
 
 
 def _has_ended(fleet: FakeFleet, request_id: str) -> bool:
-    life = fleet.router.ledger.find(request_id)
-    return life is not None and life.is_ended
+    found = fleet.router.requests.find(request_id)
+    return found is not None and found.state == pb.REQUEST_STATE_CANCELLED

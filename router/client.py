@@ -1,0 +1,84 @@
+"""The two ways in which an answer reaches a client: at once at its end, or as it grows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Final, Protocol, cast
+
+import grpc.aio
+
+from effuse.v1 import generation_pb2 as pb
+
+STALLED_S: Final = 60.0
+"""A client that takes nothing for so long is gone, as far as its slot and its pages go."""
+
+StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse]
+
+
+class ClientGone(Exception):
+    """Nobody takes the answer any more."""
+
+
+class Client(Protocol):
+    """Who is told of an answer as it grows."""
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Tells one event; raises `ClientGone`."""
+
+
+class WholeAnswer:
+    """Keeps the answer for a unary call."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self.token_ids: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._text)
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Keeps text and tokens."""
+        assert event.HasField("commit"), "a unary call is told of commits only"
+        self._text.append(event.commit.text)
+        self.token_ids += event.commit.token_ids
+
+
+class AnswerStream:
+    """Writes each event to a streaming call; a slow client slows its own request only."""
+
+    def __init__(self, context: StreamContext, *, stalled_s: float = STALLED_S) -> None:
+        self._context = context
+        self._stalled_s = stalled_s
+        self._writing: asyncio.Future[None] | None = None
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Writes one event; raises `ClientGone` where it is not taken in `stalled_s` seconds."""
+        write = cast(Awaitable[None], self._context.write(event))
+        writing = self._writing = asyncio.ensure_future(write)
+        writing.add_done_callback(_retrieve_error)
+        # Unlike a timeout this leaves the write alone: see `settle`.
+        await asyncio.wait({writing}, timeout=self._stalled_s)
+        if not writing.done():
+            raise ClientGone(f"the client has taken nothing for {self._stalled_s:g} s")
+        try:
+            writing.result()
+        except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+            raise ClientGone("the client's call is over") from error
+
+    async def settle(self) -> None:
+        """Returns once a status can be sent: grpcio takes none while a message waits to be read.
+
+        Without a deadline by intent: nothing but the call itself is held any more, and a client
+        that comes back reads how it ended; one that goes away ends this too.
+        """
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+
+
+def _retrieve_error(writing: asyncio.Future[None]) -> None:
+    """A write that fails after its request has ended concerns nobody."""
+    if not writing.cancelled():
+        writing.exception()

@@ -1,0 +1,310 @@
+"""Serves one request, top to bottom: checked, let in, placed, attempted until it ends, and ended.
+
+What fails goes down a ladder: another prefill worker; the decode worker for itself; another pair
+that resumes; UNAVAILABLE. Never a good end with missing text. Whatever happens, the request's end
+is decided and counted here, in one place. Not here: one attempt (`attempt.py`), choosing workers
+(`policy.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from typing import Final, TypeVar
+
+import grpc.aio
+import msgspec
+
+from effuse.placement.records import PlacedOn, PlacementRecord, PlacementState, WorkerRecord
+from effuse.protos.errors import (
+    Bug,
+    Cancelled,
+    DeadlineExceeded,
+    EffuseError,
+    InvalidRequest,
+    Overloaded,
+    PeerLost,
+    Unavailable,
+    Unreserved,
+)
+from effuse.router.attempt import Attempt
+from effuse.router.calls import AttemptFailed
+from effuse.router.client import Client, ClientGone
+from effuse.router.detokenizer import AnswerText
+from effuse.router.policy import Placement
+from effuse.router.request import Event, Request
+from effuse.router.router import Router
+from effuse.router.validation import Findings, check_request_id, fit, validate
+from effuse.v1 import generation_pb2 as pb
+
+Response = TypeVar("Response")
+
+LOG: Final = logging.getLogger(__name__)
+OUR_FIELDS: Final = frozenset(
+    {"attempt", "incarnation", "prefill", "remote", "reservation", "resume"}
+    | {"sampling", "settings", "start"}
+)
+"""Fields of calls to workers that no client fills in, or that are checked before a worker is asked.
+A worker that does not take them is at odds with this router, and not with the client."""
+
+RETRY_AFTER_S: Final = 1.0
+"""What clients are told to wait when no worker is there: about as long as a lease takes to show."""
+
+ON_THE_WAY_S: Final = 0.02
+"""What a cancellation may take from a client's deadline to here, and still be told from others."""
+
+
+def accept(
+    router: Router,
+    message: pb.GenerateRequest,
+    context: grpc.aio.ServicerContext[pb.GenerateRequest, Response],
+    *,
+    is_stream: bool,
+) -> Request:
+    """The request that a client means; raises `EffuseError` with all that can be said against it
+    before anything is held for it."""
+    try:
+        if not router.admission.knows_seats:
+            router.count_seats()
+        router.admission.check()
+        request_id = _request_id(message)
+        router.requests.check_id(request_id)
+        model = router.catalogue.find(message.model if message.HasField("model") else None)
+        asked = validate(message, model, router.tokenizer.reserved_ids, is_stream=is_stream)
+    except EffuseError as error:
+        router.metrics.refused.labels(error.code.name).inc()
+        raise
+    time_left: float | None = context.time_remaining()  # grpcio's types hide that there may be none
+    limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
+    return Request(
+        id=request_id,
+        asked=asked,
+        text=AnswerText(router.tokenizer, asked.stops),
+        arrived=router.now(),
+        limit_s=limit_s,
+        deadline=asyncio.get_running_loop().time() + limit_s,
+        retries_left=router.config.max_retries,
+    )
+
+
+class Handler:
+    """Serves one accepted request, once."""
+
+    def __init__(self, router: Router, request: Request, client: Client) -> None:
+        self._router = router
+        self._request = request
+        self._client = client
+        self._record: PlacementRecord | None = None  # of the last attempt
+
+    async def serve(self) -> pb.Finished:
+        """Tells the client the answer and returns what is said at its end; raises `EffuseError`.
+        Whatever happens, the request ends here and is counted."""
+        router, request = self._router, self._request
+        with router.requests.running(request):
+            try:
+                async with asyncio.timeout_at(request.deadline), router.admission.slot():
+                    await self._encode_prompt()
+                    reason = await self._run_attempts()
+                    return self._finish(reason)
+            except TimeoutError as error:
+                text = f"not answered within {request.limit_s:.3g} s; it was {request.state.value}"
+                raise self._end_badly(DeadlineExceeded(text)) from error
+            except EffuseError as error:
+                raise self._end_badly(error) from error.__cause__
+            except (ClientGone, asyncio.CancelledError) as error:
+                gone = self._end_badly(why_gone(router.now() - request.arrived, request.limit_s))
+                if isinstance(error, ClientGone):
+                    raise gone from error
+                raise
+            finally:
+                if not request.is_ended:  # an exception of ours is on its way to the border
+                    self._record_end(Event.FAILED, "INTERNAL")
+
+    async def _encode_prompt(self) -> None:
+        request = self._request
+        asked = request.asked
+        request.queue_s = self._router.now() - request.arrived
+        token_ids = list(asked.prompt_token_ids)
+        if asked.prompt is not None:
+            token_ids = await self._router.tokenizer.encode(asked.prompt)
+            if max(token_ids, default=0) >= asked.model.vocab_size:
+                raise Unavailable(
+                    f"the router's tokenizer does not fit the model: it made id {max(token_ids)}, "
+                    f"the vocabulary has {asked.model.vocab_size}",
+                    retryable=False,
+                )
+        request.prompt_token_ids = token_ids
+        request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
+
+    async def _run_attempts(self) -> pb.FinishReason:
+        """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
+        request, router = self._request, self._router
+        state: PlacementState = "failed"
+        try:
+            while True:
+                placement = self._choose_workers()
+                attempt = self._begin_attempt(placement)
+                num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
+                try:
+                    with router.fleet.counted(placement, num_prompt, num_tokens):
+                        reason = await attempt.run()
+                except AttemptFailed as failure:
+                    self._prepare_retry(failure)
+                else:
+                    request.apply_event(Event.FINISHED, router.now())
+                    state = "finished"
+                    return reason
+        except (asyncio.CancelledError, ClientGone, DeadlineExceeded):
+            state = "cancelled"
+            raise
+        finally:
+            self._close_record(state)
+
+    # Before an attempt.
+
+    def _choose_workers(self) -> Placement:
+        request, fleet = self._request, self._router.fleet
+        if asyncio.get_running_loop().time() >= request.deadline:
+            raise DeadlineExceeded("the deadline passed before a worker was asked")
+        model = request.asked.model.name
+        placement = fleet.place(model, request.excluded)
+        if placement is not None:
+            return placement
+        if isinstance(request.last_error, Overloaded):
+            raise request.last_error
+        why = f"no live worker serves {model!r} now"
+        if request.last_error is not None:
+            why = f"{request.last_error.message}; no other worker can go on"
+        elif fleet.mode == "remote":
+            refused = fleet.why_refused(model)
+            why = refused or f"{why}, or no prefill worker fits a decode worker"
+        raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
+
+    def _begin_attempt(self, placement: Placement) -> Attempt:
+        request = self._request
+        prefill = placement.prefill.worker_id if placement.prefill else ""
+        request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
+        attempt = Attempt(self._router, request, placement, self._client)
+        self._record = PlacementRecord(
+            request_id=request.id,
+            attempt=request.num_attempts,
+            transfer_id=attempt.transfer_id,
+            router_id=self._router.id,
+            state="running",
+            model=request.asked.model.name,
+            decode=_placed_on(placement.decode),
+            prefill=None if placement.prefill is None else _placed_on(placement.prefill),
+            prompt_tokens=len(request.prompt_token_ids),
+        )
+        self._write_record(self._record)
+        return attempt
+
+    # After an attempt.
+
+    def _prepare_retry(self, failure: AttemptFailed) -> None:
+        """Makes room for another attempt, or raises what the client is told."""
+        request, error, blamed = self._request, failure.error, failure.worker
+        request.end_attempt(error)
+        LOG.warning(
+            "request %s, attempt %d on %s: %s; so far: %s",
+            *(request.id, request.num_attempts, blamed.worker_id, error.message),
+            request.tell_story(),
+        )
+        if isinstance(error, PeerLost):
+            self._router.fleet.suspect(blamed)
+        self._raise_if_final(error, blamed)
+        request.apply_event(Event.LOST, self._router.now(), error.message[:80])
+        if isinstance(error, Unreserved) and not request.is_patient:
+            # Decode is busy, which is nobody's fault and no loss: next time its pages come first.
+            request.is_patient = True
+            self._router.num_retries += 1
+            return
+        if request.retries_left == 0:
+            text = f"gave up after {request.num_attempts} attempts: {error.message}"
+            raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error
+        request.retries_left -= 1
+        self._router.num_retries += 1
+        request.excluded.add((blamed.worker_id, blamed.incarnation))
+
+    def _raise_if_final(self, error: EffuseError, blamed: WorkerRecord) -> None:
+        """Raises what the client is told where no other attempt can do better."""
+        if asyncio.get_running_loop().time() >= self._request.deadline:
+            raise DeadlineExceeded("the deadline passed before the answer was complete") from error
+        if isinstance(error, InvalidRequest) and self._request.token_ids:
+            # The caller's request was good; it is our resumption that the worker does not take.
+            text = f"the answer could not be resumed: {error.message}"
+            raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error
+        if isinstance(error, InvalidRequest) and _is_ours(error):
+            raise Bug(
+                f"{blamed.worker_id} does not take what it is sent: {error.message}"
+            ) from error
+        if not error.retryable:
+            raise error
+
+    # The placement that Redis knows, written beside the request.
+
+    def _close_record(self, state: PlacementState) -> None:
+        if self._record is not None:
+            num_tokens = self._request.text.num_tokens
+            self._write_record(
+                msgspec.structs.replace(self._record, state=state, num_tokens=num_tokens)
+            )
+
+    def _write_record(self, record: PlacementRecord) -> None:
+        """In the order of calls, once the request has gone on its way."""
+        asyncio.get_running_loop().call_soon(self._router.placements.put, record)
+
+    # The end.
+
+    def _finish(self, reason: pb.FinishReason) -> pb.Finished:
+        request = self._request
+        usage, stats = request.usage(), request.stats(self._router.now())
+        request.status = "OK"
+        # Counted once the answer is on its way.
+        asyncio.get_running_loop().call_soon(self._router.metrics.count_answer, usage, stats)
+        return pb.Finished(
+            finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
+        )
+
+    def _end_badly(self, error: EffuseError) -> EffuseError:
+        """A bad end that is told."""
+        by_caller = isinstance(error, Cancelled | DeadlineExceeded)
+        self._record_end(Event.CANCELLED if by_caller else Event.FAILED, error.code.name)
+        return error
+
+    def _record_end(self, event: Event, status: str) -> None:
+        request, metrics, now = self._request, self._router.metrics, self._router.now()
+        if not request.is_ended:
+            request.apply_event(event, now, status)
+            request.status = status
+        metrics.requests.labels(status).inc()
+        metrics.latency.observe(now - request.arrived)
+        LOG.info("request %s ended with %s: %s", request.id, status, request.tell_story())
+
+
+def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:
+    """A client breaks off at its deadline too, and before ours: gRPC rounds what it tells us up by
+    as much as 1 %, and the way here takes time."""
+    if elapsed_s >= 0.99 * limit_s - ON_THE_WAY_S:
+        return DeadlineExceeded(f"the client's deadline of {limit_s:.3g} s passed")
+    return Cancelled("the client cancelled")
+
+
+def _request_id(message: pb.GenerateRequest) -> str:
+    if not message.HasField("request_id"):
+        return f"req-{secrets.token_hex(12)}"
+    findings = Findings()
+    check_request_id(message.request_id, findings)
+    findings.raise_any()
+    return message.request_id
+
+
+def _is_ours(error: InvalidRequest) -> bool:
+    """Whether the router is at fault for what a worker refuses."""
+    return any(v.field.split(".")[0] in OUR_FIELDS for v in error.violations)
+
+
+def _placed_on(record: WorkerRecord) -> PlacedOn:
+    return PlacedOn(worker_id=record.worker_id, incarnation=record.incarnation)

@@ -1,0 +1,121 @@
+"""Requests by their ids: those that run here, for a while those that ended, and other routers'.
+
+Refuses an id that is running. Of a request that ended only its description is kept; of other
+routers' requests there is what Redis knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from effuse.placement.records import MalformedRecord, PlacementRecord, decode_placement
+from effuse.placement.store import StoreUnavailable
+from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
+from effuse.router.request import Request
+from effuse.v1 import generation_pb2 as pb
+
+LOG: Final = logging.getLogger(__name__)
+REMEMBERED_S: Final = 300.0
+MOST_REMEMBERED: Final = 4096
+
+_STORED_STATES: Final = {
+    "running": pb.REQUEST_STATE_RUNNING,
+    "finished": pb.REQUEST_STATE_FINISHED,
+    "failed": pb.REQUEST_STATE_FAILED,
+    "cancelled": pb.REQUEST_STATE_CANCELLED,
+}
+
+
+class StoredPlacements(Protocol):
+    """Where requests of other routers are found; placement.store.Store is one."""
+
+    async def placement(self, request_id: str) -> bytes | None:
+        """The stored placement of a request; raises `StoreUnavailable`."""
+
+
+class KnownRequests:
+    """One per router. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, store: StoredPlacements, now: Callable[[], float]) -> None:
+        self._store = store
+        self._now = now
+        self._running: dict[str, Request] = {}
+        self.idle = asyncio.Event()
+        """Set while no request is queued or on workers."""
+        self.idle.set()
+        self._ended: OrderedDict[str, tuple[float, pb.GetRequestResponse]] = OrderedDict()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are queued or on workers."""
+        return len(self._running)
+
+    def check_id(self, request_id: str) -> None:
+        """Raises `AlreadyRunning` where a request has this id."""
+        if request_id in self._running:
+            raise AlreadyRunning(f"a request with id {request_id!r} is running; choose another id")
+
+    @contextmanager
+    def running(self, request: Request) -> Iterator[None]:
+        """Holds the id of `request`; raises `AlreadyRunning` where another request has it."""
+        self.check_id(request.id)
+        self._running[request.id] = request
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            del self._running[request.id]
+            if not self._running:
+                self.idle.set()
+            self._remember(request)
+
+    def find(self, request_id: str) -> pb.GetRequestResponse | None:
+        """A request that runs here or ended a short while ago."""
+        request = self._running.get(request_id)
+        if request is not None:
+            return request.describe()
+        self._forget_old()
+        held = self._ended.get(request_id)
+        return None if held is None else held[1]
+
+    async def find_stored(self, request_id: str) -> pb.GetRequestResponse:
+        """A request of another router; raises `NotFound` or `Unavailable`."""
+        try:
+            stored = await self._store.placement(request_id)
+            if stored is not None:
+                return _describe_stored(decode_placement(stored))
+        except StoreUnavailable as error:
+            text = "requests of other routers cannot be looked up now"
+            raise Unavailable(text, retry_after_s=1.0) from error
+        except MalformedRecord:
+            LOG.warning("the stored placement of %s is malformed", request_id)
+        raise NotFound(f"no request {request_id!r} is running or ended a short while ago")
+
+    def _remember(self, request: Request) -> None:
+        self._ended.pop(request.id, None)
+        self._ended[request.id] = (self._now() + REMEMBERED_S, request.describe())
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        now = self._now()
+        while self._ended:
+            until, ended = next(iter(self._ended.values()))
+            if until > now and len(self._ended) <= MOST_REMEMBERED:
+                return
+            del self._ended[ended.request_id]
+
+
+def _describe_stored(record: PlacementRecord) -> pb.GetRequestResponse:
+    return pb.GetRequestResponse(
+        request_id=record.request_id,
+        state=_STORED_STATES[record.state],
+        attempt=record.attempt,
+        prefill_worker=record.prefill.worker_id if record.prefill else "",
+        decode_worker=record.decode.worker_id,
+        status="OK" if record.state == "finished" else "",
+    )
