@@ -19,7 +19,7 @@ from effuse.decode_worker.build import build
 from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import NotFound
-from effuse.router.answer import Answer as Text
+from effuse.router.detokenizer import AnswerText
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
@@ -133,7 +133,7 @@ class LLM:
             settings=wire.settings(asked.settings),
             writer=None,
         )
-        return _Running(asked, start, Text(self._tokenizer, asked.stops))
+        return _Running(asked, start, AnswerText(self._tokenizer, asked.stops))
 
     def _step(self) -> None:
         while not self._core.step() and self._core.is_working():
@@ -171,7 +171,7 @@ class _Running:
 
     asked: Asked
     start: StartDecode
-    text: Text
+    text: AnswerText
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     began: float = 0.0
