@@ -15,8 +15,9 @@ from effuse.kernels.advance import advance
 from effuse.kernels.batch import AttentionBatch, make_attention_batch
 from effuse.kernels.confidence import Candidates, RowSampling, sample_confidence
 from effuse.kernels.last_rows import exchange_boundaries, gather_rows
-from effuse.kernels.plan_step import StepRows, plan_step
+from effuse.kernels.plan_step import plan_step
 from effuse.kernels.slots import Control, SlotLayout, SlotTable
+from effuse.kernels.step_rows import StepRows
 from effuse.models.transformer import LayerKV, Transformer
 
 Adjust = Callable[[Candidates, RowSampling], Candidates]

@@ -14,8 +14,9 @@ from effuse.decode_worker.sequence import Sequence
 from effuse.decode_worker.settings import Sampling, Stopping
 from effuse.kernels.advance import advance
 from effuse.kernels.confidence import Candidates
-from effuse.kernels.plan_step import StepRows, plan_step
+from effuse.kernels.plan_step import plan_step
 from effuse.kernels.slots import Column, RecordColumn, SlotLayout, SlotTable
+from effuse.kernels.step_rows import StepRows
 
 LAYOUT = SlotLayout(num_slots=2, block_size=8, max_window=3, max_stops=1, max_pages=32)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)

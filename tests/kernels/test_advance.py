@@ -11,8 +11,9 @@ from operators import child
 from torch import Tensor
 
 from effuse.kernels.advance import advance
-from effuse.kernels.plan_step import StepRows, plan_step
+from effuse.kernels.plan_step import plan_step
 from effuse.kernels.slots import SlotTable
+from effuse.kernels.step_rows import StepRows
 
 
 def plan(table: SlotTable, control: Tensor, rows: StepRows, num_rows: int, shift: bool) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from effuse.kernels import advance_triton, last_rows_triton, plan_step_triton
 from effuse.kernels.confidence import Candidates
-from effuse.kernels.plan_step import StepRows
 from effuse.kernels.slots import SlotLayout, SlotTable
+from effuse.kernels.step_rows import StepRows
 from operators.device_code import DeviceCode, device_code
 
 META = torch.device("meta")

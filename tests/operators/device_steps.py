@@ -25,8 +25,8 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.batch import AttentionBatch
 from effuse.kernels.confidence import Candidates, RowSampling
 from effuse.kernels.logit_tiles import sampling_shape
-from effuse.kernels.plan_step import StepRows
 from effuse.kernels.slots import SlotTable
+from effuse.kernels.step_rows import StepRows
 
 SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 

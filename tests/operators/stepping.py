@@ -16,8 +16,8 @@ from decoding.scripts import MASK_ID
 from torch import Tensor
 
 from effuse.kernels import advance_triton, plan_step_triton
-from effuse.kernels.plan_step import StepRows
 from effuse.kernels.slots import SlotTable
+from effuse.kernels.step_rows import StepRows
 
 BLOCK_SIZES = (2, 4, 5, 8)
 
