@@ -2,7 +2,7 @@
 
 K lies in pieces of 16 bytes, [pages, Hkv, D / x, page_size, x] with x elements a piece; V lies
 dimension by dimension, [pages, Hkv, D, page_size]. Five dimensions of K tell it from the unified
-layout. Attention over it is `distinct_attention`.
+layout.
 """
 
 import torch

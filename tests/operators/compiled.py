@@ -20,7 +20,6 @@ from effuse.kernels import (
     attention_hopper,
     attention_triton,
     confidence_triton,
-    distinct_attention_triton,
     distinct_pages_triton,
     filters_triton,
     kv_pages_triton,
@@ -95,9 +94,8 @@ def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = Fal
         page_size=shape.page_size,
         device=torch.device("cpu"),
     )
-    module = distinct_attention_triton if distinct else attention_triton
     pages = distinct_cache(shape) if distinct else cache(shape)
-    launch = attention_hopper.launch if hopper else module.launch
+    launch = attention_hopper.launch if hopper else attention_triton.launch
     launch(q, k, v, *pages, batch, scale=0.1, out=torch.empty_like(q))
 
 
@@ -140,7 +138,7 @@ def hopper_variants() -> Variants:
 
 def distinct_variants() -> Variants:
     for name, shape in SHAPES.items():
-        modules = [distinct_attention_triton, merge_triton]
+        modules = [attention_triton, merge_triton]
         yield name, device_code(modules, partial(launch_attention, shape, distinct=True))
     yield "pages", device_code([distinct_pages_triton], partial(launch_pages, distinct=True))
 

@@ -86,7 +86,6 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     from effuse.kernels import (
         attention_triton,
         confidence_triton,
-        distinct_attention_triton,
         distinct_pages_triton,
         kv_pages_triton,
         norm_triton,
@@ -95,8 +94,7 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     )
 
     def attention(a: Attention) -> None:
-        module = distinct_attention_triton if is_distinct(a.k_cache) else attention_triton
-        module.launch(
+        attention_triton.launch(
             a.q,
             a.k,
             a.v,
