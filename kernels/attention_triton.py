@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from effuse.kernels import attention_hopper
+from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.attention_pages_triton import load_keys, load_values, places_of
-from effuse.kernels.batch import AttentionBatch
-from effuse.kernels.distinct_pages import is_distinct
 from effuse.kernels.merge_triton import merge_splits, partial_results
+from effuse.kernels.pages_distinct import is_distinct
 from effuse.kernels.splits import SPLIT_STEP, most_splits
 from effuse.kernels.splits_triton import tokens_per_split
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.kernels.batch import AttentionBatch
-from effuse.kernels.confidence import RowSampling
-from effuse.kernels.slots import SlotLayout
+from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.sampling import RowSampling
+from effuse.kernels.step_slots import SlotLayout
 
 
 @dataclass(frozen=True, slots=True)

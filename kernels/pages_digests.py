@@ -84,9 +84,9 @@ def piece_digests(
             f"{STRIPE_BYTES} are needed, got pieces of {piece_bytes} from byte {first_byte} on of "
             f"pages {stride} bytes apart"
         )
-    from effuse.kernels import piece_digests_triton
+    from effuse.kernels import pages_digests_triton
 
-    return piece_digests_triton.launch(pages, page_ids, key, piece_bytes, first_byte, out)
+    return pages_digests_triton.launch(pages, page_ids, key, piece_bytes, first_byte, out)
 
 
 def _is_whole(page_bytes: int, piece_bytes: int, first_byte: int, num_bytes: int) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effuse.kernels.confidence import RowSampling
-from effuse.kernels.slots import BlockColumn, Column, Control, SlotTable, Status
+from effuse.kernels.sampling import RowSampling
 from effuse.kernels.step_rows import StepRows
+from effuse.kernels.step_slots import BlockColumn, Column, Control, SlotTable, Status
 
 
 def plan_step(
@@ -33,9 +33,9 @@ def plan_step(
     With `shift`, position p is predicted by the row of p - 1, or by the slot's boundary vector.
     """
     if table.rows.is_cuda:
-        from effuse.kernels import plan_step_triton
+        from effuse.kernels import step_plan_triton
 
-        plan_step_triton.launch(table, control, rows, num_rows, page_size, mask_token_id, shift)
+        step_plan_triton.launch(table, control, rows, num_rows, page_size, mask_token_id, shift)
         return
     slots = _choose(table, control, num_rows)
     _fill_sequences(table, rows, slots)
