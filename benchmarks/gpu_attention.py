@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from effuse.benchmarks.gpu_timing import median_us
-from effuse.kernels import attention_triton, flex
+from effuse.kernels import attention_flex, attention_triton
 from effuse.kernels.attention import block_attention
-from effuse.kernels.batch import AttentionBatch, make_attention_batch
-from effuse.kernels.distinct_pages import distinct_views
+from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
+from effuse.kernels.pages_distinct import distinct_views
 
 HEAD_DIM = 128
 BLOCK_SIZE = 32
@@ -103,8 +103,8 @@ class Dense:
 
     def __init__(self, inputs: Inputs, groups: int) -> None:
         self._inputs, self._groups = inputs, groups
-        self.plan = flex.make_plan(inputs.shuffled, len(inputs.q), groups)
-        self.queries = flex.padded_queries(inputs.q, self.plan, groups)
+        self.plan = attention_flex.make_plan(inputs.shuffled, len(inputs.q), groups)
+        self.queries = attention_flex.padded_queries(inputs.q, self.plan, groups)
         self.keys, self.values = self._gathered()
 
     def sdpa(self, *, gathers: bool) -> Tensor:
@@ -122,13 +122,13 @@ class Dense:
 
     def flex(self) -> Tensor:
         """Gather, then FlexAttention under the block mask."""
-        return flex.attend(self.queries, *self._gathered(), self.plan.mask, scale=SCALE)
+        return attention_flex.attend(self.queries, *self._gathered(), self.plan.mask, scale=SCALE)
 
     def _gathered(self) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = self._inputs.unified
         return (
-            flex.gather_keys(self._inputs.k, k_cache, self.plan),
-            flex.gather_keys(self._inputs.v, v_cache, self.plan),
+            attention_flex.gather_keys(self._inputs.k, k_cache, self.plan),
+            attention_flex.gather_keys(self._inputs.v, v_cache, self.plan),
         )
 
 
@@ -174,12 +174,12 @@ def check(point: Point) -> None:
     one = Inputs(point)
     groups = HEADS[point.model][0] // HEADS[point.model][1]
     dense = Dense(one, groups)
-    expected = flex.packed_rows(dense.flex(), dense.plan, groups).float()
+    expected = attention_flex.packed_rows(dense.flex(), dense.plan, groups).float()
     unpacked = Dense(one, 1)
     for name, result in {
         "ours": one.ours(one.shuffled, one.unified).clone(),
         "portable": _portable(one).clone(),
-        "unpacked flex": flex.packed_rows(unpacked.flex(), unpacked.plan, 1),
+        "unpacked flex": attention_flex.packed_rows(unpacked.flex(), unpacked.plan, 1),
     }.items():
         error = float((result.float() - expected).norm() / expected.norm())
         assert error < 1e-2, f"{name} is off by {error:.1e}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from effuse.kernels.confidence import Candidates, RowSampling
-from effuse.kernels.slots import BlockColumn, Column, SlotTable
+from effuse.kernels.sampling import Candidates, RowSampling
+from effuse.kernels.step_slots import BlockColumn, Column, SlotTable
 
 LEAST, MOST = 2, 4
 MEAN = (LEAST + MOST) / 2

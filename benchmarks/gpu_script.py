@@ -15,9 +15,9 @@ from torch import Tensor
 
 from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import StepPlan
-from effuse.kernels.advance_triton import START
-from effuse.kernels.confidence import Candidates, RowSampling
-from effuse.kernels.slots import Column, SlotTable
+from effuse.kernels.sampling import Candidates, RowSampling
+from effuse.kernels.step_advance_triton import START
+from effuse.kernels.step_slots import Column, SlotTable
 
 ORIGIN = tl.constexpr(int(Column.ORIGIN))
 NUM_BLOCKS = tl.constexpr(int(Column.NUM_BLOCKS))

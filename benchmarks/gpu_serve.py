@@ -39,7 +39,7 @@ from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.decode_worker.settings import Stopping
-from effuse.kernels.slots import RecordColumn, SlotLayout, Status
+from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import BoundaryState
 from effuse.models.config import ModelConfig

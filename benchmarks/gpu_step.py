@@ -42,7 +42,7 @@ from effuse.decode_worker.settings import (
     Score,
     Stopping,
 )
-from effuse.kernels.slots import RecordColumn, SlotLayout
+from effuse.kernels.step_slots import RecordColumn, SlotLayout
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner

@@ -15,7 +15,7 @@ import torch
 
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_stepper import DeviceStepper
-from effuse.kernels.slots import RecordColumn
+from effuse.kernels.step_slots import RecordColumn
 
 Call = Callable[[], object]
 

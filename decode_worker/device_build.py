@@ -13,7 +13,7 @@ from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine, Forward
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.slots import SlotLayout
+from effuse.kernels.step_slots import SlotLayout
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver
 from effuse.models.transformer import LayerKV, Transformer

@@ -20,7 +20,7 @@ from effuse.decode_worker.engine import DecodeEngine, Forward, Work, work_of
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.scheduler import Demand
-from effuse.kernels.slots import RecordColumn, Status
+from effuse.kernels.step_slots import RecordColumn, Status
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver
 

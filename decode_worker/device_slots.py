@@ -18,7 +18,7 @@ from effuse.decode_worker.settings import (
     Sampling,
     Score,
 )
-from effuse.kernels.slots import (
+from effuse.kernels.step_slots import (
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
     BlockColumn,

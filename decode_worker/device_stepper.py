@@ -20,7 +20,7 @@ from effuse.decode_worker.device_buckets import (
     context_classes,
 )
 from effuse.decode_worker.device_step import DeviceStep
-from effuse.kernels.slots import Column, SlotLayout, Status
+from effuse.kernels.step_slots import Column, SlotLayout, Status
 
 _ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records that may be in use at a time

@@ -1,15 +1,18 @@
 """Block-parallel attention: packed in-flight rows over paged, cached tokens and over each other.
 
 One launcher for prefill chunks and denoising blocks of many sequences; CPU runs torch operators,
-CUDA runs the kernels behind `attention_triton`. Storing K and V is `kv_pages`, not here.
+CUDA runs the kernels behind `attention_triton`. On the CPU both KV layouts give the same bits.
+Storing K and V is `pages`, not here.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from effuse.kernels.batch import AttentionBatch, GatherPlan
-from effuse.kernels.distinct_pages import is_distinct
+from effuse.kernels.attention_batch import AttentionBatch, GatherPlan
+from effuse.kernels.pages_distinct import is_distinct, load_tokens, piece_elements
 
 
 def block_attention(
@@ -28,16 +31,12 @@ def block_attention(
 
     q is [T, Hq, D], k and v are [T, Hkv, D] with Hq a multiple of Hkv; k_cache and v_cache are one
     layer's logical views [pages, page_size, Hkv, D] of any strides, or views of the distinct layout
-    (`distinct_pages`). Cached slots that no page table reaches are never read. ``lse`` [T, Hq]
+    (`pages_distinct`). Cached slots that no page table reaches are never read. ``lse`` [T, Hq]
     fp32, if given, receives each row's log-sum-exp of the scaled scores (natural log). On the CPU
     the rows of one diffusion block are computed alone over the keys they see, so a row's result is
     bitwise the same whatever other sequences, and whatever later blocks of its own sequence, share
     the forward.
     """
-    if is_distinct(k_cache):
-        from effuse.kernels.distinct_attention import distinct_attention
-
-        return distinct_attention(q, k, v, k_cache, v_cache, batch, scale=scale, out=out, lse=lse)
     _check(q, k, v, k_cache, v_cache, batch)
     if out is None:
         out = torch.empty_like(q)
@@ -47,7 +46,10 @@ def block_attention(
         attention_triton.launch(q, k, v, k_cache, v_cache, batch, scale=scale, out=out, lse=lse)
         return out
     assert batch.gather is not None, "the batch was not built for the CPU"
-    return _attention_torch(q, k, v, k_cache, v_cache, batch.gather, scale, out, lse)
+    plan = batch.gather
+    if is_distinct(k_cache):
+        k_cache, v_cache, plan = _as_one_page(k_cache, v_cache, plan)
+    return _attention_torch(q, k, v, k_cache, v_cache, plan, scale, out, lse)
 
 
 def block_attention_ref(
@@ -79,6 +81,16 @@ def visibility_mask(length: int, context: int, block_origin: int, block_size: in
     block = ((position - block_origin) // block_size).clamp(min=-1)
     in_flight = block[:, None] >= block[None, :]
     return torch.cat([torch.ones(length, context, dtype=torch.bool), in_flight], dim=1)
+
+
+def _as_one_page(
+    k_cache: Tensor, v_cache: Tensor, plan: GatherPlan
+) -> tuple[Tensor, Tensor, GatherPlan]:
+    """Unified views of one page that holds all cached tokens of distinct pages in plan order."""
+    keys, values = load_tokens(k_cache, v_cache, plan.token_pages, plan.token_offsets)
+    order = torch.arange(len(plan.token_pages))
+    one_page = replace(plan, token_pages=torch.zeros_like(order), token_offsets=order)
+    return keys[None], values[None], one_page
 
 
 def _attention_torch(
@@ -169,9 +181,14 @@ def _check(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not agree: "
             "expected [T, Hq, D], [T, Hkv, D], [T, Hkv, D] with Hq a multiple of Hkv"
         )
-    expected = (batch.page_size, kv_heads, dim)
-    if k_cache.shape[1:] != expected or v_cache.shape != k_cache.shape:
+    expected: tuple[tuple[int, ...], tuple[int, ...]]
+    if is_distinct(k_cache):
+        x = piece_elements(k_cache.dtype)
+        expected = (kv_heads, dim // x, batch.page_size, x), (kv_heads, dim, batch.page_size)
+    else:
+        expected = (batch.page_size, kv_heads, dim), (batch.page_size, kv_heads, dim)
+    if (k_cache.shape[1:], v_cache.shape[1:]) != expected or len(k_cache) != len(v_cache):
+        wanted = " and ".join(f"[pages, {', '.join(map(str, shape))}]" for shape in expected)
         raise ValueError(
-            f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}: expected "
-            f"[pages, {batch.page_size}, {kv_heads}, {dim}]"
+            f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}: expected {wanted}"
         )

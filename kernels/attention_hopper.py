@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.merge_triton import merge_splits, partial_results
 from effuse.kernels.splits import SPLIT_STEP, most_splits
 

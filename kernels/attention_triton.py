@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The Triton kernel of block-parallel attention and the launch of all; `attention` is the way in.
 
-On Hopper 16-bit types go to `attention_hopper`; this kernel covers other devices, fp32, other
-head dims and strides, and computes the same, which tests without a GPU rest on. One program takes a
-tile of 64 rows (query, head in group) of one KV head: first all cached pages of the sequence, then
-its in-flight rows under the block-causal mask, then output and log-sum-exp. Long caches are split
-over programs and merged. Launch parameters depend on shapes alone.
+On Hopper 16-bit types in unified pages go to `attention_hopper`; this kernel covers other devices,
+fp32, other head dims and strides and the distinct layout, and computes the same, which tests
+without a GPU rest on. One program takes a tile of 64 rows (query, head in group) of one KV head:
+first all cached pages of the sequence, then its in-flight rows under the block-causal mask, then
+output and log-sum-exp. Layouts differ in how cached tokens are read, `attention_pages_triton`. Long
+caches are split over programs and merged. Launch parameters depend on shapes alone.
 
 Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and V of a sequence
 once a tile (from L2 for all tiles but the first).
@@ -19,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from effuse.kernels import attention_hopper
-from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.attention_pages_triton import load_keys, load_values, places_of
 from effuse.kernels.merge_triton import merge_splits, partial_results
+from effuse.kernels.pages_distinct import is_distinct
 from effuse.kernels.splits import SPLIT_STEP, most_splits
 from effuse.kernels.splits_triton import tokens_per_split
 
@@ -61,8 +64,9 @@ def launch(
 ) -> None:
     """Fill ``out`` [T, Hq, D] and, if given, ``lse`` [T, Hq] fp32 (natural log).
 
-    ``splits`` overrides `splits.most_splits`. Raises ValueError for head dims that tensor cores do
-    not take and for rows of D elements that do not lie together.
+    Caches are views of either layout, as `attention.block_attention` takes them. ``splits``
+    overrides `splits.most_splits`. Raises ValueError for head dims that tensor cores do not take
+    and for rows of D elements that do not lie together.
     """
     tokens, _, head_dim = q.shape
     num_seqs = len(batch.context_lens)
@@ -74,7 +78,9 @@ def launch(
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim must be a power of two of at least 16, got {head_dim}")
     others = (k, v, k_cache, v_cache, out)
-    is_hopper = attention_hopper.is_supported(q, others, batch.page_size)
+    is_hopper = not is_distinct(k_cache) and attention_hopper.is_supported(
+        q, others, batch.page_size
+    )
     (attention_hopper.launch if is_hopper else launch_portable)(
         q,
         k,
@@ -107,6 +113,7 @@ def launch_portable(
     kv_heads = k.shape[1]
     groups = q_heads // kv_heads
     num_seqs = len(batch.context_lens)
+    distinct = is_distinct(k_cache)
     tile = tile_shape(q.dtype, head_dim)
     # At most one tile of a sequence is ragged, so this bounds the number of tiles.
     num_tiles = tokens * groups // tile.rows + num_seqs
@@ -132,13 +139,14 @@ def launch_portable(
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        *_page_strides(k_cache, distinct),
+        *_page_strides(v_cache, distinct),
         *out.stride()[:2],
         scale * LOG2_E,
         GROUPS=groups,
         HEAD_DIM=head_dim,
         PAGE_SIZE=batch.page_size,
+        PIECE=k_cache.shape[4] if distinct else 0,
         BLOCK_SIZE=batch.block_size,
         TILE_ROWS=tile.rows,
         TILE_KEYS=tile.keys,
@@ -151,6 +159,14 @@ def launch_portable(
     )
     if num_splits > 1:
         merge_splits(partial_out, partial_lse, batch, out, lse)
+
+
+def _page_strides(cache: Tensor, distinct: bool) -> tuple[int, int | None, int]:
+    """Of a page, of a token and of a head. How tokens of a distinct page lie is no choice."""
+    if distinct:
+        return cache.stride(0), None, cache.stride(1)
+    page, token, head, _ = cache.stride()
+    return page, token, head
 
 
 @triton.jit
@@ -186,35 +202,6 @@ def _accumulate(scores, values, accumulator, total, peak, scale, PRECISION: tl.c
     accumulator = accumulator * shrink[:, None]
     accumulator = tl.dot(weights.to(values.dtype), values, accumulator, input_precision=PRECISION)
     return accumulator, total, new_peak
-
-
-@triton.jit
-def _page_rows(
-    pages,
-    first,
-    key,
-    head,
-    dim,
-    limit,
-    page_stride,
-    token_stride,
-    head_stride,
-    PAGE_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Element offsets [TILE_KEYS, HEAD_DIM] of cached tokens first .. first + TILE_KEYS - 1."""
-    if PAGE_SIZE % TILE_KEYS == 0:
-        page = tl.load(pages + first // PAGE_SIZE).to(tl.int64)
-        row = page * page_stride + (first % PAGE_SIZE + key).to(tl.int64) * token_stride
-    else:
-        token = first + key
-        if MASKED:
-            page = tl.load(pages + token // PAGE_SIZE, mask=token < limit, other=0)
-        else:
-            page = tl.load(pages + token // PAGE_SIZE)
-        row = page.to(tl.int64) * page_stride + (token % PAGE_SIZE).to(tl.int64) * token_stride
-    return (row + head * head_stride)[:, None] + dim[None, :]
 
 
 # One kernel for all of them: a new kind of count must not compile while requests wait.
@@ -254,6 +241,7 @@ def _attention_kernel(
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PIECE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -303,34 +291,34 @@ def _attention_kernel(
     # Stage 1: cached tokens, all visible. Whole tiles need no mask, one ragged tile follows.
     whole_end = cached_begin + (cached_end - cached_begin) // TILE_KEYS * TILE_KEYS
     for start in tl.range(cached_begin, whole_end, TILE_KEYS):
-        k_rows = _page_rows(
-            pages, start, key, kv_head, dim, context, kc_page, kc_token, kc_head,
-            PAGE_SIZE, TILE_KEYS, False,
+        page, offset = places_of(pages, start, key, None, context, PAGE_SIZE, PIECE, TILE_KEYS)
+        keys = load_keys(
+            k_cache, page, offset, kv_head, dim, None, kc_page, kc_token, kc_head,
+            PAGE_SIZE, PIECE,
         )  # fmt: skip
-        keys = tl.load(k_cache + k_rows)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        v_rows = _page_rows(
-            pages, start, key, kv_head, dim, context, vc_page, vc_token, vc_head,
-            PAGE_SIZE, TILE_KEYS, False,
+        values = load_values(
+            v_cache, page, offset, kv_head, dim, None, vc_page, vc_token, vc_head,
+            PAGE_SIZE, PIECE,
         )  # fmt: skip
-        values = tl.load(v_cache + v_rows)
         accumulator, total, peak = _accumulate(
             scores, values, accumulator, total, peak, scale, PRECISION
         )
     if whole_end < cached_end:
         present = whole_end + key < cached_end
-        k_rows = _page_rows(
-            pages, whole_end, key, kv_head, dim, cached_end, kc_page, kc_token, kc_head,
-            PAGE_SIZE, TILE_KEYS, True,
+        page, offset = places_of(
+            pages, whole_end, key, present, context, PAGE_SIZE, PIECE, TILE_KEYS
+        )
+        keys = load_keys(
+            k_cache, page, offset, kv_head, dim, present, kc_page, kc_token, kc_head,
+            PAGE_SIZE, PIECE,
         )  # fmt: skip
-        keys = tl.load(k_cache + k_rows, mask=present[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores = tl.where(present[None, :], scores, float("-inf"))
-        v_rows = _page_rows(
-            pages, whole_end, key, kv_head, dim, cached_end, vc_page, vc_token, vc_head,
-            PAGE_SIZE, TILE_KEYS, True,
+        values = load_values(
+            v_cache, page, offset, kv_head, dim, present, vc_page, vc_token, vc_head,
+            PAGE_SIZE, PIECE,
         )  # fmt: skip
-        values = tl.load(v_cache + v_rows, mask=present[:, None], other=0.0)
         accumulator, total, peak = _accumulate(
             scores, values, accumulator, total, peak, scale, PRECISION
         )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.early_start import may_start_early
 from effuse.kernels.splits import SPLIT_STEP
 from effuse.kernels.splits_triton import tokens_per_split

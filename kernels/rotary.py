@@ -7,8 +7,8 @@ the like) would be other tables, not other operators.
 import torch
 from torch import Tensor
 
-from effuse.kernels.distinct_pages import is_distinct
-from effuse.kernels.kv_pages import store_kv
+from effuse.kernels.pages import store_kv
+from effuse.kernels.pages_distinct import is_distinct
 
 
 def make_cos_sin_cache(
@@ -42,7 +42,7 @@ def rotary_store_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`rotary`, then `kv_pages.store_kv` of the rotated k and of v.
+    """`rotary`, then `pages.store_kv` of the rotated k and of v.
 
     One kernel on CUDA for the unified layout. For the distinct one two: a program for each token,
     which is what rotation wants, would write its V in pieces of two bytes.

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effuse.kernels.early_start import may_start_early
-from effuse.kernels.kv_pages_triton import slot_offset
+from effuse.kernels.pages_triton import slot_offset
 
 
 @triton.jit

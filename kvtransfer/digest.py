@@ -1,6 +1,6 @@
 """Digests of pages, of prompts and of manifests: what catches accidents and stale bytes.
 
-A page's digest is xxh3_128 over the xxh3_64 of its pieces (kernels/piece_digests.py), which a GPU
+A page's digest is xxh3_128 over the xxh3_64 of its pieces (kernels/pages_digests.py), which a GPU
 takes of its own pages and a CPU of its own, to the same bits; the seed is the receiver's. Digests
 are taken beside everything else: a job is begun, and asked later whether it is done. Not a defence
 against an attacker: xxh3 is not cryptographic.
@@ -20,7 +20,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from effuse.kernels.piece_digests import digest_key, piece_bytes_of, piece_digests
+from effuse.kernels.pages_digests import piece_bytes_of, piece_digests
+from effuse.kernels.pages_digests_key import digest_key
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Manifest, encode

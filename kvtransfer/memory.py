@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from effuse.kernels.distinct_pages import distinct_views, zero_distinct_tail
+from effuse.kernels.pages_distinct import distinct_views, zero_distinct_tail
 from effuse.kvtransfer.huge_pages import huge_pages
 from effuse.kvtransfer.layout import KVLayout
 
@@ -57,7 +57,7 @@ class PageMemory:
 
     def layer_views(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer, as strided views of [pages, page_size, kv_heads, head_dim] or as
-        `kernels.distinct_pages` describes them."""
+        `kernels.pages_distinct` describes them."""
         if self.layout.kind == "distinct":
             return [distinct_views(layer[:, 0], layer[:, 1]) for layer in self.tensor.unbind(1)]
         return [

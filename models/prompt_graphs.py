@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from effuse.kernels.batch import AttentionBatch, make_attention_batch
+from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import Integers, PackedParts
 from effuse.models.part import Part

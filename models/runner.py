@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from effuse.kernels.batch import make_attention_batch
-from effuse.kernels.confidence import RowSampling, sample_confidence
+from effuse.kernels.attention_batch import make_attention_batch
+from effuse.kernels.sampling import RowSampling, sample_confidence
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import PackedParts, join_aligned, pack_parts
 from effuse.models.part import Part, PartResult, PartSampling

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from effuse.kernels.attention import block_attention
-from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.norm import rms_norm, rms_norm_residual
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.swiglu import swiglu

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention import block_attention
-from effuse.kernels.batch import make_attention_batch
+from effuse.kernels.attention_batch import make_attention_batch
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model

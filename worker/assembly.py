@@ -131,7 +131,7 @@ def _load(config: WorkerConfig, directory: Path, device: torch.device) -> Transf
 def _attend(config: WorkerConfig) -> Attend:
     """Imports FlexAttention only where it is used: it brings the whole of torch's compiler."""
     if config.attention == "flex":
-        from effuse.kernels.flex import FlexAttention
+        from effuse.kernels.attention_flex import FlexAttention
 
         return FlexAttention()
     return block_attention

@@ -15,7 +15,7 @@ from effuse.benchmarks.gpu_models import TINY, random_model
 from effuse.benchmarks.gpu_pace import LEAST, MEAN, MOST
 from effuse.benchmarks.gpu_serve import Bench
 from effuse.decode_worker.device_buckets import Integers
-from effuse.kernels.slots import RecordColumn
+from effuse.kernels.step_slots import RecordColumn
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 40, 70, 12, 33, 64]

@@ -12,10 +12,11 @@ from effuse.decode_worker.device_buckets import Forecast, bucket, context_class
 from effuse.decode_worker.device_slots import Row, slot_row
 from effuse.decode_worker.sequence import Sequence
 from effuse.decode_worker.settings import Sampling, Stopping
-from effuse.kernels.advance import advance
-from effuse.kernels.confidence import Candidates
-from effuse.kernels.plan_step import StepRows, plan_step
-from effuse.kernels.slots import Column, RecordColumn, SlotLayout, SlotTable
+from effuse.kernels.sampling import Candidates
+from effuse.kernels.step_advance import advance
+from effuse.kernels.step_plan import plan_step
+from effuse.kernels.step_rows import StepRows
+from effuse.kernels.step_slots import Column, RecordColumn, SlotLayout, SlotTable
 
 LAYOUT = SlotLayout(num_slots=2, block_size=8, max_window=3, max_stops=1, max_pages=32)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)

@@ -15,7 +15,7 @@ from decoding.engines import Rig, load_tiny, make_request, random_requests
 
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.device_engine import DeviceDecodeEngine
-from effuse.kernels.confidence import Candidates, RowSampling
+from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.transformer import Transformer

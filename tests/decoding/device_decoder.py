@@ -20,7 +20,7 @@ from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.parts import prefill_part
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.slots import RecordColumn, SlotLayout, Status
+from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.models.runner import ModelRunner

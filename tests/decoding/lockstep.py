@@ -25,9 +25,9 @@ from effuse.decode_worker.device_mirror import apply_record
 from effuse.decode_worker.device_slots import Record, slot_row
 from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.settings import Sampling
-from effuse.kernels.confidence import Candidates
-from effuse.kernels.plan_step import StepRows
-from effuse.kernels.slots import Control, RecordColumn, SlotLayout, SlotTable, Status
+from effuse.kernels.sampling import Candidates
+from effuse.kernels.step_rows import StepRows
+from effuse.kernels.step_slots import Control, RecordColumn, SlotLayout, SlotTable, Status
 from effuse.models.packing import pack_parts
 from effuse.models.part import Part, PartSampling
 

@@ -27,7 +27,7 @@ SHORT = Case((Row(32, 500), Row(64, 64)), q_heads=28, kv_heads=4, head_dim=128, 
 
 @pytest.mark.parametrize("packs_heads", [True, False], ids=["packed", "unpacked"])
 def test_equals_explicit_mask(packs_heads: bool) -> None:
-    from effuse.kernels.flex import FlexAttention
+    from effuse.kernels.attention_flex import FlexAttention
 
     attend = FlexAttention(packs_heads=packs_heads)
     for case in (LONG, SHORT):

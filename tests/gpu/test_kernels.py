@@ -12,10 +12,10 @@ from operators.attention import Case, Row
 from operators.paths import public, triton_kernels
 
 from effuse.kernels.attention import block_attention
-from effuse.kernels.batch import make_attention_batch
-from effuse.kernels.confidence import Candidates
-from effuse.kernels.kv_pages import gather_pages, scatter_pages
-from effuse.kernels.last_rows import exchange_boundaries, gather_rows
+from effuse.kernels.attention_batch import make_attention_batch
+from effuse.kernels.pages import gather_pages, scatter_pages
+from effuse.kernels.sampling import Candidates
+from effuse.kernels.step_last_rows import exchange_boundaries, gather_rows
 
 pytestmark = [
     pytest.mark.gpu,

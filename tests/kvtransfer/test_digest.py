@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from kvtransfer.fixtures import LARGE, SEED, SMALL, filled
 
-from effuse.kernels.piece_digests import piece_bytes_of
+from effuse.kernels.pages_digests import piece_bytes_of
 from effuse.kvtransfer.digest import (
     HostDigester,
     PieceDigests,

@@ -10,7 +10,7 @@ from checkpoints import ARCHITECTURES, MASK_TOKEN_ID, Architecture, write_tiny_c
 from hf_reference import Expected, HfReference
 from paged_model import PagedModel
 
-from effuse.kernels.flex import FlexAttention
+from effuse.kernels.attention_flex import FlexAttention
 
 TOLERANCE = 1e-5
 BLOCK = 4

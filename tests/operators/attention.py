@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention import block_attention_ref
-from effuse.kernels.batch import AttentionBatch, make_attention_batch
+from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from operators.paths import Attention, Operators
 from operators.tolerance import assert_close
 

@@ -19,19 +19,18 @@ from effuse.kernels import (
     attention_gluon,
     attention_hopper,
     attention_triton,
-    confidence_triton,
-    distinct_attention_triton,
-    distinct_pages_triton,
-    filters_triton,
-    kv_pages_triton,
     merge_triton,
     norm_triton,
-    piece_digests_triton,
+    pages_digests_triton,
+    pages_distinct_triton,
+    pages_triton,
     rotary_triton,
+    sampling_filters_triton,
+    sampling_triton,
     swiglu_triton,
 )
-from effuse.kernels.batch import make_attention_batch
-from effuse.kernels.distinct_pages import distinct_views
+from effuse.kernels.attention_batch import make_attention_batch
+from effuse.kernels.pages_distinct import distinct_views
 from operators.device_code import DeviceCode, device_code
 
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -95,9 +94,8 @@ def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = Fal
         page_size=shape.page_size,
         device=torch.device("cpu"),
     )
-    module = distinct_attention_triton if distinct else attention_triton
     pages = distinct_cache(shape) if distinct else cache(shape)
-    launch = attention_hopper.launch if hopper else module.launch
+    launch = attention_hopper.launch if hopper else attention_triton.launch
     launch(q, k, v, *pages, batch, scale=0.1, out=torch.empty_like(q))
 
 
@@ -105,7 +103,7 @@ def launch_sampling(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     fp32, int32 = meta(rows, dtype=FP32), meta(rows, dtype=INT32)
     counters = (meta(rows, dtype=INT64), int32, int32, int32)
     logits, score = meta(rows, vocab_size, dtype=dtype), meta(rows, dtype=torch.int8)
-    confidence_triton.launch(logits, fp32, fp32, int32, counters, score, 5)
+    sampling_triton.launch(logits, fp32, fp32, int32, counters, score, 5)
 
 
 def launch_rotary(*, stores: bool) -> None:
@@ -118,7 +116,7 @@ def launch_rotary(*, stores: bool) -> None:
 
 def launch_pages(*, distinct: bool = False) -> None:
     shape = SHAPES["dream_page_64"]
-    module = distinct_pages_triton if distinct else kv_pages_triton
+    module = pages_distinct_triton if distinct else pages_triton
     k_cache, v_cache = distinct_cache(shape) if distinct else cache(shape)
     _, k, v = torch.split(meta(64, 36, 128), [28, 4, 4], dim=1)
     slots = meta(64, dtype=INT64)
@@ -140,9 +138,9 @@ def hopper_variants() -> Variants:
 
 def distinct_variants() -> Variants:
     for name, shape in SHAPES.items():
-        modules = [distinct_attention_triton, merge_triton]
+        modules = [attention_triton, merge_triton]
         yield name, device_code(modules, partial(launch_attention, shape, distinct=True))
-    yield "pages", device_code([distinct_pages_triton], partial(launch_pages, distinct=True))
+    yield "pages", device_code([pages_distinct_triton], partial(launch_pages, distinct=True))
 
 
 def row_variants() -> Variants:
@@ -157,13 +155,13 @@ def row_variants() -> Variants:
         "rotary_store": lambda: launch_rotary(stores=True),
         "pages": launch_pages,
     }
-    modules = [norm_triton, swiglu_triton, rotary_triton, kv_pages_triton]
+    modules = [norm_triton, swiglu_triton, rotary_triton, pages_triton]
     for name, launch in launches.items():
         yield name, device_code(modules, launch)
 
 
 def sampling_variants() -> Variants:
-    modules = [filters_triton, confidence_triton]
+    modules = [sampling_filters_triton, sampling_triton]
     yield "dream_bf16", device_code(modules, lambda: launch_sampling(2048, 152_064, BF16))
     yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
 
@@ -178,8 +176,8 @@ def digest_variants() -> Variants:
     ):
         pages, ids, key = meta(64, page_bytes // 2), meta(64, dtype=INT64), meta(49, dtype=INT64)
         out = meta(64, num_bytes // piece_bytes, dtype=INT64)
-        launch = partial(piece_digests_triton.launch, pages, ids, key, piece_bytes, 0, out)
-        yield name, device_code([piece_digests_triton], launch)
+        launch = partial(pages_digests_triton.launch, pages, ids, key, piece_bytes, 0, out)
+        yield name, device_code([pages_digests_triton], launch)
 
 
 GROUPS = {

@@ -8,10 +8,10 @@ from dataclasses import asdict
 
 import torch
 
-from effuse.kernels import advance_triton, last_rows_triton, plan_step_triton
-from effuse.kernels.confidence import Candidates
-from effuse.kernels.plan_step import StepRows
-from effuse.kernels.slots import SlotLayout, SlotTable
+from effuse.kernels import step_advance_triton, step_last_rows_triton, step_plan_triton
+from effuse.kernels.sampling import Candidates
+from effuse.kernels.step_rows import StepRows
+from effuse.kernels.step_slots import SlotLayout, SlotTable
 from operators.device_code import DeviceCode, device_code
 
 META = torch.device("meta")
@@ -32,10 +32,12 @@ def compiled(block_size: int, window: int) -> list[DeviceCode]:
     gather = (hidden, hidden, rows.hidden_rows, rows.kept_rows)
     exchange = (hidden, slots[: ROWS - 64], rows.kept_rows, hidden[:64])
     return [
-        *device_code([last_rows_triton], lambda: last_rows_triton.launch_gather(*gather)),
-        *device_code([last_rows_triton], lambda: last_rows_triton.launch_exchange(*exchange)),
-        *device_code([plan_step_triton], lambda: plan_step_triton.launch(*plan)),
-        *device_code([advance_triton], lambda: advance_triton.launch(*advance)),
+        *device_code([step_last_rows_triton], lambda: step_last_rows_triton.launch_gather(*gather)),
+        *device_code(
+            [step_last_rows_triton], lambda: step_last_rows_triton.launch_exchange(*exchange)
+        ),
+        *device_code([step_plan_triton], lambda: step_plan_triton.launch(*plan)),
+        *device_code([step_advance_triton], lambda: step_advance_triton.launch(*advance)),
     ]
 
 

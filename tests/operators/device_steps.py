@@ -20,13 +20,13 @@ from decoding.engines import Rig, load_tiny, random_requests
 from torch import Tensor
 
 from effuse.decode_worker import device_step
-from effuse.kernels import advance_triton, attention_triton, confidence_triton, plan_step_triton
+from effuse.kernels import attention_triton, sampling_triton, step_advance_triton, step_plan_triton
 from effuse.kernels.attention import block_attention
-from effuse.kernels.batch import AttentionBatch
-from effuse.kernels.confidence import Candidates, RowSampling
-from effuse.kernels.logit_tiles import sampling_shape
-from effuse.kernels.plan_step import StepRows
-from effuse.kernels.slots import SlotTable
+from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.sampling import Candidates, RowSampling
+from effuse.kernels.sampling_tiles import sampling_shape
+from effuse.kernels.step_rows import StepRows
+from effuse.kernels.step_slots import SlotTable
 
 SIZES = TinySizes(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 
@@ -46,14 +46,14 @@ def plan(
     table: SlotTable, control: Tensor, rows: StepRows, *, num_rows: int, page_size: int,
     mask_token_id: int, shift: bool,
 ) -> None:  # fmt: skip
-    plan_step_triton.launch(table, control, rows, num_rows, page_size, mask_token_id, shift)
+    step_plan_triton.launch(table, control, rows, num_rows, page_size, mask_token_id, shift)
 
 
 def sample(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
     counters = (s.seed, s.position, s.denoise_count, s.answer_index)
     settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
     shape = sampling_shape(logits.shape[1], 128)
-    return Candidates(*confidence_triton.launch(logits, *settings, mask_token_id, shape))
+    return Candidates(*sampling_triton.launch(logits, *settings, mask_token_id, shape))
 
 
 def batch_of(step: device_step.DeviceStep, num_rows: int, max_context: int) -> AttentionBatch:
@@ -82,7 +82,7 @@ def main() -> None:
     with (
         patch.object(model, "_attention", attention),
         patch.object(device_step, "plan_step", plan),
-        patch.object(device_step, "advance", advance_triton.launch),
+        patch.object(device_step, "advance", step_advance_triton.launch),
         patch.object(device_step, "sample_confidence", sample),
         patch.object(device_step.DeviceStep, "_attention", batch_of),
     ):

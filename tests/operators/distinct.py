@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.distinct_pages import distinct_views, store_kv_ref
+from effuse.kernels.pages_distinct import distinct_views, store_kv_ref
 from operators.attention import Case, build, reference
 from operators.paths import Attention, Operators
 from operators.rows import assert_same, random

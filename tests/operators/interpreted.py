@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from effuse.kernels import last_rows_triton, piece_digests_triton
-from effuse.kernels.philox import gumbel_of_words
-from effuse.kernels.philox_triton import gumbel_of_high_bits
+from effuse.kernels import pages_digests_triton, step_last_rows_triton
+from effuse.kernels.sampling_philox import gumbel_of_words
+from effuse.kernels.sampling_philox_triton import gumbel_of_high_bits
 from effuse.kernels.splits import SPLIT_STEP
 from effuse.kernels.splits_triton import tokens_per_split
 from operators import attention, digests, distinct, rows, sampling
@@ -80,7 +80,7 @@ def row_checks() -> Iterator[tuple[str, Check]]:
         yield f"norm_of_heads-{suffix}", partial(rows.check_norm_of_heads, OPS, dtype)
         yield f"store-{suffix}", partial(rows.check_store, OPS, dtype)
     yield "store-nothing", partial(rows.check_store_of_nothing, OPS, torch.float32)
-    launches = last_rows_triton.launch_gather, last_rows_triton.launch_exchange
+    launches = step_last_rows_triton.launch_gather, step_last_rows_triton.launch_exchange
     yield "last_rows", partial(rows.check_last_rows, *launches, torch.device("cpu"))
 
 
@@ -94,7 +94,7 @@ def sampling_checks() -> Iterator[tuple[str, Check]]:
 
 
 def digest_checks() -> Iterator[tuple[str, Check]]:
-    launch, cpu = piece_digests_triton.launch, torch.device("cpu")
+    launch, cpu = pages_digests_triton.launch, torch.device("cpu")
     for length in digests.LENGTHS:
         for kind in digests.KINDS:
             yield f"{length}-{kind}", partial(digests.check, launch, cpu, length, kind)

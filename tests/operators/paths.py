@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.kernels.batch import AttentionBatch
-from effuse.kernels.confidence import Candidates, RowSampling
-from effuse.kernels.distinct_pages import is_distinct
-from effuse.kernels.logit_tiles import sampling_shape
+from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.pages_distinct import is_distinct
+from effuse.kernels.sampling import Candidates, RowSampling
+from effuse.kernels.sampling_tiles import sampling_shape
 
 Pair = tuple[Tensor, Tensor]
 
@@ -56,10 +56,10 @@ class Operators:
 def public(device: torch.device) -> Operators:
     """The launchers that the models call."""
     from effuse.kernels.attention import block_attention
-    from effuse.kernels.confidence import sample_confidence
-    from effuse.kernels.kv_pages import load_kv, store_kv
     from effuse.kernels.norm import rms_norm, rms_norm_residual
+    from effuse.kernels.pages import load_kv, store_kv
     from effuse.kernels.rotary import rotary, rotary_store_kv
+    from effuse.kernels.sampling import sample_confidence
     from effuse.kernels.swiglu import swiglu
 
     def attention(a: Attention) -> None:
@@ -85,18 +85,16 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     """The Triton kernels, on a GPU or (TRITON_INTERPRET=1) on the CPU."""
     from effuse.kernels import (
         attention_triton,
-        confidence_triton,
-        distinct_attention_triton,
-        distinct_pages_triton,
-        kv_pages_triton,
         norm_triton,
+        pages_distinct_triton,
+        pages_triton,
         rotary_triton,
+        sampling_triton,
         swiglu_triton,
     )
 
     def attention(a: Attention) -> None:
-        module = distinct_attention_triton if is_distinct(a.k_cache) else attention_triton
-        module.launch(
+        attention_triton.launch(
             a.q,
             a.k,
             a.v,
@@ -110,11 +108,11 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
         )
 
     def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        module = distinct_pages_triton if is_distinct(k_cache) else kv_pages_triton
+        module = pages_distinct_triton if is_distinct(k_cache) else pages_triton
         module.launch_store(k, v, k_cache, v_cache, slots)
 
     def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Pair:
-        module = distinct_pages_triton if is_distinct(k_cache) else kv_pages_triton
+        module = pages_distinct_triton if is_distinct(k_cache) else pages_triton
         pair: Pair = module.launch_load(k_cache, v_cache, slots)
         return pair
 
@@ -128,7 +126,7 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
         counters = (s.seed, s.position, s.denoise_count, s.answer_index)
         settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
         shape = sampling_shape(logits.shape[1], max_chunk)
-        found = confidence_triton.launch(logits, *settings, mask_token_id, shape)
+        found = sampling_triton.launch(logits, *settings, mask_token_id, shape)
         return Candidates(*found)
 
     return Operators(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from effuse.kernels import attention_triton
 from effuse.kernels.attention import block_attention
-from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.attention_batch import AttentionBatch
 from effuse.models import prompt_graphs
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner, Part

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.kernels.confidence import RowSampling, Score, sample_confidence_ref
+from effuse.kernels.sampling import RowSampling, Score, sample_confidence_ref
 from operators.paths import Operators
 
 MASK = 3

@@ -15,21 +15,21 @@ from decoding.lockstep import PAGE_SIZE, Lockstep, Machine
 from decoding.scripts import MASK_ID
 from torch import Tensor
 
-from effuse.kernels import advance_triton, plan_step_triton
-from effuse.kernels.plan_step import StepRows
-from effuse.kernels.slots import SlotTable
+from effuse.kernels import step_advance_triton, step_plan_triton
+from effuse.kernels.step_rows import StepRows
+from effuse.kernels.step_slots import SlotTable
 
 BLOCK_SIZES = (2, 4, 5, 8)
 
 
 def plan(table: SlotTable, control: Tensor, rows: StepRows, num_rows: int, shift: bool) -> None:
-    plan_step_triton.launch(table, control, rows, num_rows, PAGE_SIZE, MASK_ID, shift)
+    step_plan_triton.launch(table, control, rows, num_rows, PAGE_SIZE, MASK_ID, shift)
 
 
 def check(seed: int) -> None:
     size = BLOCK_SIZES[seed % len(BLOCK_SIZES)]
     shift = seed % 8 < len(BLOCK_SIZES)
-    machine = Machine(plan, advance_triton.launch)
+    machine = Machine(plan, step_advance_triton.launch)
     Lockstep(machine, seed, size, shift, num_slots=2, num_requests=2).run()
 
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Random bits and Gumbel noise on the device, from the counters that `philox` defines.
+"""Random bits and Gumbel noise on the device, from the counters that `sampling_philox` defines.
 
 Device functions without a launcher. Noise is computed in fp32, within about 1e-6 of the fp64
 definition for every possible uniform.

@@ -16,9 +16,9 @@ def gather_rows(
 ) -> tuple[Tensor, Tensor]:
     """Rows `wanted` [R] and then `kept` [S] (-1: any row) of mixed [T, Q] and residual [T, H]."""
     if mixed.is_cuda:
-        from effuse.kernels import last_rows_triton
+        from effuse.kernels import step_last_rows_triton
 
-        return last_rows_triton.launch_gather(mixed, residual, wanted, kept)
+        return step_last_rows_triton.launch_gather(mixed, residual, wanted, kept)
     rows = torch.cat([wanted, kept.clamp(min=0)])
     return mixed.index_select(0, rows), residual.index_select(0, rows)
 
@@ -33,9 +33,9 @@ def exchange_boundaries(
     behind what it stores.
     """
     if hidden.is_cuda:
-        from effuse.kernels import last_rows_triton
+        from effuse.kernels import step_last_rows_triton
 
-        last_rows_triton.launch_exchange(hidden, boundary_slots, kept, boundary)
+        step_last_rows_triton.launch_exchange(hidden, boundary_slots, kept, boundary)
         return
     count = len(boundary_slots)
     vectors = boundary.index_select(0, boundary_slots.clamp(min=0))

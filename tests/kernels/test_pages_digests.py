@@ -15,7 +15,8 @@ from operators import child, digests
 from operators.device_code import DeviceCode
 from torch import Tensor
 
-from effuse.kernels.piece_digests import digest_key, piece_bytes_of, piece_digests
+from effuse.kernels.pages_digests import piece_bytes_of, piece_digests
+from effuse.kernels.pages_digests_key import digest_key
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.plan_step import StepRows, sequences_in
-from effuse.kernels.slots import NUM_COLUMNS, BlockColumn, Column, Control, SlotTable, Status
+from effuse.kernels.step_rows import StepRows, sequences_in
+from effuse.kernels.step_slots import NUM_COLUMNS, BlockColumn, Column, Control, SlotTable, Status
 
 STATUS = tl.constexpr(int(Column.STATUS))
 START = tl.constexpr(int(Column.START))

@@ -6,23 +6,23 @@ A page is addressed by its id in the pool's memory; who may use a page is not de
 import torch
 from torch import Tensor
 
-from effuse.kernels import distinct_pages
+from effuse.kernels import pages_distinct
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write rows of k and v [T, Hkv, D] into one layer's views [pages, page_size, Hkv, D], or
-    into views of the distinct layout (`distinct_pages`).
+    into views of the distinct layout (`pages_distinct`).
 
     ``slot_mapping`` [T] int64 holds ``page * page_size + offset``; -1 stores nothing. A slot must
     not occur twice.
     """
-    if distinct_pages.is_distinct(k_cache):
-        distinct_pages.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    if pages_distinct.is_distinct(k_cache):
+        pages_distinct.store_kv(k, v, k_cache, v_cache, slot_mapping)
         return
     if k.is_cuda:
-        from effuse.kernels import kv_pages_triton
+        from effuse.kernels import pages_triton
 
-        kv_pages_triton.launch_store(k, v, k_cache, v_cache, slot_mapping)
+        pages_triton.launch_store(k, v, k_cache, v_cache, slot_mapping)
         return
     page_size = k_cache.shape[1]
     stored = slot_mapping >= 0
@@ -47,12 +47,12 @@ def store_kv_ref(
 
 def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """K and V [N, Hkv, D] of ``slots`` [N] int64, all of them >= 0."""
-    if distinct_pages.is_distinct(k_cache):
-        return distinct_pages.load_kv(k_cache, v_cache, slots)
+    if pages_distinct.is_distinct(k_cache):
+        return pages_distinct.load_kv(k_cache, v_cache, slots)
     if k_cache.is_cuda:
-        from effuse.kernels import kv_pages_triton
+        from effuse.kernels import pages_triton
 
-        return kv_pages_triton.launch_load(k_cache, v_cache, slots)
+        return pages_triton.launch_load(k_cache, v_cache, slots)
     page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
     return k_cache[page, offset], v_cache[page, offset]
 
@@ -67,9 +67,9 @@ def gather_pages(memory: Tensor, page_ids: Tensor, out: Tensor | None = None) ->
 def scatter_pages(pages: Tensor, memory: Tensor, page_ids: Tensor) -> None:
     """Copy ``pages`` [N, ...] to the places ``page_ids`` [N] int64 of ``memory``, all different."""
     if memory.is_cuda and memory.is_contiguous() and pages.is_contiguous():
-        from effuse.kernels import kv_pages_triton
+        from effuse.kernels import pages_triton
 
-        kv_pages_triton.launch_scatter(pages, memory, page_ids)
+        pages_triton.launch_scatter(pages, memory, page_ids)
         return
     memory.index_copy_(0, page_ids, pages)
 

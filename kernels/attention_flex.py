@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from effuse.kernels.batch import AttentionBatch
+from effuse.kernels.attention_batch import AttentionBatch
 
 MASK_BLOCK = 128
 

@@ -11,8 +11,9 @@ import torch
 from operators import digests
 from torch import Tensor
 
-from effuse.kernels import piece_digests_triton
-from effuse.kernels.piece_digests import digest_key, piece_bytes_of, piece_digests
+from effuse.kernels import pages_digests_triton
+from effuse.kernels.pages_digests import piece_bytes_of, piece_digests
+from effuse.kernels.pages_digests_key import digest_key
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +46,7 @@ def check_against_cpu(
 @pytest.mark.parametrize("kind", digests.KINDS)
 @pytest.mark.parametrize("length", digests.LENGTHS)
 def test_pieces_of_whole_pages_of_every_kind(length: int, kind: str) -> None:
-    digests.check(piece_digests_triton.launch, CUDA, length, kind)
+    digests.check(pages_digests_triton.launch, CUDA, length, kind)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -11,7 +11,7 @@ from operators.paths import public
 from operators.sampling import CASES, MASK, Case
 from torch import Tensor
 
-from effuse.kernels.confidence import RowSampling, Score, sample_confidence, sample_confidence_ref
+from effuse.kernels.sampling import RowSampling, Score, sample_confidence, sample_confidence_ref
 
 OPS = public(torch.device("cpu"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effuse.kernels.batch import AttentionBatch, block_end, make_attention_batch
+from effuse.kernels.attention_batch import AttentionBatch, block_end, make_attention_batch
 
 CPU = torch.device("cpu")
 

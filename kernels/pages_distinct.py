@@ -2,7 +2,7 @@
 
 K lies in pieces of 16 bytes, [pages, Hkv, D / x, page_size, x] with x elements a piece; V lies
 dimension by dimension, [pages, Hkv, D, page_size]. Five dimensions of K tell it from the unified
-layout. Attention over it is `distinct_attention`.
+layout.
 """
 
 import torch
@@ -45,11 +45,11 @@ def zero_distinct_tail(keys: Tensor, values: Tensor, num_tokens: int) -> None:
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """`kv_pages.store_kv` into views of the distinct layout."""
+    """`pages.store_kv` into views of the distinct layout."""
     if k.is_cuda:
-        from effuse.kernels import distinct_pages_triton
+        from effuse.kernels import pages_distinct_triton
 
-        distinct_pages_triton.launch_store(k, v, k_cache, v_cache, slot_mapping)
+        pages_distinct_triton.launch_store(k, v, k_cache, v_cache, slot_mapping)
         return
     stored = slot_mapping >= 0
     slots = slot_mapping[stored]
@@ -79,9 +79,9 @@ def store_kv_ref(
 def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """K and V [N, Hkv, D] of ``slots`` [N] int64, all of them >= 0."""
     if k_cache.is_cuda:
-        from effuse.kernels import distinct_pages_triton
+        from effuse.kernels import pages_distinct_triton
 
-        return distinct_pages_triton.launch_load(k_cache, v_cache, slots)
+        return pages_distinct_triton.launch_load(k_cache, v_cache, slots)
     page_size = v_cache.shape[3]
     return load_tokens(k_cache, v_cache, slots // page_size, slots % page_size)
 

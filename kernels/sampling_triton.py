@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels of candidate sampling; `confidence` is the way in.
+"""The Triton kernels of candidate sampling; `sampling` is the way in.
 
 Logits are read once and no probability is written. Each thread folds the columns of its tiles into
 a peak, a sum of exponentials and a runner-up of its own, so nothing crosses threads in the loop;
 each segment of a row leaves their combination and the tile of its peak. The last kernel combines a
 row's segments and looks again only into the tile that holds the answer. Rows without temperature,
 filters and entropy have a kernel to themselves; the other one returns at once for them, and draws
-in the same reading: a Gumbel draw is one more maximum. Cut-offs are found by `filters_triton`.
+in the same reading: a Gumbel draw is one more maximum. `sampling_filters_triton` finds cut-offs.
 
 Bytes: R * V logits once, one tile a row again; filtered rows about 8 times more (in 16 bits).
 """
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels import filters_triton
-from effuse.kernels.filters_triton import (
+from effuse.kernels import sampling_filters_triton
+from effuse.kernels.sampling_filters_triton import (
     LOG2_E,
     by_lane,
     cut,
@@ -28,8 +28,8 @@ from effuse.kernels.filters_triton import (
     tile_offsets,
     top_of_lanes,
 )
-from effuse.kernels.logit_tiles import SamplingShape, Tile, sampling_shape
-from effuse.kernels.philox_triton import gumbel_of_high_bits, words_of_quads
+from effuse.kernels.sampling_philox_triton import gumbel_of_high_bits, words_of_quads
+from effuse.kernels.sampling_tiles import SamplingShape, Tile, sampling_shape
 
 MARGIN = tl.constexpr(1)
 NEG_ENTROPY = tl.constexpr(2)
@@ -65,7 +65,7 @@ def launch(
     num_segments = triton.cdiv(vocab_size, segment)
     parts = torch.empty((5, rows, num_segments), dtype=torch.float32, device=device)
     places = torch.empty((2, rows, num_segments), dtype=torch.int32, device=device)
-    cut_value, cut_token = filters_triton.launch_cutoff(
+    cut_value, cut_token = sampling_filters_triton.launch_cutoff(
         logits, mask_token_id, temperature, top_p, top_k, tile, shape.num_warps
     )
     rows_of = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)

@@ -2,7 +2,7 @@
 
 Stores, writes, settles, ends, appends and activates exactly as the decode worker's pure machine
 does (arXiv 2508.09192 and SDAR), on the slot table where it lies; the record tells the host. This
-file holds the definition in torch operators, which the CPU runs; CUDA runs `advance_triton`.
+file holds the definition in torch operators, which the CPU runs; CUDA runs `step_advance_triton`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.kernels.confidence import Candidates
-from effuse.kernels.slots import (
+from effuse.kernels.sampling import Candidates
+from effuse.kernels.step_slots import (
     NUM_RECORD_COLUMNS,
     BlockColumn,
     Column,
@@ -40,9 +40,9 @@ def advance(
     becomes FAILED and keeps its state.
     """
     if table.rows.is_cuda:
-        from effuse.kernels import advance_triton
+        from effuse.kernels import step_advance_triton
 
-        advance_triton.launch(table, control, first_candidate, candidates, records)
+        step_advance_triton.launch(table, control, first_candidate, candidates, records)
         return
     control[Control.FIRST_SLOT] = control[Control.NEXT_FIRST_SLOT]
     flight = _Flight.of(table)

@@ -1,6 +1,6 @@
 """How many logits a program of the sampling kernels reads at once, and how a row is cut.
 
-Values only; the kernels are `confidence_triton` and `filters_triton`.
+Values only; the kernels are `sampling_triton` and `sampling_filters_triton`.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ import torch
 from operators import rows
 from operators.paths import public
 
-from effuse.kernels.kv_pages import gather_pages, scatter_pages, zero_tail
+from effuse.kernels.pages import gather_pages, scatter_pages, zero_tail
 
 OPS = public(torch.device("cpu"))
 

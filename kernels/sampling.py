@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from effuse.kernels.philox import gumbel_noise
+from effuse.kernels.sampling_philox import gumbel_noise
 
 
 class Score(IntEnum):
@@ -52,9 +52,9 @@ def sample_confidence(logits: Tensor, sampling: RowSampling, mask_token_id: int)
     token iff the probability mass before it, in descending order with ties by lowest id, is below
     top_p; top-k then keeps the k first of what is left. The distribution is the softmax of what
     is kept. T = 0 takes its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with
-    the noise of `philox.gumbel_noise`. Scores: the confidence; the difference of the two largest
-    probabilities; sum of p log p. A row with nothing but -inf gives confidence 0 and the lowest
-    allowed id. NaN is not looked for.
+    the noise of `sampling_philox.gumbel_noise`. Scores: the confidence; the difference of the two
+    largest probabilities; sum of p log p. A row with nothing but -inf gives confidence 0 and the
+    lowest allowed id. NaN is not looked for.
     """
     rows, vocab_size = logits.shape
     if vocab_size < 2 or not 0 <= mask_token_id < vocab_size:
@@ -80,13 +80,13 @@ def sample_confidence_ref(logits: Tensor, sampling: RowSampling, mask_token_id: 
 
 
 def _launch_triton(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
-    from effuse.kernels import confidence_triton
+    from effuse.kernels import sampling_triton
 
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     counters = (s.seed, s.position, s.denoise_count, s.answer_index)
     return Candidates(
-        *confidence_triton.launch(
+        *sampling_triton.launch(
             logits, s.temperature, s.top_p, s.top_k, counters, s.score, mask_token_id
         )
     )

@@ -10,9 +10,10 @@ from decoding.scripts import MASK_ID
 from operators import child
 from torch import Tensor
 
-from effuse.kernels.advance import advance
-from effuse.kernels.plan_step import StepRows, plan_step
-from effuse.kernels.slots import SlotTable
+from effuse.kernels.step_advance import advance
+from effuse.kernels.step_plan import plan_step
+from effuse.kernels.step_rows import StepRows
+from effuse.kernels.step_slots import SlotTable
 
 
 def plan(table: SlotTable, control: Tensor, rows: StepRows, num_rows: int, shift: bool) -> None:

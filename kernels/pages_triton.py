@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels that move K and V between rows and pages; `kv_pages` is the way in.
+"""The Triton kernels that move K and V between rows and pages; `pages` is the way in.
 
 Bytes: each stored or loaded row of K and V is read once and written once.
 """

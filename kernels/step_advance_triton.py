@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.confidence import Candidates
-from effuse.kernels.slots import (
+from effuse.kernels.sampling import Candidates
+from effuse.kernels.step_slots import (
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
     BlockColumn,

@@ -1,0 +1,89 @@
+"""The rows of a denoise step, as `plan_step` lays them out and the forward takes them: buffers that
+every step fills anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.sampling import RowSampling
+from effuse.kernels.step_slots import SlotLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """One step's rows, in buffers of T rows and S slots that every step fills anew."""
+
+    cu_seqlens: Tensor  # [S+1] int32
+    context_lens: Tensor  # [S] int32
+    page_table: Tensor  # [S, max_pages] int32
+    block_origins: Tensor  # [S] int32
+    first_candidate: Tensor  # [S] int32 by slot, -1 where it takes no part
+    kept_rows: Tensor  # [S] int64 by slot: its last stored row, -1 where it stores none
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64, -1 where nothing is stored
+    hidden_rows: Tensor  # [T] int64 by candidate: the row that predicts it
+    boundary_slots: Tensor  # [T] int32 by candidate: predicted by this slot's boundary; or -1
+    sampling: RowSampling  # [T] by candidate
+
+    @classmethod
+    def empty(cls, layout: SlotLayout, num_rows: int, device: torch.device) -> StepRows:
+        """Buffers for up to `num_rows` rows."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        slots, long, real = layout.num_slots, torch.int64, torch.float32
+        return cls(
+            cu_seqlens=zeros(slots + 1),
+            context_lens=zeros(slots),
+            page_table=zeros(slots, layout.max_pages),
+            block_origins=zeros(slots),
+            first_candidate=zeros(slots),
+            kept_rows=zeros(slots, dtype=long),
+            token_ids=zeros(num_rows, dtype=long),
+            positions=zeros(num_rows, dtype=long),
+            slot_mapping=zeros(num_rows, dtype=long),
+            hidden_rows=zeros(num_rows, dtype=long),
+            boundary_slots=zeros(num_rows),
+            sampling=RowSampling(
+                temperature=zeros(num_rows, dtype=real),
+                top_p=zeros(num_rows, dtype=real),
+                top_k=zeros(num_rows),
+                seed=zeros(num_rows, dtype=long),
+                answer_index=zeros(num_rows),
+                position=zeros(num_rows),
+                denoise_count=zeros(num_rows),
+                score=zeros(num_rows, dtype=torch.int8),
+            ),
+        )
+
+    def attention(
+        self, layout: SlotLayout, num_rows: int, *, page_size: int, max_context: int
+    ) -> AttentionBatch:
+        """The batch over these buffers for a bucket of `num_rows`; no slot has fewer than a block.
+
+        `max_context` bounds the cached tokens of every slot that takes part.
+        """
+        num_seqs = sequences_in(layout, num_rows)
+        return AttentionBatch(
+            cu_seqlens=self.cu_seqlens[: num_seqs + 1],
+            context_lens=self.context_lens[:num_seqs],
+            page_table=self.page_table[:num_seqs],
+            block_origins=self.block_origins[:num_seqs],
+            block_size=layout.block_size,
+            page_size=page_size,
+            max_seqlen=min(num_rows, layout.ring * layout.block_size),
+            max_context=max_context,
+            gather=None,
+        )
+
+
+def sequences_in(layout: SlotLayout, num_rows: int) -> int:
+    """Most slots that a bucket of `num_rows` can hold."""
+    return max(1, min(layout.num_slots, num_rows // layout.block_size))
