@@ -1,4 +1,4 @@
-"""The relay between a client and fake workers: what each side is told."""
+"""A request between a client and fake workers: what each side is told."""
 
 from __future__ import annotations
 
