@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from effuse.kernels.attention_copies_gluon import produce
+from effuse.kernels.attention_splits_triton import tokens_per_split
 from effuse.kernels.early_start_gluon import allow_kernel_after, await_kernel_before
-from effuse.kernels.splits_triton import tokens_per_split
 
 ROWS = gl.constexpr(64)
 

@@ -15,8 +15,12 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.merge_triton import merge_splits, partial_results
-from effuse.kernels.splits import SPLIT_STEP, most_splits
+from effuse.kernels.attention_splits_triton import (
+    SPLIT_STEP,
+    merge_splits,
+    most_splits,
+    partial_results,
+)
 
 LOG2_E = 1.4426950408889634
 PROCESSORS = 132

@@ -22,10 +22,14 @@ from torch import Tensor
 from effuse.kernels import attention_hopper
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.attention_pages_triton import load_keys, load_values, places_of
-from effuse.kernels.merge_triton import merge_splits, partial_results
+from effuse.kernels.attention_splits_triton import (
+    SPLIT_STEP,
+    merge_splits,
+    most_splits,
+    partial_results,
+    tokens_per_split,
+)
 from effuse.kernels.pages_distinct import is_distinct
-from effuse.kernels.splits import SPLIT_STEP, most_splits
-from effuse.kernels.splits_triton import tokens_per_split
 
 # Two resident programs on each of the 132 processors of an H100 or H200.
 PROGRAMS_PER_WAVE = 264
@@ -65,7 +69,7 @@ def launch(
     """Fill ``out`` [T, Hq, D] and, if given, ``lse`` [T, Hq] fp32 (natural log).
 
     Caches are views of either layout, as `attention.block_attention` takes them. ``splits``
-    overrides `splits.most_splits`. Raises ValueError for head dims that tensor cores do not take
+    overrides `most_splits`. Raises ValueError for head dims that tensor cores do not take
     and for rows of D elements that do not lie together.
     """
     tokens, _, head_dim = q.shape

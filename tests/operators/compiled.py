@@ -18,8 +18,8 @@ from torch import Tensor
 from effuse.kernels import (
     attention_gluon,
     attention_hopper,
+    attention_splits_triton,
     attention_triton,
-    merge_triton,
     norm_triton,
     pages_digests_triton,
     pages_distinct_triton,
@@ -126,19 +126,19 @@ def launch_pages(*, distinct: bool = False) -> None:
 
 def attention_variants() -> Variants:
     for name, shape in SHAPES.items():
-        modules = [attention_triton, merge_triton]
+        modules = [attention_triton, attention_splits_triton]
         yield name, device_code(modules, partial(launch_attention, shape))
 
 
 def hopper_variants() -> Variants:
     for name, shape in HOPPER_SHAPES.items():
         launch = partial(launch_attention, shape, hopper=True)
-        yield name, device_code([attention_gluon, merge_triton], launch)
+        yield name, device_code([attention_gluon, attention_splits_triton], launch)
 
 
 def distinct_variants() -> Variants:
     for name, shape in SHAPES.items():
-        modules = [attention_triton, merge_triton]
+        modules = [attention_triton, attention_splits_triton]
         yield name, device_code(modules, partial(launch_attention, shape, distinct=True))
     yield "pages", device_code([pages_distinct_triton], partial(launch_pages, distinct=True))
 

@@ -21,10 +21,9 @@ import triton
 import triton.language as tl
 
 from effuse.kernels import pages_digests_triton, step_last_rows_triton
+from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
 from effuse.kernels.sampling_philox import gumbel_of_words
 from effuse.kernels.sampling_philox_triton import gumbel_of_high_bits
-from effuse.kernels.splits import SPLIT_STEP
-from effuse.kernels.splits_triton import tokens_per_split
 from operators import attention, digests, distinct, rows, sampling
 from operators.paths import Operators, triton_kernels
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from effuse.kernels.splits import most_splits
+from effuse.kernels.attention_splits_triton import most_splits
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The second half of split attention: one output from the parts that splits of the cache left.
+"""How the cached tokens of a sequence are split over programs when there are too few of them, and
+one output from the parts that splits leave.
 
-Parts are combined in split order, so the result does not depend on which finished first.
+A launch fixes the most splits there can be; every sequence is cut by its own lengths, on the
+device, so that a captured launch suits whatever context its sequences have. Parts are combined in
+split order, so the result does not depend on which finished first.
 
 Bytes: the parts that a sequence has, fp32, once; the output once. A merge is short and waiting is
 most of it: a program asks for its parts before it knows which sequence they are of.
@@ -14,13 +17,21 @@ from torch import Tensor
 
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.early_start import may_start_early
-from effuse.kernels.splits import SPLIT_STEP
-from effuse.kernels.splits_triton import tokens_per_split
 
+# The most keys of any kernel's tile, and what a split's tokens are a multiple of.
+SPLIT_STEP = 128
 # Splits whose loads are under way together. One number for all launches, so that a result does not
 # depend on what else is merged with it.
 SPLITS_AT_ONCE = 8
 HEADS_AT_ONCE = 8
+
+
+def most_splits(num_programs: int, wave: int, max_context: int) -> int:
+    """Splits for each of ``num_programs`` programs without any, up to ``wave`` programs at once.
+
+    A pure function of the launch shape: the same forward is always split the same way.
+    """
+    return max(1, min(wave // max(1, num_programs), -(-max_context // SPLIT_STEP)))
 
 
 def partial_results(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +55,8 @@ def merge_splits(
     """Fill ``out`` [T, Hq, D] and ``lse`` [T, Hq] for sequences of more than one split.
 
     ``partial_out`` [splits, T, Hq, D] fp32 holds normalised outputs, ``partial_lse``
-    [splits, T, Hq] fp32 their base-2 log-sum-exp, of as many splits as `splits` gives a sequence.
+    [splits, T, Hq] fp32 their base-2 log-sum-exp, of as many splits as `tokens_per_split` gives a
+    sequence.
     """
     splits, tokens, heads, head_dim = partial_out.shape
     num_seqs = len(batch.context_lens)
@@ -72,6 +84,19 @@ def merge_splits(
         enable_fp_fusion=True,
         launch_pdl=starts_early,
     )
+
+
+@triton.jit
+def tokens_per_split(context, num_rows, splits, SPLIT_STEP: tl.constexpr):
+    """Tokens of each split but the last, which also has the in-flight rows: as even as steps allow.
+
+    A sequence has ``ceil(context / tokens_per_split)`` splits, and no fewer than one. Takes numbers
+    or tensors of them.
+    """
+    steps = splits * SPLIT_STEP
+    # Fewer rows than a step are no reason for longer splits.
+    counted = context + num_rows // SPLIT_STEP * SPLIT_STEP
+    return tl.maximum(1, (counted + steps - 1) // steps) * SPLIT_STEP
 
 
 # One kernel for all of them: a new kind of count must not compile while requests wait.
