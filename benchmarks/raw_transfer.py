@@ -27,6 +27,7 @@ import xxhash
 import zmq
 
 from effuse.kvtransfer.huge_pages import huge_pages
+from effuse.kvtransfer.ucx_log import ucx_log
 
 DEADLINE_S = 30.0
 MODULE = "effuse.benchmarks.raw_transfer"
@@ -272,7 +273,10 @@ def _nixl_agent(name: str, buffer: npt.NDArray[np.uint8]) -> Any:
     where there were 12 without it, on two cores."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    with (
+        ucx_log().asked()
+    ):  # whoever is first decides where UCX writes what our connectors ask of it
+        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     agent.register_memory([(buffer.ctypes.data, len(buffer), 0, "")], "DRAM")
     return agent
 
