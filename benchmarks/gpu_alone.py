@@ -109,14 +109,6 @@ class Alone:
         self._end = End("receiver", "nixl", self._paged.memory)
         say()
 
-    def _hello(self) -> None:
-        assert self._end is not None
-        self._end._hello()
-
-    def _meet(self, **peer: str) -> None:
-        assert self._end is not None
-        self._end._meet(**peer)
-
     def _reserve(self, handoffs: int, pages: int) -> None:
         """Reservations of spare pages, which handoffs far enough apart take in turns."""
         assert self._end is not None

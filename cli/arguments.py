@@ -10,8 +10,6 @@ from pathlib import Path
 
 from effuse.config.checks import is_redis_url
 
-DEFAULT_TARGET = "127.0.0.1:50051"
-
 
 def command(name: str, about: str) -> argparse.ArgumentParser:
     """A parser for `effuse NAME`; flags must be written out in full."""

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from effuse.cli.arguments import (
-    DEFAULT_TARGET,
     command,
     directory,
     file,
@@ -34,6 +33,7 @@ from effuse.cli.client import ask, explain
 from effuse.cli.figures import Run, Sample, as_json, table
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.client.answer import StreamBroken
+from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, make_request
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import grpc
 from rich.console import Console
 
-from effuse.cli.arguments import DEFAULT_TARGET, command, is_unicode, seconds, target, text
+from effuse.cli.arguments import command, is_unicode, seconds, target, text
 from effuse.cli.client import ask, explain
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Event, StreamBroken
+from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, make_request
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub

@@ -9,8 +9,9 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from effuse.cli.arguments import DEFAULT_TARGET, command, seconds, target
+from effuse.cli.arguments import command, seconds, target
 from effuse.client.client import Client
+from effuse.client.options import DEFAULT_TARGET
 from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2
 

@@ -170,6 +170,18 @@ class AsyncClient:
             response = await self._models.ListModels(model_pb2.ListModelsRequest())
         return list(response.models)
 
+    async def workers(self) -> list[model_pb2.Worker]:
+        """Every live worker, in the order of their ids, with load and links. Raises EffuseError."""
+        found: list[model_pb2.Worker] = []
+        request = model_pb2.ListWorkersRequest()
+        while True:
+            with _raising(self._target):
+                response = await self._models.ListWorkers(request)
+            found += response.workers
+            if not response.next_page_token:
+                return found
+            request.page_token = response.next_page_token
+
     async def close(self) -> None:
         """Ends the connection and what is still asked over it."""
         await self._channel.close()

@@ -95,8 +95,8 @@ class _OnHost:
 class DeviceDigester:
     """Digests of pages on a GPU, on the pool's stream for transfers, which waits for nobody.
 
-    Its buffers are kept: making pinned ones anew took longer than all else of a handoff's way but
-    the bytes (measured: 0.3 of 0.4 ms on an H200).
+    Its buffers are kept: while each job made its own, beginning one took the host of an H200 0.3 to
+    0.4 ms.
     """
 
     def __init__(self, memory: PageMemory) -> None:

@@ -82,8 +82,14 @@ class FakeRouter(
     def GetModel(self, request: object, context: object) -> model_pb2.GetModelResponse:
         raise NotImplementedError
 
-    def ListWorkers(self, request: object, context: object) -> model_pb2.ListWorkersResponse:
-        raise NotImplementedError
+    def ListWorkers(
+        self, request: model_pb2.ListWorkersRequest, context: object
+    ) -> model_pb2.ListWorkersResponse:
+        """One a page."""
+        page = int(request.page_token or 0)
+        worker = model_pb2.Worker(worker_id=f"w{page}")
+        token = str(page + 1) if page < 2 else ""
+        return model_pb2.ListWorkersResponse(workers=[worker], next_page_token=token)
 
     def _note(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> None:
         self.asked.append(request)
@@ -147,6 +153,16 @@ def test_the_asyncio_client_says_the_same(target: str) -> None:
         assert heard == ["ab", "c"] and last.text == answer.text == "abc"
 
     asyncio.run(ask())
+
+
+def test_all_pages_of_workers_are_read(target: str) -> None:
+    async def ask() -> list[str]:
+        async with effuse.AsyncClient(target) as client:
+            return [worker.worker_id for worker in await client.workers()]
+
+    with effuse.Client(target) as client:
+        assert [worker.worker_id for worker in client.workers()] == ["w0", "w1", "w2"]
+    assert asyncio.run(ask()) == ["w0", "w1", "w2"]
 
 
 def test_a_call_that_nobody_took_is_tried_again(router: FakeRouter, target: str) -> None:
