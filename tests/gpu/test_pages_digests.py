@@ -63,7 +63,8 @@ def test_pages_of_released_models(name: str) -> None:
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "device"])
 def test_a_pools_digests_are_those_of_single_calls(is_pinned: bool) -> None:
     """More than once, since only the first launch looks the kernel up; and of parts of pages."""
-    pages, stream = random_pages(9, 4 * 65536), torch.cuda.Stream()
+    pages = random_pages(9, 4 * 65536)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     pool = PoolDigests(pages, 16384, stream)
     for seed, ids, first, count in ((1, [8, 0, 3], 0, 16), (2, [5], 65536, 4), (1, [2, 2], 0, 1)):
@@ -90,7 +91,7 @@ def test_a_pools_digests_are_those_of_single_calls(is_pinned: bool) -> None:
 
 
 def test_a_pool_on_the_host_or_in_odd_pieces_is_refused() -> None:
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="rows on a GPU"):
         PoolDigests(torch.zeros(2, 512, dtype=torch.int64), 1024, stream)
     with pytest.raises(ValueError, match="pieces of at least 256"):
