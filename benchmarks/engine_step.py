@@ -17,13 +17,13 @@ import torch
 from effuse.benchmarks.bare_forward import BareForward
 from effuse.benchmarks.report import Figure
 from effuse.cli.local import Ask, LocalEngine
+from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker.engine import Forward
 from effuse.models.part import Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.problems.problem import problem
 from effuse.router.tokenizer import Tokenizer, bundled_directory
-from effuse.worker.messages import Settings
 
 REQUESTS = 16
 ROUNDS = 3
@@ -80,16 +80,7 @@ def measure() -> tuple[Figure, list[str]]:
     model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
     prompts = asyncio.run(_prompts())
     engine = _TimedEngine(model, max(map(len, prompts)) + MAX_TOKENS)
-    settings = Settings(
-        algorithm="d2f",
-        window=4,
-        confidence_threshold=0.9,
-        block_add_threshold=0.1,
-        full_activation_threshold=0.95,
-        score="confidence",
-        remasking="low_confidence_dynamic",
-        denoising_steps=model.config.block_size,
-    )
+    settings = DecodeSettings(algorithm="d2f", denoising_steps=model.config.block_size)
     asks = [Ask(prompt_token_ids=p, max_tokens=MAX_TOKENS, settings=settings) for p in prompts]
     for _ in range(ROUNDS):
         engine.run(asks, lambda: None)

@@ -35,6 +35,7 @@ from effuse.cli.knobs import add_knobs, params_from
 from effuse.client.answer import StreamBroken
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, make_request
+from effuse.config.decoding import DEFAULT_MAX_TOKENS
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
@@ -201,7 +202,7 @@ def load_baseline(job: Job) -> "Baseline":
             job.adapter,
             asyncio.run(_encode(job)),
             way=Way("D2F", "d2f", window, threshold),
-            max_tokens=params.max_tokens or 256,
+            max_tokens=params.max_tokens or DEFAULT_MAX_TOKENS,
             concurrency=job.concurrency,
         )
     except (CheckpointError, TokenizerError) as error:

@@ -17,13 +17,12 @@ from rich.progress import Progress
 from effuse.cli.arguments import command, directory, whole
 from effuse.cli.local import Ask, LocalAnswer, LocalEngine, pick_device
 from effuse.cli.scores import Outcome, judge, table
+from effuse.config.decoding import Algorithm, DecodeSettings
 from effuse.models.config_keys import CheckpointError
 from effuse.models.transformer import Transformer
 from effuse.models.weights import DTYPES, load_model
-from effuse.placement.records import Algorithm
 from effuse.problems.problem import Problem, problem
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
-from effuse.worker.messages import Settings
 
 _MAX_TOKENS = 176
 
@@ -124,16 +123,12 @@ def answer_all(
     return engine.run(asks, on_done)
 
 
-def settings_of(way: Way, block_size: int) -> Settings:
+def settings_of(way: Way, block_size: int) -> DecodeSettings:
     """A way of decoding in the engine's terms; the rest as published with D2F and SDAR."""
-    return Settings(
+    return DecodeSettings(
         algorithm=way.algorithm,
         window=way.window,
         confidence_threshold=way.threshold,
-        block_add_threshold=0.1,
-        full_activation_threshold=0.95,
-        score="confidence",
-        remasking="low_confidence_dynamic",
         denoising_steps=block_size,
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.engine import Forward
 from effuse.decode_worker.scheduler import DecodeLimits
@@ -20,7 +21,7 @@ from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
-from effuse.worker.messages import Committed, Failed, Finished, Sampling, Settings, StartDecode
+from effuse.worker.messages import Committed, Failed, Finished, StartDecode
 
 PAGE_SIZE = 16
 _MAX_REQUEST_S = 3600.0
@@ -33,7 +34,7 @@ class Ask:
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
-    settings: Settings
+    settings: DecodeSettings
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class LocalEngine:
             now=time.monotonic,
             max_request_s=_MAX_REQUEST_S,
         )
-        self._stops = tuple(config.eos_token_ids)
+        self._stops = frozenset(config.eos_token_ids)
         self._max_num_seqs = max_num_seqs
 
     def run(self, asks: Iterable[Ask], on_done: Callable[[], None]) -> list[LocalAnswer]:
@@ -123,8 +124,7 @@ class LocalEngine:
         return StartDecode(
             attempt=AttemptId(request_id=name, attempt=1, transfer_id=name),
             prompt_token_ids=ask.prompt_token_ids,
-            max_tokens=ask.max_tokens,
-            stop_token_ids=self._stops,
+            stopping=Stopping(max_tokens=ask.max_tokens, stop_token_ids=self._stops),
             sampling=Sampling(),
             settings=ask.settings,
             writer=None,

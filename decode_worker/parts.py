@@ -5,10 +5,8 @@ import numpy as np
 from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.request import Request
-from effuse.decode_worker.settings import Score
+from effuse.kernels.sampling import ScoreCode
 from effuse.models.part import Part, PartResult, PartSampling
-
-_SCORES = {Score.CONFIDENCE: 0, Score.MARGIN: 1, Score.NEG_ENTROPY: 2}
 
 
 def prefill_part(request: Request, num_rows: int) -> Part:
@@ -42,7 +40,7 @@ def denoise_part(request: Request, plan: StepPlan) -> Part:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=sampling.seed,
-            score=_SCORES[request.settings.score],
+            score=ScoreCode.named(request.settings.score),
             denoise_counts=plan.denoise_counts.tolist(),
         ),
     )

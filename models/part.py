@@ -12,7 +12,7 @@ from torch import Tensor
 class PartSampling:
     """How a part's candidates are drawn.
 
-    `score` is 0 confidence, 1 margin, 2 negative entropy; `top_k` 0 keeps all tokens; `seed` is an
+    `score` is a ScoreCode of `kernels/sampling.py`; `top_k` 0 keeps all tokens; `seed` is an
     unsigned 64-bit number; `denoise_counts` runs parallel to the part's candidates.
     """
 

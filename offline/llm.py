@@ -15,6 +15,7 @@ from typing import Literal, Self
 
 from effuse.client.answer import Answer
 from effuse.client.params import Params, Prompt, make_request
+from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
@@ -23,7 +24,6 @@ from effuse.router.detokenizer import AnswerText
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
-from effuse.worker import wire
 from effuse.worker.failures import to_error
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
@@ -127,10 +127,12 @@ class LLM:
         start = StartDecode(
             attempt=AttemptId(request_id=name, attempt=1, transfer_id=name),
             prompt_token_ids=ids,
-            max_tokens=fit(len(ids), asked.max_tokens, self._model),
-            stop_token_ids=asked.stop_token_ids,
-            sampling=wire.sampling(asked.sampling),
-            settings=wire.settings(asked.settings),
+            stopping=Stopping(
+                max_tokens=fit(len(ids), asked.max_tokens, self._model),
+                stop_token_ids=frozenset(asked.stop_token_ids),
+            ),
+            sampling=asked.sampling,
+            settings=asked.settings,
             writer=None,
         )
         return _Running(asked, start, AnswerText(self._tokenizer, asked.stops))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+from msgspec.structs import asdict
+
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import DeadlineExceeded, EffuseError, PeerLost, Refused, TransferFailed
 from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
@@ -85,8 +87,8 @@ class Attempt:
             prompt_token_ids=request.prompt_token_ids,
             max_tokens=request.max_tokens,
             stop_token_ids=request.asked.stop_token_ids,
-            sampling=request.asked.sampling,
-            settings=request.asked.settings,
+            sampling=worker_pb2.DecodeSampling(**asdict(request.asked.sampling)),
+            settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
             drafts=request.asked.wants_drafts,
             resume=request.resumption(),
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import effuse.models
+from effuse.config.decoding import Algorithm
 from effuse.kernels.attention import block_attention
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
@@ -25,7 +26,7 @@ from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
-from effuse.placement.records import Algorithm, ModelInfo, Role
+from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Ready
 
