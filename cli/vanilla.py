@@ -11,7 +11,7 @@ from itertools import islice
 
 from effuse.cli.local import PAGE_SIZE, Ask, LocalAnswer, layout_of
 from effuse.kvtransfer.memory import PageMemory
-from effuse.models.part import Part, PartSampling
+from effuse.models.part import Part
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 
@@ -41,7 +41,7 @@ class _Canvas:
             num_stored=0,
             block_origin=self._origin,
             candidates=open_masks,
-            sampling=PartSampling(denoise_counts=[self.answer.forward_passes] * len(open_masks)),
+            denoise_counts=[self.answer.forward_passes] * len(open_masks),
         )
 
     def _open_masks(self) -> list[int]:

@@ -46,10 +46,7 @@ def boundary_never_renewed(request: Request, plan: StepPlan) -> Part:
 
 def denoise_counts_forgotten(request: Request, plan: StepPlan) -> Part:
     part = parts.denoise_part(request, plan)
-    assert part.sampling is not None
-    counts = [0] * len(part.candidates)
-    sampling = dataclasses.replace(part.sampling, denoise_counts=counts)
-    return dataclasses.replace(part, sampling=sampling)
+    return dataclasses.replace(part, denoise_counts=[0] * len(part.candidates))
 
 
 def prompt_tail_masked(request: Request, plan: StepPlan) -> Part:
