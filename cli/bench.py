@@ -35,7 +35,6 @@ from effuse.cli.knobs import add_knobs, params_from
 from effuse.client.answer import StreamBroken
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, make_request
-from effuse.config.decoding import DEFAULT_MAX_TOKENS
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
@@ -190,20 +189,12 @@ def load_baseline(job: Job) -> "Baseline":
     """Weights and prompts of the two rivals. Raises BaselineError."""
     # These bring torch, so only where they are asked for.
     from effuse.cli.baseline import Baseline
-    from effuse.cli.evaluate import Way
     from effuse.models.config_keys import CheckpointError
 
-    params = job.params
-    window = 4 if params.window is None else params.window
-    threshold = 0.9 if params.confidence_threshold is None else params.confidence_threshold
     try:
+        prompts = asyncio.run(_encode(job))
         return Baseline(
-            job.model_dir,
-            job.adapter,
-            asyncio.run(_encode(job)),
-            way=Way("D2F", "d2f", window, threshold),
-            max_tokens=params.max_tokens or DEFAULT_MAX_TOKENS,
-            concurrency=job.concurrency,
+            job.model_dir, job.adapter, prompts, job.params, concurrency=job.concurrency
         )
     except (CheckpointError, TokenizerError) as error:
         raise BaselineError(str(error)) from error
@@ -218,10 +209,10 @@ def run_baseline(rivals: "Baseline", progress: Progress) -> list[Run]:
     ]
 
 
-async def _encode(job: Job) -> list[list[int]]:
+async def _encode(job: Job) -> list[tuple[int, ...]]:
     tokenizer = Tokenizer.load(job.model_dir)
     try:
-        return [await tokenizer.encode(prompt) for prompt in job.prompts]
+        return [tuple(await tokenizer.encode(prompt)) for prompt in job.prompts]
     finally:
         tokenizer.close()
 
