@@ -47,7 +47,7 @@ WAYS: Final = {  # the rest as published with D2F and SDAR
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EvalJob:
     """What to measure."""
 
     model: Path
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> Job:
+def parse(argv: Sequence[str]) -> EvalJob:
     """The measurement that the flags describe; exits with status 2 on bad ones."""
     parser = command("eval", "Print the bundled model's accuracy and tokens per forward.")
     add = parser.add_argument
@@ -94,7 +94,7 @@ def parse(argv: Sequence[str]) -> Job:
     add("--batch", type=whole(1), default=64, metavar="N", help="problems at a time (default: 64)")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and KV (default: float32)")
     found = parser.parse_args(argv)
-    return Job(
+    return EvalJob(
         model=found.model,
         seed=found.seed,
         count=found.count,

@@ -15,7 +15,7 @@ from effuse.protos.errors import Bug, InvalidRequest
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import peer, wire
-from effuse.worker.attempts import Attempt
+from effuse.worker.attempts import OpenAttempt
 from effuse.worker.failures import deadline_passed, to_error
 from effuse.worker.front import Role
 from effuse.worker.messages import (
@@ -42,7 +42,7 @@ _MOST_TOGETHER = 64  # events in one message
 class _Stream:
     """What is known of one Decode call while it runs."""
 
-    attempt: Attempt
+    attempt: OpenAttempt
     writer: wire.Writer | None  # the prefill worker that pushes; None prefills here
     began_at: float
     is_relayed: bool = False  # the reservation is known outside
