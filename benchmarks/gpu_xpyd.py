@@ -35,6 +35,7 @@ from effuse.benchmarks.xpyd_report import capacity, report
 from effuse.models.config import ModelConfig
 
 PAGE_SIZE = 32
+ALONE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ class Bench:
             prefill = alone.ask(do="prefill", prompts=1, length=shape.prompt, seconds=1.0)
             load = {"do": "decode", "prompt": shape.prompt, "answer": shape.answer}
             decode = [
-                {"batch": batch, **alone.ask(**load, at_once=batch, seconds=plan.seconds / 4)}
+                {"batch": batch, **alone.ask(**load, at_once=batch, seconds=ALONE_S)}
                 for batch in plan.batches
                 if batch <= plan.max_num_seqs
             ]

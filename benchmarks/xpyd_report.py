@@ -119,7 +119,10 @@ def _best(content: Content) -> str:
                 f"{name}: {should:.1f}, {most:.1f}, {highest:.1f}"
                 for name, (should, most, highest) in found.items()
             ]
-            best = [max((found[name][at], name) for name in names)[1] for at in range(3)]
+            best = [
+                max(((found[name][at], name) for name in names), default=(0.0, "none"))[1]
+                for at in range(3)
+            ]
             rows.append([shape, f"{times}", "; ".join(told), *best])
     heads = ["load", "gaps", "fleet: should bear, met a second, highest rate with 90 % met"]
     return as_table([*heads, "best by sum", "by met", "by rate"], rows)
