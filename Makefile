@@ -35,7 +35,7 @@ COUNT ?= 2000
 # What compute-sanitizer runs: each operator in one small shape, and whole steps without graphs.
 SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
   or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
-  or (sampling_equals and top_p_and_top_k))) or last_rows or whole_pages or 160-4 or (late_pages and cuda)
+  or (sampling_equals and top_p_and_top_k))) or last_rows or 160-4 or (late_pages and cuda)
 # For `make k8s-try`: BUILD="docker build -t" builds the images first, on the base image BASE.
 BUILD ?=
 BASE ?=
