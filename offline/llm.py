@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 from effuse.client.answer import Answer
 from effuse.client.params import Params, Prompt, make_request
-from effuse.decode_worker.build import build
+from effuse.decode_worker.build import build_local
 from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import NotFound
@@ -62,10 +62,9 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
-            connector="loopback",
         )
         self._tokenizer = Tokenizer.load(directory)
-        engine = build(config, "offline")
+        engine = build_local(config)
         self._core, self._model = engine.core, engine.ready.model
         self._most = max_num_seqs
         self._num_asked = 0

@@ -4,7 +4,6 @@ Runs in the engine's process only; the front never imports it. What an engine do
 its own `build.py`'s.
 """
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import effuse.models
 from effuse.kernels.attention import block_attention
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
@@ -37,22 +35,19 @@ _CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """The parts of an engine. The connector has not been started."""
+    """The parts of an engine, but for its connector."""
 
     model: Transformer
     memory: PageMemory
     pool: PagePool
     runner: ModelRunner
     fingerprint: Fingerprint
-    connector: Connector
     max_model_len: int
     ready: Ready
 
 
-def assemble(
-    config: WorkerConfig, incarnation: str, role: Role, default_algorithm: Algorithm
-) -> Assembly:
-    """Loads and connects everything, and runs one forward. Raises ValueError for a bad config."""
+def assemble(config: WorkerConfig, role: Role, default_algorithm: Algorithm) -> Assembly:
+    """Loads everything and runs one forward. Raises ValueError for a bad config."""
     device = _device(config)
     directory = config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
     model = _load(config, directory, device)
@@ -70,7 +65,6 @@ def assemble(
         pool=PagePool(memory.num_pages),
         runner=runner,
         fingerprint=agreed,
-        connector=_connector(config, memory, incarnation, agreed, role),
         max_model_len=max_model_len,
         ready=Ready(
             model=_model_info(config, directory, model, max_model_len, default_algorithm),
@@ -79,6 +73,14 @@ def assemble(
             total_pages=memory.num_pages,
         ),
     )
+
+
+def connect(config: WorkerConfig, parts: Assembly, incarnation: str, role: Role) -> Connector:
+    """Starts the connector of these pages. Raises ValueError where it cannot be opened."""
+    transport = _transport(config, parts.memory, incarnation, role)
+    connector = ThreadConnector(transport, parts.memory, incarnation, parts.fingerprint)
+    connector.start()
+    return connector
 
 
 def warm_up(runner: ModelRunner, num_rows: int) -> None:
@@ -252,17 +254,8 @@ def _model_info(
     )
 
 
-def _connector(
-    config: WorkerConfig, memory: PageMemory, incarnation: str, agreed: Fingerprint, role: Role
-) -> Connector:
-    """Imports only what is used: one of them needs a library that the others do without."""
-    if config.connector == "loopback":
-        return LoopbackConnector(Hub(), memory, incarnation, agreed, time.monotonic)
-    transport = _transport(config, memory, incarnation, role)
-    return ThreadConnector(transport, memory, incarnation, agreed)
-
-
 def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:
+    """Imports only what is used: NIXL needs a library that ZMQ does without."""
     if config.connector == "nixl":
         from effuse.kvtransfer.nixl_transport import NixlTransport
 

@@ -14,7 +14,7 @@ from effuse.config import checks
 from effuse.placement.keys import check_name
 
 Attention = Literal["triton", "flex"]
-Connector = Literal["nixl", "zmq", "loopback"]
+Connector = Literal["nixl", "zmq"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVLayoutKind = Literal["unified", "distinct"]
