@@ -114,6 +114,10 @@ wheel: $(VENV)/.dev ## Build the wheel and the source distribution into dist/
 protos: $(TOOLS)/protoc/.installed ## Regenerate the stubs from the .proto files
 	$(call generate,protos)
 
+.PHONY: states
+states: $(VENV)/.effuse ## Write docs/states.md from the state tables
+	$(BIN)/python docs/states.py >docs/states.md
+
 .PHONY: tidy
 tidy: $(VENV)/.dev ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
@@ -133,7 +137,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 
 types: $(VENV)/.dev
-	$(BIN)/mypy src/effuse k8s tests examples
+	$(BIN)/mypy src/effuse k8s docs tests examples
 
 arrows: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache

@@ -13,10 +13,17 @@ from effuse.models.weights import load_model
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "k8s/README.md", "docs/operations.md")
+PAGES = (
+    "README.md",
+    "DESIGN.md",
+    "CONTRIBUTING.md",
+    "k8s/README.md",
+    "docs/operations.md",
+    "docs/states.md",
+)
 FOLDERS = (
     "benchmarks|cli|config|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
-    "|client|examples|offline|problems|training"
+    "|client|docs|examples|offline|problems|training"
 )
 FILE = re.compile(rf"`((?:{FOLDERS}|protos|router|tests|worker)/[\w./-]*)`")
 
