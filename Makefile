@@ -85,6 +85,10 @@ check: format lint types arrows protos-same ## Format, lint, types, imports, stu
 .PHONY: check-all
 check-all: check protos-lint overlays ## That, the wire's lint and the manifests, which need npm and kubectl
 
+.PHONY: hooks
+hooks: $(VENV)/.dev ## Have git run the quick half of check before each commit
+	$(BIN)/pre-commit install
+
 .PHONY: bench
 bench: $(VENV)/.dev ## Measure each part beside its limit; fails where one falls short
 	$(BIN)/python -m effuse.benchmarks
@@ -137,7 +141,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 
 types: $(VENV)/.dev
-	$(BIN)/mypy src/effuse k8s docs tests examples
+	$(BIN)/mypy
 
 arrows: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
