@@ -20,6 +20,7 @@ PAGES = (
     "k8s/README.md",
     "docs/operations.md",
     "docs/states.md",
+    "benchmarks/RESULTS.md",
 )
 FOLDERS = (
     "benchmarks|cli|config|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
@@ -32,6 +33,13 @@ FILE = re.compile(rf"`((?:{FOLDERS}|protos|router|tests|worker)/[\w./-]*)`")
 def test_every_file_it_names_exists(page: str) -> None:
     named = FILE.findall((ROOT / page).read_text())
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_first_screen_says_what_to_type() -> None:
+    first = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:30])
+    assert "make demo" in first
+    (code,) = re.findall(r"```python\n(.*?)```", first, re.DOTALL)
+    assert "effuse.Client" in code and len(code.splitlines()) <= 6
 
 
 def test_the_question_it_shows_is_answered() -> None:
