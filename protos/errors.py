@@ -212,34 +212,6 @@ _KINDS: Final[tuple[type[EffuseError], ...]] = (
     Draining, PeerLost, TransferFailed, Unreserved, DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
-_BY_CODE: Final[Mapping[str, type[EffuseError]]] = {
-    "ALREADY_EXISTS": AlreadyRunning,
-    "FAILED_PRECONDITION": Refused,
-    "ABORTED": Aborted,
-    "RESOURCE_EXHAUSTED": Overloaded,
-    "DEADLINE_EXCEEDED": DeadlineExceeded,
-    "UNAVAILABLE": Unavailable,
-    "DATA_LOSS": TransferFailed,
-    "NOT_FOUND": NotFound,
-    "UNIMPLEMENTED": NotSupported,
-}
-
-
-def error_for_code(
-    code: str,
-    message: str,
-    *,
-    retryable: bool | None = None,
-    retry_after_s: float | None = None,
-    field: str | None = None,
-) -> EffuseError:
-    """Returns the error for a failure that came as a word, such as an engine's: `code` is the name
-    of a gRPC status; one that is not in the tree is a `Bug`."""
-    if code == "INVALID_ARGUMENT":
-        return InvalidRequest.of(field or "", message)
-    kind = _BY_CODE.get(code, Bug)
-    labels = {} if field is None else {"field": field}
-    return kind(message, retryable=retryable, retry_after_s=retry_after_s, labels=labels)
 
 
 def to_status(error: EffuseError) -> status_pb2.Status:
