@@ -19,9 +19,8 @@ from torch.nn import functional
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.norm import rms_norm, rms_norm_residual
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.swiglu import swiglu
+from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
 from effuse.models.config import ModelConfig
 
 # fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.

@@ -14,7 +14,7 @@ from operators.paths import public, triton_kernels
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.sampling import Candidates
-from effuse.kernels.step_last_rows import exchange_boundaries, gather_rows
+from effuse.kernels.step_rows import exchange_boundaries, gather_rows
 
 pytestmark = [
     pytest.mark.gpu,
