@@ -17,8 +17,7 @@ from torch import Tensor
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.sampling import RowSampling, sample_confidence
 from effuse.models.layer_marks import LayerMarks
-from effuse.models.packing import PackedParts, join_aligned, pack_parts
-from effuse.models.part import Part, PartResult, PartSampling
+from effuse.models.part import PackedParts, Part, PartResult, PartSampling, join_aligned, pack_parts
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
 
