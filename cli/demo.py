@@ -14,8 +14,8 @@ import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import command, whole
-from effuse.cli.client import ask, explain
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.generate import ask, explain
 from effuse.cli.gpus import gpus_here
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, StreamBroken

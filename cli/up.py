@@ -18,8 +18,7 @@ from typing import NoReturn
 from effuse.cli.arguments import command, directory, redis_url, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
-from effuse.cli.logs import LogFollower
-from effuse.cli.process import Process
+from effuse.cli.process import LogFollower, Process
 from effuse.config.flags import add_flags
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig

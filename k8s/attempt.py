@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from effuse.cli.client import ask
+from effuse.cli.generate import ask
 from effuse.client.answer import Answer
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import check, problem
