@@ -19,12 +19,12 @@ from typing import Self, TextIO
 _TAIL_BYTES = 1 << 16
 _POLL_S = 0.1
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
-# option 1), and leaves if the parent died before that was asked.
+# option 1), and exits if the parent died before that was asked.
 _LAUNCH = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
+    sys.exit("the parent process has ended")
 os.execv(sys.argv[2], sys.argv[2:])
 """
 

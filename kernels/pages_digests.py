@@ -92,7 +92,7 @@ def piece_digests(
     ``pages`` [num_pages, elements] of any dtype has contiguous rows, each a page; ``page_ids`` [N]
     int32 or int64 may come in any order and repeat; ``key`` is `digest_key`'s; ``out``, if given,
     is what is filled and returned. All lie on one device; on a GPU nothing waits for the host, and
-    nobody notices an id outside the pool. The range begins at ``first_byte`` of a page and is
+    an id outside the pool is not detected. The range begins at ``first_byte`` of a page and is
     ``num_bytes`` long, by default all that is left of it. A digest has the bits of the unsigned
     number that ``xxhash.xxh3_64_intdigest(piece, seed)`` is.
 

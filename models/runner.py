@@ -1,8 +1,8 @@
 """One forward over parts of many sequences: rows in, candidates out. Used by both workers.
 
 Packs parts into tensors, gathers the hidden rows that candidates need (for shifting models the row
-before each, or the boundary vector), and samples them from one head product. Which rows to run and
-what becomes of candidates is the workers' business.
+before each, or the boundary vector), and samples them from one head product. The workers decide
+which rows to run and what becomes of candidates.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Drawn:
 class ModelRunner:
     """Runs a transformer over the paged memory `kv`, one pair of views per layer.
 
-    With `graphs`, which are over the same memory, short prompts are theirs to run. With `marks`,
-    which are those of the graphs then, forwards say how many layers they have stored.
+    `graphs`, captured over the same memory, run short prompts. `marks`, which must be the graphs'
+    own where there are any, follow how many layers a forward has stored.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class ModelRunner:
         self._marks = marks
 
     def progress(self) -> Callable[[], int]:
-        """To be asked, from any thread, how many groups of layers the next forward has stored."""
-        assert self._marks is not None, "this runner's forwards do not say"
+        """A function that any thread may call: how many groups of layers the next forward has
+        stored."""
+        assert self._marks is not None, "this runner was made without marks"
         return self._marks.begin()
 
     @torch.inference_mode()

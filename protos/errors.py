@@ -12,11 +12,11 @@ catching them (`interceptor.py`), deciding what to retry (the router), logging.
     ├── Refused                FAILED_PRECONDITION  meant for another life, layout or role
     ├── Aborted                ABORTED              the attempt was ended before
     ├── Overloaded             RESOURCE_EXHAUSTED   full: again later, or elsewhere; RetryInfo
-    ├── Unavailable            UNAVAILABLE          nobody can do it now; RetryInfo
+    ├── Unavailable            UNAVAILABLE          no worker can do it now; RetryInfo
     │   ├── Draining           UNAVAILABLE          admits nothing more
     │   ├── PeerLost           UNAVAILABLE          the other side went away, or never was there
     │   └── TransferFailed     UNAVAILABLE          KV did not arrive, or arrived wrong
-    │       └── Unreserved     UNAVAILABLE          nobody said in time where KV should go
+    │       └── Unreserved     UNAVAILABLE          no pages were held for it in time
     ├── DeadlineExceeded       DEADLINE_EXCEEDED    the caller's time is over
     ├── Cancelled              CANCELLED            the caller went away
     └── Bug                    INTERNAL             ours; the caller sees a fixed text and an id
@@ -125,7 +125,7 @@ class NotSupported(CallerError):
 
 
 class Refused(EffuseError):
-    """A message meant for another life of the process, another layout, or another role."""
+    """A message meant for another incarnation of the process, another layout, or another role."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "REFUSED"
@@ -133,7 +133,7 @@ class Refused(EffuseError):
 
 
 class Aborted(EffuseError):
-    """The attempt was ended before."""
+    """The attempt has been ended already."""
 
     code = grpc.StatusCode.ABORTED
     reason = "ABORTED"
@@ -141,7 +141,7 @@ class Aborted(EffuseError):
 
 
 class Overloaded(EffuseError):
-    """Full: again later, or elsewhere."""
+    """There is no room now: try later, or another worker."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OVERLOADED"
@@ -149,7 +149,7 @@ class Overloaded(EffuseError):
 
 
 class Unavailable(EffuseError):
-    """Nobody can do it now."""
+    """No worker can do it now."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
@@ -157,13 +157,13 @@ class Unavailable(EffuseError):
 
 
 class Draining(Unavailable):
-    """The process admits nothing more."""
+    """The process is ending and admits nothing more."""
 
     reason = "DRAINING"
 
 
 class PeerLost(Unavailable):
-    """The other side went away, or was not there."""
+    """The peer ended the connection, or could not be reached."""
 
     reason = "PEER_LOST"
 
@@ -199,7 +199,7 @@ class Bug(EffuseError):
 
     @classmethod
     def told(cls, correlation_id: str, *, retryable: bool = False) -> Bug:
-        """What a caller may know of an unexpected exception: where its story is in our logs."""
+        """What a caller is told of an unexpected exception: the id under which our log has it."""
         return cls(
             f"internal error; the server's log has it under id {correlation_id}",
             retryable=retryable,
@@ -242,7 +242,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
     A status without our ErrorInfo was made by the library on either side: the transport broke, or
     the answer was no message of ours. All such are `PeerLost` with `peer` in the text, but for the
     deadline and the cancellation, which are our own doing. What the library says of it names hosts
-    and ports: it is for our log, not for whoever is told."""
+    and ports: it goes to our log and not to the caller."""
     code = error.code()
     status = _status_of(error)
     info = error_details_pb2.ErrorInfo()

@@ -1,4 +1,4 @@
-"""The little needed to speak the wire: a server with its limits and health, and a channel.
+"""A gRPC server with limits and health, and a channel to one.
 
 Scope: options that were measured, health and reflection, ports, SIGTERM and drain. Not here: any
 servicer, TLS, mapping of errors (`errors.py`, `interceptor.py`).
@@ -196,8 +196,8 @@ async def serve(
 
 
 def write_ready_file(path: Path, address: str, **facts: str) -> None:
-    """Leaves {"address": "host:port", "pid": ...} and other facts in `path` for whoever waits;
-    atomic."""
+    """Writes {"address": "host:port", "pid": ...} and other facts to `path`, in one step, for
+    processes that wait for this one."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps({"address": address, **facts, "pid": os.getpid()}) + "\n")
     partial.replace(path)

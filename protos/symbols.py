@@ -15,7 +15,7 @@ class SymbolPool:
         self._pool = descriptor_pool.Default()
 
     def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
-        """Raises KeyError for a name that nobody has."""
+        """Raises KeyError for an unknown name."""
         try:
             return self._pool.FindFileContainingSymbol(symbol)
         except KeyError:
