@@ -186,8 +186,8 @@ async def run_fleet(job: Job, on_done: Callable[[], None]) -> Run:
 
 
 def load_baseline(job: Job) -> "Baseline":
-    """Weights and prompts of the two baselines. Raises BaselineError."""
-    # Imported only where they are asked for, since they import torch.
+    """Weights and prompts of the two rivals. Raises BaselineError."""
+    # These bring torch, so only where they are asked for.
     from effuse.cli.baseline import Baseline
     from effuse.cli.evaluate import Way
     from effuse.models.config_keys import CheckpointError

@@ -63,7 +63,7 @@ class LocalEngine:
         max_model_len: int,
         observe: Callable[[Forward], Forward] = lambda forward: forward,
     ) -> None:
-        """`observe` wraps the engine's forward, to record what passes through it."""
+        """`observe` may put something between the engine and its forward that looks on."""
         config = model.config
         num_pages = max_num_seqs * (max_model_len // PAGE_SIZE + 1)
         limits = DecodeLimits(
@@ -131,7 +131,7 @@ class LocalEngine:
         )
 
     def _gather(self, answers: dict[int, LocalAnswer]) -> int:
-        """Takes in the engine's events; returns how many requests it finished."""
+        """Take in what the engine said; how many requests it finished."""
         finished = 0
         for event in self._engine.outbox():
             match event:

@@ -13,25 +13,18 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
-from effuse.worker.assembly import Assembly, assemble, connect
+from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
 
 
-def build(config: DecodeConfig, incarnation: str) -> Engine:
-    """An engine that is ready to serve. Raises ValueError where the config is at fault."""
-    parts = assemble(config, "decode", config.default_algorithm)
+def build(config: DecodeConfig, incarnation: str, *, connects: bool = True) -> Engine:
+    """An engine that is ready to serve. Without a connector it prefills every prompt itself and
+    listens nowhere. Raises ValueError where the config is at fault."""
+    parts = assemble(config, incarnation, "decode", config.default_algorithm)
     limits = _limits(config, parts)
-    connector = connect(config, parts, incarnation, "decode")
+    connector = parts.connect() if connects else None
     core = _core(config, incarnation, parts, limits, connector)
-    return Engine(core, parts.ready, wakes=(connector.fileno(),))
-
-
-def build_local(config: DecodeConfig) -> Engine:
-    """An engine without a connector, which prefills every prompt itself and listens nowhere.
-    Raises ValueError where the config is at fault."""
-    parts = assemble(config, "decode", config.default_algorithm)
-    core = _core(config, "local", parts, _limits(config, parts), None)
-    return Engine(core, parts.ready)
+    return Engine(core, parts.ready, wakes=() if connector is None else (connector.fileno(),))
 
 
 def _core(

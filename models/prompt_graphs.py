@@ -17,7 +17,8 @@ from torch import Tensor
 
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from effuse.models.layer_marks import LayerMarks
-from effuse.models.part import Integers, PackedParts, Part
+from effuse.models.packing import Integers, PackedParts
+from effuse.models.part import Part
 from effuse.models.transformer import LayerKV, Transformer
 
 MOST_ROWS = 2048

@@ -17,7 +17,8 @@ from torch import Tensor
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.sampling import RowSampling, sample_confidence
 from effuse.models.layer_marks import LayerMarks
-from effuse.models.part import PackedParts, Part, PartResult, PartSampling, join_aligned, pack_parts
+from effuse.models.packing import PackedParts, join_aligned, pack_parts
+from effuse.models.part import Part, PartResult, PartSampling
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
 
@@ -36,8 +37,8 @@ class _Drawn:
 class ModelRunner:
     """Runs a transformer over the paged memory `kv`, one pair of views per layer.
 
-    `graphs`, captured over the same memory, run short prompts. `marks`, which must be the graphs'
-    own where there are any, follow how many layers a forward has stored.
+    With `graphs`, which are over the same memory, short prompts are theirs to run. With `marks`,
+    which are those of the graphs then, forwards say how many layers they have stored.
     """
 
     def __init__(

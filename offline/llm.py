@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 from effuse.client.answer import Answer
 from effuse.client.params import Params, Prompt, make_request
-from effuse.decode_worker.build import build_local
+from effuse.decode_worker.build import build
 from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import NotFound
@@ -64,7 +64,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
         )
         self._tokenizer = Tokenizer.load(directory)
-        engine = build_local(config)
+        engine = build(config, "offline", connects=False)
         self._core, self._model = engine.core, engine.ready.model
         self._most = max_num_seqs
         self._num_asked = 0

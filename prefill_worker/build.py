@@ -10,15 +10,15 @@ from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.flight import mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
-from effuse.worker.assembly import Assembly, assemble, connect
+from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
 
 
 def build(config: PrefillConfig, incarnation: str) -> Engine:
     """An engine that is ready to serve. Raises ValueError where the config is at fault."""
-    parts = assemble(config, "prefill", "d2f")
+    parts = assemble(config, incarnation, "prefill", "d2f")
     limits = _limits(config, parts)
-    connector = connect(config, parts, incarnation, "prefill")
+    connector = parts.connect()
     core = PrefillEngine(
         parts.runner,
         parts.model.config,

@@ -12,11 +12,11 @@ catching them (`interceptor.py`), deciding what to retry (the router), logging.
     ├── Refused                FAILED_PRECONDITION  meant for another life, layout or role
     ├── Aborted                ABORTED              the attempt was ended before
     ├── Overloaded             RESOURCE_EXHAUSTED   full: again later, or elsewhere; RetryInfo
-    ├── Unavailable            UNAVAILABLE          no worker can do it now; RetryInfo
+    ├── Unavailable            UNAVAILABLE          nobody can do it now; RetryInfo
     │   ├── Draining           UNAVAILABLE          admits nothing more
     │   ├── PeerLost           UNAVAILABLE          the other side went away, or never was there
     │   └── TransferFailed     UNAVAILABLE          KV did not arrive, or arrived wrong
-    │       └── Unreserved     UNAVAILABLE          no pages were held for it in time
+    │       └── Unreserved     UNAVAILABLE          nobody said in time where KV should go
     ├── DeadlineExceeded       DEADLINE_EXCEEDED    the caller's time is over
     ├── Cancelled              CANCELLED            the caller went away
     └── Bug                    INTERNAL             ours; the caller sees a fixed text and an id
@@ -125,7 +125,7 @@ class NotSupported(CallerError):
 
 
 class Refused(EffuseError):
-    """A message meant for another incarnation of the process, another layout, or another role."""
+    """A message meant for another life of the process, another layout, or another role."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "REFUSED"

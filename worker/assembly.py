@@ -4,7 +4,9 @@ Runs in the engine's process only; the front never imports it. What an engine do
 its own `build.py`'s.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,18 +37,22 @@ _CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """The parts of an engine, but for its connector."""
+    """The parts of an engine. `connect` starts the connector of its pages and returns it; it raises
+    ValueError where that cannot be opened."""
 
     model: Transformer
     memory: PageMemory
     pool: PagePool
     runner: ModelRunner
     fingerprint: Fingerprint
+    connect: Callable[[], Connector]
     max_model_len: int
     ready: Ready
 
 
-def assemble(config: WorkerConfig, role: Role, default_algorithm: Algorithm) -> Assembly:
+def assemble(
+    config: WorkerConfig, incarnation: str, role: Role, default_algorithm: Algorithm
+) -> Assembly:
     """Loads everything and runs one forward. Raises ValueError for a bad config."""
     device = _device(config)
     directory = config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
@@ -65,6 +71,7 @@ def assemble(config: WorkerConfig, role: Role, default_algorithm: Algorithm) -> 
         pool=PagePool(memory.num_pages),
         runner=runner,
         fingerprint=agreed,
+        connect=partial(_connect, config, memory, incarnation, agreed, role),
         max_model_len=max_model_len,
         ready=Ready(
             model=_model_info(config, directory, model, max_model_len, default_algorithm),
@@ -73,14 +80,6 @@ def assemble(config: WorkerConfig, role: Role, default_algorithm: Algorithm) -> 
             total_pages=memory.num_pages,
         ),
     )
-
-
-def connect(config: WorkerConfig, parts: Assembly, incarnation: str, role: Role) -> Connector:
-    """Starts the connector of these pages. Raises ValueError where it cannot be opened."""
-    transport = _transport(config, parts.memory, incarnation, role)
-    connector = ThreadConnector(transport, parts.memory, incarnation, parts.fingerprint)
-    connector.start()
-    return connector
 
 
 def warm_up(runner: ModelRunner, num_rows: int) -> None:
@@ -252,6 +251,15 @@ def _model_info(
         prompt_attention=model.config.prompt_attention,
         default_algorithm=default_algorithm,
     )
+
+
+def _connect(
+    config: WorkerConfig, memory: PageMemory, incarnation: str, agreed: Fingerprint, role: Role
+) -> Connector:
+    transport = _transport(config, memory, incarnation, role)
+    connector = ThreadConnector(transport, memory, incarnation, agreed)
+    connector.start()
+    return connector
 
 
 def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:

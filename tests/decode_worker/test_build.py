@@ -10,7 +10,7 @@ from checkpoints import write_tiny_checkpoint
 from decoding.engines import make_request, oracle_settings
 from oracle.decode import decode
 
-from effuse.decode_worker.build import build, build_local, denoises_on_device
+from effuse.decode_worker.build import build, denoises_on_device
 from effuse.decode_worker.config import DecodeConfig
 from effuse.worker.messages import Committed
 
@@ -35,7 +35,8 @@ def test_a_built_engine_answers(directory: Path) -> None:
 
 
 def test_ready_describes_the_model_and_its_pages(directory: Path) -> None:
-    engine = build_local(DecodeConfig(model=directory, num_pages=9, served_model_name="tiny"))
+    config = DecodeConfig(model=directory, num_pages=9, served_model_name="tiny")
+    engine = build(config, "life-1", connects=False)
     engine.core.close()
     ready = engine.ready
     assert (ready.model.name, ready.model.architecture) == ("tiny", "dream")

@@ -28,7 +28,8 @@ from effuse.decode_worker.settings import Sampling
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_rows import StepRows
 from effuse.kernels.step_slots import Control, RecordColumn, SlotLayout, SlotTable, Status
-from effuse.models.part import Part, PartSampling, pack_parts
+from effuse.models.packing import pack_parts
+from effuse.models.part import Part, PartSampling
 
 PAGE_SIZE = 4
 NUM_PAGES = 64

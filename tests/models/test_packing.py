@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from effuse.models.part import join_aligned
+from effuse.models.packing import join_aligned
 
 
 def test_joined_arrays_begin_at_16_bytes_and_hold_what_was_given() -> None:

@@ -1,0 +1,143 @@
+"""Parts of many sequences laid out as flat arrays: pure numpy on the host, a few calls per part.
+
+Decides which hidden rows a forward must return: one per candidate, then one per kept boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from effuse.models.part import Part, PartSampling
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedParts:
+    """T rows, part after part; R candidates in the same order; K kept boundaries."""
+
+    token_ids: Integers  # [T]
+    positions: Integers  # [T]
+    slots: Integers  # [T] page * page_size + offset, -1 where nothing is stored
+    wanted_rows: Integers  # [R + K]
+    num_candidates: int  # R
+    boundary_candidates: list[tuple[int, Tensor]]  # candidates whose hidden row is a given vector
+    sampling_integers: Integers  # [6, R] top_k, seed, answer index, position, denoise count, score
+    sampling_floats: Floats  # [2, R] temperature, top_p
+    shift: bool
+
+    def keeps_boundary(self, part: Part) -> bool:
+        """Whether the part gets a hidden row back."""
+        return self.shift and part.keep_boundary and part.num_stored > 0
+
+
+def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedParts:
+    """Lay out parts. With `shift`, position p is predicted by the row of p - 1.
+
+    Raises ValueError for a candidate outside its part's rows, or one that needs a boundary or
+    sampling settings that the part does not carry.
+    """
+    first_rows = np.cumsum([0, *(len(part.token_ids) for part in parts)])
+    candidate_rows: list[Integers] = []
+    boundary_candidates: list[tuple[int, Tensor]] = []
+    kept: list[int] = []
+    num_candidates = 0
+    for part, first in zip(parts, first_rows[:-1].tolist(), strict=True):
+        if len(part.candidates) > 0:
+            rows = _candidate_rows(part, shift)
+            for index in np.flatnonzero(rows < 0).tolist():
+                boundary_candidates.append((num_candidates + index, _boundary(part)))
+            candidate_rows.append(rows.clip(0) + first)
+            num_candidates += len(rows)
+        if shift and part.keep_boundary and part.num_stored > 0:
+            kept.append(first + part.num_stored - 1)
+    integers, floats = _sampling(parts)
+    return PackedParts(
+        token_ids=np.concatenate([np.asarray(part.token_ids, np.int64) for part in parts]),
+        positions=np.concatenate([_positions(part, len(part.token_ids)) for part in parts]),
+        slots=np.concatenate([_slots(part, page_size) for part in parts]),
+        wanted_rows=np.concatenate([*candidate_rows, np.array(kept, np.int64)]),
+        num_candidates=num_candidates,
+        boundary_candidates=boundary_candidates,
+        sampling_integers=integers,
+        sampling_floats=floats,
+        shift=shift,
+    )
+
+
+def join_aligned(arrays: Sequence[Integers]) -> tuple[Integers, list[slice]]:
+    """All arrays in one, and where each lies in it: beginning at 16 bytes, whatever their lengths.
+
+    Triton compiles a kernel anew for pointers of another alignment.
+    """
+    begins = np.cumsum([0, *(-(-len(array) // 2) * 2 for array in arrays)]).tolist()
+    joined = np.zeros(begins[-1], np.int64)
+    spans = [slice(b, b + len(array)) for b, array in zip(begins[:-1], arrays, strict=True)]
+    for span, array in zip(spans, arrays, strict=True):
+        joined[span] = array
+    return joined, spans
+
+
+def _candidate_rows(part: Part, shift: bool) -> Integers:
+    """Row within the part that predicts each candidate; -1 stands for the boundary."""
+    offsets = np.asarray(part.candidates, np.int64) - part.start
+    if offsets.min() < 0 or offsets.max() >= len(part.token_ids):
+        raise ValueError(
+            f"candidates {list(part.candidates)} must lie in the part's positions "
+            f"{part.start}..{part.start + len(part.token_ids) - 1}"
+        )
+    return offsets - 1 if shift else offsets
+
+
+def _boundary(part: Part) -> Tensor:
+    if part.boundary is None:
+        raise ValueError(
+            f"position {part.start} wants a candidate, which needs the boundary vector of "
+            f"position {part.start - 1}; the part carries none"
+        )
+    return part.boundary
+
+
+def _positions(part: Part, count: int) -> Integers:
+    return np.arange(part.start, part.start + count, dtype=np.int64)
+
+
+def _slots(part: Part, page_size: int) -> Integers:
+    slots = np.full(len(part.token_ids), -1, dtype=np.int64)
+    if part.num_stored:
+        positions = _positions(part, part.num_stored)
+        pages = np.asarray(part.pages, np.int64)
+        slots[: part.num_stored] = pages[positions // page_size] * page_size + positions % page_size
+    return slots
+
+
+def _sampling(parts: Sequence[Part]) -> tuple[Integers, Floats]:
+    asking = [part for part in parts if len(part.candidates) > 0]
+    if not asking:
+        return np.empty((6, 0), np.int64), np.empty((2, 0), np.float32)
+    settings = [_settings(part) for part in asking]
+    counts = [len(part.candidates) for part in asking]
+    per_part = [[s.top_k, s.seed - (s.seed >> 63 << 64), s.answer_index, s.score] for s in settings]
+    top_k, seed, answer_index, score = np.repeat(np.array(per_part, np.int64), counts, axis=0).T
+    position = np.concatenate([np.asarray(part.candidates, np.int64) for part in asking])
+    denoise = np.concatenate([np.asarray(s.denoise_counts, np.int64) for s in settings])
+    real = np.array([[s.temperature, s.top_p] for s in settings], np.float32)
+    integers = np.stack([top_k, seed, answer_index, position, denoise, score])
+    return integers, np.ascontiguousarray(np.repeat(real, counts, axis=0).T)
+
+
+def _settings(part: Part) -> PartSampling:
+    if part.sampling is None:
+        raise ValueError("a part with candidates needs sampling settings")
+    if len(part.sampling.denoise_counts) != len(part.candidates):
+        raise ValueError(
+            f"{len(part.sampling.denoise_counts)} denoise counts for "
+            f"{len(part.candidates)} candidates"
+        )
+    return part.sampling
