@@ -9,6 +9,7 @@ import base64
 import json
 import select
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -110,11 +111,12 @@ class End:
     def _push(self, reservation: str, pages: Sequence[int]) -> None:
         if self._memory.device.type == "cuda":
             torch.cuda.synchronize()
-        # As where a reservation comes while the prompt is computed.
-        self._connector.push_pages(_given(reservation), (), 0)
+        # As the engine does: all is asked for when the forward is queued, and final when it ends.
+        final = threading.Event()
+        self._begin_push(reservation, pages, final)
         time.sleep(KNOWN_BEFORE_S)
         begin = time.perf_counter()
-        self._begin_push(reservation, pages)
+        final.set()
         pushed = self._await()
         assert isinstance(pushed, Pushed), pushed
         say(seconds=time.perf_counter() - begin)
@@ -132,15 +134,22 @@ class End:
             seconds.append(pushed.seconds)
         say(seconds=seconds)
 
-    def _begin_push(self, reservation: str, pages: Sequence[int]) -> None:
+    def _begin_push(
+        self, reservation: str, pages: Sequence[int], final: threading.Event | None = None
+    ) -> None:
+        """Asks for a push of pages that are final when `final` is set, or now."""
         given = _given(reservation)
+        layout = self._memory.layout
         boundary = BoundaryState(
-            prompt_len=len(pages) * self._memory.layout.page_size,
-            prompt_digest=bytes(16),
-            tail_token_ids=(),
+            prompt_len=len(pages) * layout.page_size, prompt_digest=bytes(16), tail_token_ids=()
         )
-        self._connector.push_pages(given, pages, 0)
-        self._connector.finish(given, lambda: boundary)
+        if final is None:
+            self._connector.push_pages(given, pages, 0)
+            self._connector.finish(given, lambda: boundary)
+            return
+        num_groups = layout.num_groups
+        self._connector.push_pages(given, pages, 0, lambda: num_groups if final.is_set() else 0)
+        self._connector.finish(given, lambda: boundary if final.is_set() else None)
 
     def _write(self, source: Sequence[int], target: Sequence[int], parts: int) -> None:
         assert self._bare is not None

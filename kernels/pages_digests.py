@@ -114,6 +114,50 @@ def piece_digests(
     _check(pages, page_ids, key, out, shape)
     if pages.device.type == "cpu":
         return out.copy_(_on_host(pages, page_ids, key, piece_bytes, first_byte, shape[1]))
+    _check_stripes(pages, piece_bytes, first_byte)
+    from effuse.kernels import pages_digests_triton
+
+    return pages_digests_triton.launch(pages, page_ids, key, piece_bytes, first_byte, out)
+
+
+class PoolDigests:
+    """`piece_digests` of one GPU's pool on one stream, for whom the host's time counts.
+
+    The pool is checked once and the kernel looked up once; what a call brings is not checked. Not
+    for several threads at once.
+    """
+
+    def __init__(self, pages: Tensor, piece_bytes: int, stream: torch.cuda.Stream) -> None:
+        """``pages`` and ``piece_bytes`` as `piece_digests` has them. Raises ValueError as it does,
+        and for pages that are not on a GPU."""
+        from effuse.kernels.pages_digests_triton import Launcher
+
+        if pages.device.type != "cuda" or pages.dim() != 2 or pages.stride(1) != 1:
+            raise ValueError(f"rows on a GPU are needed, got {pages.shape} on {pages.device}")
+        _check_stripes(pages, piece_bytes, 0)
+        self._launch = Launcher(pages, piece_bytes, stream)
+
+    def take(
+        self,
+        page_ids: Tensor,
+        key: Tensor,
+        out: Tensor,
+        *,
+        num_ids: int,
+        first_byte: int,
+        num_pieces: int,
+    ) -> None:
+        """Queues the digests of ``num_pieces`` pieces, from ``first_byte`` of each page on, of the
+        first ``num_ids`` pages of ``page_ids`` [at least num_ids] int32.
+
+        They go to the begin of ``out`` [at least num_ids * num_pieces] int64, page by page. Both
+        lie on the GPU or in pinned memory of the host, which saves their copies.
+        """
+        self._launch(page_ids, key, out, num_ids, first_byte, num_pieces)
+
+
+def _check_stripes(pages: Tensor, piece_bytes: int, first_byte: int) -> None:
+    """Raises ValueError where the kernel could not read such pieces."""
     stride = pages.stride(0) * pages.element_size()
     if piece_bytes < LEAST_PIECE_BYTES or any(
         count % STRIPE_BYTES for count in (piece_bytes, first_byte, stride)
@@ -123,9 +167,6 @@ def piece_digests(
             f"{STRIPE_BYTES} are needed, got pieces of {piece_bytes} from byte {first_byte} on of "
             f"pages {stride} bytes apart"
         )
-    from effuse.kernels import pages_digests_triton
-
-    return pages_digests_triton.launch(pages, page_ids, key, piece_bytes, first_byte, out)
 
 
 def _is_whole(page_bytes: int, piece_bytes: int, first_byte: int, num_bytes: int) -> bool:

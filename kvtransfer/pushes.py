@@ -211,7 +211,10 @@ class Pushes:
             moved = True
         if boundary is None or push.is_finished:
             return moved
-        if push.batches or push.queue or not push.is_quiet:
+        if push.batches or push.queue or push.digesting:
+            return moved
+        push.digest_pages()  # while bytes are under way
+        if push.deliveries:
             return moved
         push.is_finished = True
         self._transport.say(push.peer, Finish(push.manifest(boundary, self._now())))
