@@ -246,7 +246,7 @@ def _config(
     return FleetConfig(
         prefill=variant.prefill,
         decode=variant.decode,
-        connector=variant.connector if variant.prefill else "loopback",
+        connector=variant.connector if variant.prefill else "zmq",
         model=model,
         worker_flags=(
             *("--page-size", str(PAGE_SIZE), "--max-model-len", str(pages * PAGE_SIZE)),

@@ -36,6 +36,7 @@ from effuse.models.config import ModelConfig
 
 PAGE_SIZE = 32
 ALONE_S = 1.0
+LEAST_RATE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +167,13 @@ class Bench:
         may_kill = variant.prefill > 1 and variant.decode > 1
         middle = plan.shapes[len(plan.shapes) // 2]
         middle_rate = next(rate for shape, rate in rates if shape == middle)
-        kills = Kills(middle, middle_rate, plan.kill_seconds, ("prefill-0", "decode-0"))
+        kills = Kills(
+            middle, max(LEAST_RATE, middle_rate), plan.kill_seconds, ("prefill-0", "decode-0")
+        )
         loads = Loads(
             alone=plan.shapes,
             alone_count=plan.rounds,
-            arriving=[(shape, round(rate, 3)) for shape, rate in rates],
+            arriving=[(shape, max(LEAST_RATE, round(rate, 3))) for shape, rate in rates],
             kills=kills if may_kill else None,
             seconds=plan.seconds,
         )

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.pages_digests_key import LAST_WORD, MERGE_WORD, START_WORD, STRIPE_BYTES
+from effuse.kernels.pages_digests import LAST_WORD, MERGE_WORD, START_WORD, STRIPE_BYTES
 
 # Rounds that are loaded together.
 AHEAD = 4

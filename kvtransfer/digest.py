@@ -20,8 +20,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from effuse.kernels.pages_digests import PoolDigests, piece_bytes_of, piece_digests
-from effuse.kernels.pages_digests_key import digest_key
+from effuse.kernels.pages_digests import (
+    PoolDigests,
+    digest_key,
+    piece_bytes_of,
+    piece_digests,
+)
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Manifest, encode

@@ -12,8 +12,12 @@ from operators import digests
 from torch import Tensor
 
 from effuse.kernels import pages_digests_triton
-from effuse.kernels.pages_digests import PoolDigests, piece_bytes_of, piece_digests
-from effuse.kernels.pages_digests_key import digest_key
+from effuse.kernels.pages_digests import (
+    PoolDigests,
+    digest_key,
+    piece_bytes_of,
+    piece_digests,
+)
 
 pytestmark = [
     pytest.mark.gpu,
