@@ -201,7 +201,7 @@ async def _warm(client: Client, loads: Loads) -> None:
 
 
 def _well(requests: list[Taken]) -> list[Taken]:
-    if all(one.failure for one in requests):
+    if requests and all(one.failure for one in requests):
         raise RuntimeError(f"no request ended well: {requests[0].failure}")
     return requests
 

@@ -36,7 +36,6 @@ from effuse.models.config import ModelConfig
 
 PAGE_SIZE = 32
 ALONE_S = 1.0
-LEAST_RATE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +51,7 @@ class Plan:
     seconds: float  # of a rate
     kill_seconds: float
     rounds: int  # requests one after the other
+    least_rate: float = 0.5  # requests a second
 
     @property
     def config(self) -> ModelConfig:
@@ -93,6 +93,7 @@ TINY = Plan(
     seconds=1.5,
     kill_seconds=6.0,
     rounds=2,
+    least_rate=4.0,  # device steps say little of a CPU
 )
 PLANS = {"full": FULL, "tiny": TINY}
 
@@ -168,12 +169,12 @@ class Bench:
         middle = plan.shapes[len(plan.shapes) // 2]
         middle_rate = next(rate for shape, rate in rates if shape == middle)
         kills = Kills(
-            middle, max(LEAST_RATE, middle_rate), plan.kill_seconds, ("prefill-0", "decode-0")
+            middle, max(plan.least_rate, middle_rate), plan.kill_seconds, ("prefill-0", "decode-0")
         )
         loads = Loads(
             alone=plan.shapes,
             alone_count=plan.rounds,
-            arriving=[(shape, max(LEAST_RATE, round(rate, 3))) for shape, rate in rates],
+            arriving=[(shape, max(plan.least_rate, round(rate, 3))) for shape, rate in rates],
             kills=kills if may_kill else None,
             seconds=plan.seconds,
         )
