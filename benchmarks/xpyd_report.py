@@ -120,7 +120,7 @@ def _best(content: Content) -> str:
                 for name, (should, most, highest) in found.items()
             ]
             best = [
-                max(((found[name][at], name) for name in names), default=(0.0, "none"))[1]
+                max([(0.0, "none"), *((found[name][at], name) for name in names)])[1]
                 for at in range(3)
             ]
             rows.append([shape, f"{times}", "; ".join(told), *best])
