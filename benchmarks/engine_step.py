@@ -17,12 +17,12 @@ import torch
 from effuse.benchmarks.bare_forward import BareForward
 from effuse.benchmarks.report import Figure
 from effuse.cli.local import Ask, LocalEngine
-from effuse.decode_worker.engine import Forward
 from effuse.models.part import Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.problems.problem import problem
 from effuse.router.tokenizer import Tokenizer, bundled_directory
+from effuse.worker.engine_core import Forward
 from effuse.worker.messages import Settings
 
 REQUESTS = 16

@@ -24,7 +24,7 @@ from effuse.benchmarks.gpu_models import MODELS, random_model
 from effuse.benchmarks.gpu_serve import HandedOver
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.cli.figures import percentile
-from effuse.decode_worker.device_build import make_stepper
+from effuse.decode_worker.build import make_stepper
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.models.part import Part
 from effuse.models.transformer import Transformer

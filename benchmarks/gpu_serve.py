@@ -33,9 +33,9 @@ from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.prefill_rivals import bare_prefill
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_buckets import Integers, bucket
-from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.decode_worker.settings import Stopping
@@ -207,7 +207,7 @@ class Bench:
         print("\n".join(lines), flush=True)
         return lines
 
-    def _engine(self) -> tuple[DeviceDecodeEngine, CountingRunner]:
+    def _engine(self) -> tuple[DecodeEngine, CountingRunner]:
         prompts = CountingRunner(self.paged.runner, [])
         return decode_engine(self.paged, self._limits, self.stepper, prompts), prompts
 

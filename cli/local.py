@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from effuse.decode_worker.device_build import make_engine
-from effuse.decode_worker.engine import Forward
+from effuse.decode_worker.build import make_engine
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -20,6 +19,7 @@ from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
+from effuse.worker.engine_core import Forward
 from effuse.worker.messages import Committed, Failed, Finished, Sampling, Settings, StartDecode
 
 PAGE_SIZE = 16

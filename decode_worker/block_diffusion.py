@@ -6,8 +6,7 @@ in `denoise.py`.
 
 import numpy as np
 
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, Sequence
+from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, Sequence
 from effuse.decode_worker.settings import DecodeSettings, Remasking
 
 

@@ -8,6 +8,9 @@ from effuse.kvtransfer.messages import MAX_LEASE_S
 from effuse.placement.records import Algorithm
 from effuse.worker.config import WorkerConfig
 
+# Beyond what the router takes of a request; a GPU keeps room for them in every slot.
+_MOST_WINDOW, _MOST_STOP_IDS = 64, 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(WorkerConfig):
@@ -15,7 +18,11 @@ class DecodeConfig(WorkerConfig):
 
     default_algorithm: Annotated[Algorithm, "used where a request names none"] = "d2f"
     handoff_lease_s: Annotated[float, "longest that a prefill worker may take to push"] = 60.0
+    max_window: Annotated[int, "most blocks in flight that a request may ask for"] = 8
+    max_stop_ids: Annotated[int, "most stop ids of a request, end-of-sequence ids included"] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.seconds("handoff_lease_s", self.handoff_lease_s, MAX_LEASE_S)
+        checks.whole("max_window", self.max_window, 1, _MOST_WINDOW)
+        checks.whole("max_stop_ids", self.max_stop_ids, 1, _MOST_STOP_IDS)

@@ -6,8 +6,13 @@ the order of a step is in `denoise.py`.
 
 import numpy as np
 
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
+from effuse.decode_worker.sequence import (
+    Block,
+    BlockPhase,
+    HostCandidates,
+    IndexArray,
+    Sequence,
+)
 from effuse.decode_worker.settings import DecodeSettings
 
 

@@ -13,8 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.decode_worker import block_diffusion, d2f
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockPhase, IntArray, Sequence
+from effuse.decode_worker.sequence import (
+    Block,
+    BlockPhase,
+    HostCandidates,
+    IndexArray,
+    IntArray,
+    Sequence,
+)
 from effuse.decode_worker.settings import Algorithm, DecodeSettings
 
 

@@ -1,7 +1,9 @@
 """A sequence as a row of the device's slot table, and a record of the device as what it says.
 
 Pure numpy. The row is written when a request joins; from then on the device's state machine goes
-on and its records are all that the host reads.
+on and its records are all that the host reads. The host's sequence follows them: the choice was
+made on the device, the rest of a step is `denoise.py`'s own, so that commits, drafts and resuming
+know no difference.
 """
 
 from collections.abc import Sequence as Ids
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from effuse.decode_worker.sequence import Sequence
+from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
+from effuse.decode_worker.sequence import Block, Sequence
 from effuse.decode_worker.settings import (
     Algorithm,
     DecodeSettings,
@@ -94,6 +97,35 @@ class Record:
         return self.values[begin : begin + self.column(RecordColumn.NUM_BLOCKS)]
 
 
+def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutcome:
+    """`denoise.apply_step` with the device's choice: `record` is of the step that `plan` opened."""
+    assert sequence.step_open
+    sequence.step_open = False
+    sequence.store(plan.num_stored)
+    assert record.start == sequence.in_flight_start, "the device stored what the plan stores"
+    written: list[Block] = []
+    num_semi_writes = 0
+    for block in sequence.blocks:
+        if not block.masks_left:
+            continue
+        block.denoise_count += 1
+        num_written = _take_over(sequence, block, record)
+        if num_written:
+            written.append(block)
+            num_semi_writes += 0 if block.full else num_written
+    return settle_step(sequence, written, num_semi_writes)
+
+
+def _take_over(sequence: Sequence, block: Block, record: Record) -> int:
+    """Writes the block's tokens that the record shows and the sequence masks; how many."""
+    span = slice(block.start, block.end)
+    shown = record.tokens[block.start - record.start : block.end - record.start]
+    positions = ((shown >= 0) & sequence.masked[span]).nonzero()[0]
+    if len(positions):
+        sequence.write(block, positions + block.start, shown[positions].astype(np.int64))
+    return len(positions)
+
+
 def slot_row(
     layout: SlotLayout,
     sequence: Sequence,
@@ -106,7 +138,10 @@ def slot_row(
 ) -> Row:
     """The row [width] of a sequence whose step is open and whose cache is complete."""
     assert sequence.step_open, "a sequence joins with its step opened"
-    assert row_fits(layout, sequence, settings), "others are denoised from the host"
+    stops = sorted(sequence.stopping.stop_token_ids)
+    is_d2f = settings.algorithm is Algorithm.D2F
+    assert not is_d2f or settings.window <= layout.max_window, "intake refuses wider ones"
+    assert len(stops) <= layout.max_stops, "intake refuses more of them"
     row = np.zeros(layout.width, dtype=np.int32)
     _put_settings(row, sequence, settings, sampling)
     row[Column.STATUS] = Status.RUNNING
@@ -117,19 +152,11 @@ def slot_row(
     row[Column.NUM_MASKS] = sum(block.masks_left for block in sequence.blocks)
     row[Column.STOP_SEEN] = sequence.stop_seen
     _put_blocks(row, layout, sequence)
-    stops = sorted(sequence.stopping.stop_token_ids)
     row[layout.stops_at : layout.storable_at] = -1
     row[layout.stops_at : layout.stops_at + len(stops)] = stops
     row[layout.storable_at] = len(pages) * page_size
     row[layout.pages_at : layout.pages_at + len(pages)] = pages
     return row
-
-
-def row_fits(layout: SlotLayout, sequence: Sequence, settings: DecodeSettings) -> bool:
-    """False where a request needs more than a row of the slot table holds."""
-    window = settings.window if settings.algorithm is Algorithm.D2F else 1
-    num_stops = len(sequence.stopping.stop_token_ids)
-    return window <= layout.max_window and num_stops <= layout.max_stops
 
 
 def _put_settings(

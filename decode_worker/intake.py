@@ -10,7 +10,6 @@ from effuse.decode_worker.request import Request
 from effuse.decode_worker.scheduler import DecodeLimits, check_fits
 from effuse.decode_worker.sequence import Sequence
 from effuse.decode_worker.settings import (
-    Algorithm,
     DecodeSettings,
     RequestError,
     Sampling,
@@ -45,7 +44,8 @@ class Intake:
             writer=message.writer,
             drafts=message.drafts,
         )
-        _check_window(request)
+        _check_window(request, self.limits)
+        _check_stops(request, self.limits)
         check_fits(request.footprint(), self.limits)
         return request
 
@@ -103,10 +103,23 @@ class Intake:
             )
 
 
-def _check_window(request: Request) -> None:
-    window = request.settings.window if request.settings.algorithm is Algorithm.D2F else 1
-    if request.sequence.num_active > window:
+def _check_window(request: Request, limits: DecodeLimits) -> None:
+    if request.window > limits.max_window:
+        raise RequestError(
+            f"the window must be at most this worker's max_window {limits.max_window}, "
+            f"got {request.window}"
+        )
+    if request.sequence.num_active > request.window:
         raise RequestError(
             f"the frontier holds {request.sequence.num_active} blocks; "
-            f"the settings allow {window} in flight"
+            f"the settings allow {request.window} in flight"
+        )
+
+
+def _check_stops(request: Request, limits: DecodeLimits) -> None:
+    num_stops = len(request.sequence.stopping.stop_token_ids)
+    if num_stops > limits.max_stop_ids:
+        raise RequestError(
+            f"stop ids, end-of-sequence ids included, must be at most this worker's "
+            f"max_stop_ids {limits.max_stop_ids}, got {num_stops}"
         )

@@ -8,6 +8,7 @@ still holds pages that it needs; those writers have a lease.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.settings import RequestError
 
 
@@ -21,6 +22,8 @@ class DecodeLimits:
     num_pages: int
     page_size: int  # tokens
     block_size: int  # tokens
+    max_window: int = DecodeConfig.max_window  # blocks with masks that one request has in flight
+    max_stop_ids: int = DecodeConfig.max_stop_ids
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -29,6 +32,8 @@ class DecodeLimits:
             ("num_pages", self.num_pages),
             ("page_size", self.page_size),
             ("block_size", self.block_size),
+            ("max_window", self.max_window),
+            ("max_stop_ids", self.max_stop_ids),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -7,8 +7,7 @@ import pytest
 from decoding.scripts import make_settings
 
 from effuse.decode_worker import block_diffusion
-from effuse.decode_worker.candidates import HostCandidates
-from effuse.decode_worker.sequence import Block
+from effuse.decode_worker.sequence import Block, HostCandidates
 from effuse.decode_worker.settings import Algorithm, Remasking
 
 

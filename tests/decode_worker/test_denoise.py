@@ -11,8 +11,13 @@ from decoding.replay import Replay
 from decoding.scripts import Case, random_case
 
 from effuse.decode_worker import block_diffusion, d2f, denoise
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
+from effuse.decode_worker.sequence import (
+    Block,
+    BlockPhase,
+    HostCandidates,
+    IndexArray,
+    Sequence,
+)
 from effuse.decode_worker.settings import DecodeSettings
 
 

@@ -128,6 +128,12 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
         pytest.param(make_request("a", PROMPT, max_tokens=500), "513 tokens", id="too-long"),
         pytest.param(make_request("a", PROMPT, window=0), "window must be in [1, 64]", id="window"),
         pytest.param(make_request("a", PROMPT, window=999), "got 999", id="big-window"),
+        pytest.param(make_request("a", PROMPT, window=9), "max_window 8, got 9", id="wide-window"),
+        pytest.param(
+            make_request("a", PROMPT, stop_token_ids=range(17)),
+            "max_stop_ids 16, got 17",
+            id="many-stops",
+        ),
         pytest.param(
             make_request("a", PROMPT, confidence_threshold=float("nan")), "got nan", id="nan"
         ),

@@ -14,9 +14,8 @@ from decoding.invariants import decode, make_sequence
 from decoding.scripts import MASK_ID, STOP_ID, Case, Script, make_settings
 
 from effuse.decode_worker import block_diffusion, d2f, denoise
-from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import AnswerEnd
-from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
+from effuse.decode_worker.sequence import Block, BlockPhase, HostCandidates, Sequence
 from effuse.decode_worker.settings import Algorithm, Stopping
 
 

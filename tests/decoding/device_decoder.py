@@ -16,8 +16,8 @@ from effuse.decode_worker.denoise import open_step
 from effuse.decode_worker.device_slots import Record, Row, slot_row
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.executor import prefill_part
 from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.parts import prefill_part
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from effuse.decode_worker.candidates import HostCandidates
+from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.settings import Algorithm, DecodeSettings, Remasking, Score
 
 STOP_ID = 7
