@@ -27,7 +27,7 @@ from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
-from effuse.prefill_worker.flight import mark_of
+from effuse.prefill_worker.executor import mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.engine_core import Forward
 
