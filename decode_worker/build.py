@@ -47,13 +47,14 @@ def _core(
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
+    handoffs = HandoffReceiver(parts.pool, parts.connector, identity)
     return make_engine(
         model,
         parts.memory.layer_views(),
         parts.runner,
         parts.pool,
         limits,
-        HandoffReceiver(parts.pool, parts.connector, identity),
+        handoffs,
         on_device=denoises_on_device(config, model.device),
         now=time.monotonic,
         max_request_s=config.max_request_s,
@@ -63,6 +64,19 @@ def _core(
 def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:
     """Whether steps are graphs over the device's slots, rather than run by the host."""
     return device.type == "cuda" and config.runs_graphs
+
+
+def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
+    return DecodeLimits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=parts.max_model_len,
+        num_pages=parts.memory.num_pages,
+        page_size=parts.memory.layout.page_size,
+        block_size=parts.model.config.block_size,
+        max_window=config.max_window,
+        max_stop_ids=config.max_stop_ids,
+    )
 
 
 def make_engine(
@@ -119,19 +133,6 @@ def make_stepper(
     counts = range(1, limits.max_num_batched_tokens + 1)
     stepper.prepare(counts, counts, range(limits.max_model_len + 1))
     return stepper
-
-
-def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
-    return DecodeLimits(
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=parts.max_model_len,
-        num_pages=parts.memory.num_pages,
-        page_size=parts.memory.layout.page_size,
-        block_size=parts.model.config.block_size,
-        max_window=config.max_window,
-        max_stop_ids=config.max_stop_ids,
-    )
 
 
 if __name__ == "__main__":

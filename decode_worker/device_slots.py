@@ -10,9 +10,9 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
+from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.sequence import Block, Sequence
 from effuse.decode_worker.settings import (
     Algorithm,
@@ -31,8 +31,6 @@ from effuse.kernels.step_slots import (
     Status,
 )
 
-Row = npt.NDArray[np.int32]
-
 _ALGORITHMS = (Algorithm.D2F, Algorithm.BLOCK_DIFFUSION)
 _REMASKINGS = (
     Remasking.LOW_CONFIDENCE_DYNAMIC,
@@ -46,7 +44,7 @@ _SCORES = (Score.CONFIDENCE, Score.MARGIN, Score.NEG_ENTROPY)
 class Record:
     """What a step left in one slot: its state with the next step opened, and what it did."""
 
-    values: Row  # [record_width]
+    values: Integers  # [record_width]
     layout: SlotLayout
 
     def column(self, column: RecordColumn) -> int:
@@ -72,27 +70,27 @@ class Record:
         return self.start + self.column(RecordColumn.NUM_SETTLED) * self.layout.block_size
 
     @property
-    def tokens(self) -> Row:
+    def tokens(self) -> Integers:
         """Of all blocks in flight from `start` on, -1 for a mask."""
         begin = NUM_RECORD_COLUMNS + 3 * self.layout.ring
         return self.values[begin : begin + self.num_rows]
 
     @property
-    def full(self) -> Row:
+    def full(self) -> Integers:
         """1 for each block in flight that must advance."""
         return self._blocks(0)
 
     @property
-    def counts(self) -> Row:
+    def counts(self) -> Integers:
         """Forwards that have denoised each block in flight."""
         return self._blocks(1)
 
     @property
-    def written(self) -> Row:
+    def written(self) -> Integers:
         """1 for each block in flight that lost masks in this step."""
         return self._blocks(2)
 
-    def _blocks(self, part: int) -> Row:
+    def _blocks(self, part: int) -> Integers:
         begin = NUM_RECORD_COLUMNS + part * self.layout.ring
         return self.values[begin : begin + self.column(RecordColumn.NUM_BLOCKS)]
 
@@ -135,7 +133,7 @@ def slot_row(
     generation: int,
     pages: Ids[int],
     page_size: int,
-) -> Row:
+) -> Integers:
     """The row [width] of a sequence whose step is open and whose cache is complete."""
     assert sequence.step_open, "a sequence joins with its step opened"
     stops = sorted(sequence.stopping.stop_token_ids)
@@ -160,7 +158,7 @@ def slot_row(
 
 
 def _put_settings(
-    row: Row, sequence: Sequence, settings: DecodeSettings, sampling: Sampling
+    row: Integers, sequence: Sequence, settings: DecodeSettings, sampling: Sampling
 ) -> None:
     row[Column.PROMPT_LEN] = sequence.prompt_len
     row[Column.ORIGIN] = sequence.origin
@@ -182,7 +180,7 @@ def _put_settings(
     row[[Column.SEED_LOW, Column.SEED_HIGH]] = seed
 
 
-def _put_blocks(row: Row, layout: SlotLayout, sequence: Sequence) -> None:
+def _put_blocks(row: Integers, layout: SlotLayout, sequence: Sequence) -> None:
     size, ring = layout.block_size, layout.ring
     blocks = row[NUM_COLUMNS : layout.tokens_at].reshape(len(BlockColumn), ring)
     tokens = row[layout.tokens_at : layout.masked_at].reshape(ring, size)

@@ -177,6 +177,24 @@ def test_a_failing_step_fails_its_requests_and_the_engine_lives_on(model: Transf
     assert rig.pool.num_free == rig.pool.num_pages
 
 
+def test_a_lost_device_ends_the_process_after_some_failures(model: Transformer) -> None:
+    """Prompts are prefilled well in between: what fails is counted for each by itself."""
+
+    def breaks(candidates: Candidates, sampling: RowSampling) -> Candidates:
+        raise RuntimeError("lost")
+
+    rig = DeviceRig(model)
+    rig.adjust = breaks
+    rig.connect(None)
+    for index in range(7):
+        failing = rig.start(make_request(str(index), PROMPT))
+        rig.run()
+        assert failing.failed.code == "INTERNAL"
+    rig.start(make_request("last", PROMPT))
+    with pytest.raises(RuntimeError, match="lost"):
+        rig.run()
+
+
 def test_slots_have_room_for_what_the_limits_allow(model: Transformer) -> None:
     """Limits above the default make the slots larger, on the device as on the host."""
     stops = tuple(range(200, 217))
