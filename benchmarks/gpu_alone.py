@@ -24,6 +24,7 @@ from effuse.benchmarks.gpu_models import MODELS, random_model
 from effuse.benchmarks.gpu_serve import HandedOver
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.cli.figures import percentile
+from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import make_stepper
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.models.part import Part
@@ -137,7 +138,9 @@ class Alone:
         engine = decode_engine(self._paged, self._limits, self._stepper, forward)
         draw = self._messages(prompt, answer)
         first = [
-            msgspec.structs.replace(next(draw), max_tokens=max(1, answer * number // at_once))
+            msgspec.structs.replace(
+                next(draw), stopping=Stopping(max_tokens=max(1, answer * number // at_once))
+            )
             for number in range(1, at_once + 1)
         ]
         load = ClosedLoad(engine, first, at_once, then=draw)

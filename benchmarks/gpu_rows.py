@@ -15,7 +15,7 @@ from effuse.kernels.norm import rms_norm, rms_norm_residual
 from effuse.kernels.pages import gather_pages, load_kv, scatter_pages, store_kv
 from effuse.kernels.pages_distinct import distinct_views
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.sampling import RowSampling, Score, sample_confidence
+from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence
 from effuse.kernels.swiglu import swiglu
 
 CUDA = torch.device("cuda")
@@ -33,12 +33,12 @@ class Mode:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    score: Score = Score.CONFIDENCE
+    score: ScoreCode = ScoreCode.CONFIDENCE
 
 
 MODES = {
     "greedy": Mode(),
-    "entropy": Mode(score=Score.NEG_ENTROPY),
+    "entropy": Mode(score=ScoreCode.NEG_ENTROPY),
     "drawn": Mode(temperature=1.0),
     "top-p 0.9, drawn": Mode(temperature=1.0, top_p=0.9),
     "top-k 50, drawn": Mode(temperature=1.0, top_k=50),

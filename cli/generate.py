@@ -25,7 +25,7 @@ from effuse.protos.stubs import generation_stub
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerateJob:
     """What to ask for, and how to show it."""
 
     prompts: tuple[str, ...]
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> Job:
+def parse(argv: Sequence[str]) -> GenerateJob:
     """The job that the flags describe; exits with status 2 on bad ones."""
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
@@ -72,11 +72,11 @@ def parse(argv: Sequence[str]) -> Job:
     return _job(parser, parser.parse_args(argv))
 
 
-def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Job:
+def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> GenerateJob:
     prompts = tuple(_read_input(parser) if one == "-" else one for one in found.prompt)
     if found.request_id is not None and len(prompts) > 1:
         parser.error(f"--request-id: expected one prompt, got {len(prompts)}")
-    return Job(
+    return GenerateJob(
         prompts=prompts,
         params=params_from(found),
         target=found.target,
@@ -96,7 +96,7 @@ def _read_input(parser: argparse.ArgumentParser) -> str:
     return given
 
 
-async def run(job: Job) -> None:
+async def run(job: GenerateJob) -> None:
     """Ask for the prompts, one after the other."""
     async with connect(job.target, keepalive=None) as channel:
         stub = generation_stub(channel)

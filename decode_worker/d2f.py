@@ -6,6 +6,7 @@ the order of a step is in `denoise.py`.
 
 import numpy as np
 
+from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker.sequence import (
     Block,
     BlockPhase,
@@ -13,7 +14,6 @@ from effuse.decode_worker.sequence import (
     IndexArray,
     Sequence,
 )
-from effuse.decode_worker.settings import DecodeSettings
 
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:

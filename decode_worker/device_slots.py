@@ -11,16 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from effuse.config.decoding import Algorithm, DecodeSettings, Remasking, Sampling
 from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
 from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.sequence import Block, Sequence
-from effuse.decode_worker.settings import (
-    Algorithm,
-    DecodeSettings,
-    Remasking,
-    Sampling,
-    Score,
-)
+from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.step_slots import (
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
@@ -31,13 +26,13 @@ from effuse.kernels.step_slots import (
     Status,
 )
 
-_ALGORITHMS = (Algorithm.D2F, Algorithm.BLOCK_DIFFUSION)
-_REMASKINGS = (
-    Remasking.LOW_CONFIDENCE_DYNAMIC,
-    Remasking.LOW_CONFIDENCE_STATIC,
-    Remasking.SEQUENTIAL,
+# As a slot's columns number them.
+_ALGORITHMS: tuple[Algorithm, ...] = ("d2f", "block_diffusion")
+_REMASKINGS: tuple[Remasking, ...] = (
+    "low_confidence_dynamic",
+    "low_confidence_static",
+    "sequential",
 )
-_SCORES = (Score.CONFIDENCE, Score.MARGIN, Score.NEG_ENTROPY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +132,7 @@ def slot_row(
     """The row [width] of a sequence whose step is open and whose cache is complete."""
     assert sequence.step_open, "a sequence joins with its step opened"
     stops = sorted(sequence.stopping.stop_token_ids)
-    is_d2f = settings.algorithm is Algorithm.D2F
-    assert not is_d2f or settings.window <= layout.max_window, "intake refuses wider ones"
+    assert settings.most_active <= layout.max_window, "intake refuses wider ones"
     assert len(stops) <= layout.max_stops, "intake refuses more of them"
     row = np.zeros(layout.width, dtype=np.int32)
     _put_settings(row, sequence, settings, sampling)
@@ -169,7 +163,7 @@ def _put_settings(
     row[Column.WINDOW] = settings.window
     row[Column.STEPS] = settings.denoising_steps
     row[Column.TOP_K] = sampling.top_k
-    row[Column.SCORE] = _SCORES.index(settings.score)
+    row[Column.SCORE] = ScoreCode.named(settings.score)
     real = row.view(np.float32)
     real[Column.CONFIDENCE] = settings.confidence_threshold
     real[Column.ADD] = settings.block_add_threshold

@@ -13,7 +13,7 @@ from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled,
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.rehearsal_receiver import RehearsalReceiver
 from effuse.decode_worker.request import Request, RequestQueues
-from effuse.decode_worker.settings import RequestError
+from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState

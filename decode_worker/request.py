@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from effuse.config.decoding import DecodeSettings, Sampling
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import Sequence
-from effuse.decode_worker.settings import Algorithm, DecodeSettings, Sampling
 from effuse.kvtransfer.messages import AttemptId, PageRef
 
 
@@ -39,11 +39,6 @@ class Request:
     @property
     def page_ids(self) -> list[int]:
         return [page.page_id for page in self.pages]
-
-    @property
-    def window(self) -> int:
-        """Most blocks in flight that hold masks."""
-        return self.settings.window if self.settings.algorithm is Algorithm.D2F else 1
 
     @property
     def num_to_prefill(self) -> int:
@@ -117,7 +112,7 @@ class Request:
             max_tokens=sequence.stopping.max_tokens,
             most_cached=sequence.last_block_start,
             # All of a full window may settle in one step and ride along with one new block.
-            most_rows=min(self.window + 1, num_blocks) * sequence.block_size,
+            most_rows=min(self.settings.most_active + 1, num_blocks) * sequence.block_size,
             first_chunk=sequence.origin,
         )
 

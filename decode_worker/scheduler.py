@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from effuse.decode_worker.config import DecodeConfig
-from effuse.decode_worker.settings import RequestError
+from effuse.decode_worker.sequence import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.sampling import RowSampling, sample_confidence
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import PackedParts, join_aligned, pack_parts
-from effuse.models.part import Part, PartResult, PartSampling
+from effuse.models.part import Part, PartResult
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
 
-__all__ = ["ModelRunner", "Part", "PartResult", "PartSampling"]
+__all__ = ["ModelRunner", "Part", "PartResult"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import grpc.aio
 
 from effuse.placement.records import WorkerRecord
 from effuse.router.calls import is_task_cancelled
-from effuse.router.fleet import Fleet
+from effuse.router.fleet import RoutedFleet
 from effuse.v1 import worker_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class OpenCall(Protocol):
 class Cleanup:
     """One per router. Works within `async with cleanup.running()`."""
 
-    def __init__(self, fleet: Fleet, settle_s: float = SETTLE_S) -> None:
+    def __init__(self, fleet: RoutedFleet, settle_s: float = SETTLE_S) -> None:
         self._fleet = fleet
         self._settle_s = settle_s
         self._aborts: asyncio.TaskGroup | None = None

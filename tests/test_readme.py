@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
 import pytest
 
-from effuse.cli.evaluate import Way, answer_all
-from effuse.models.weights import load_model
-from effuse.router.tokenizer import Tokenizer, bundled_directory
+import effuse
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "k8s/README.md", "docs/operations.md")
@@ -30,13 +27,9 @@ def test_every_file_it_names_exists(page: str) -> None:
 def test_the_question_it_shows_is_answered() -> None:
     """By the bundled model, whose knowledge is narrow: 3 * 12 - 7 = 29."""
     (asked,) = re.findall(r'effuse generate --watch "(.+)"', (ROOT / "README.md").read_text())
-    tokenizer = Tokenizer.load(bundled_directory())
-    prompt = tuple(asyncio.run(tokenizer.encode(asked)))
-    way = Way("D2F", "d2f", 2, 0.9)
-    (answer,) = answer_all(load_model(bundled_directory()), [prompt], way, 1, lambda: None)
-    text = tokenizer.decode(answer.token_ids)
-    tokenizer.close()
-    assert text.splitlines()[-1] == "answer: 29"
+    with effuse.LLM(device="cpu") as llm:
+        (answer,) = llm.generate(asked)
+    assert answer.text.splitlines()[-1] == "answer: 29"
 
 
 def test_every_step_in_the_life_of_a_request_names_a_file() -> None:

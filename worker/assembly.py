@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import effuse.models
+from effuse.config.decoding import Algorithm, Sampling
 from effuse.kernels.attention import block_attention
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
@@ -20,12 +21,12 @@ from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
 from effuse.models.layer_marks import LayerMarks
-from effuse.models.part import Part, PartSampling
+from effuse.models.part import Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
-from effuse.placement.records import Algorithm, ModelInfo, Role
+from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Ready
 
@@ -98,9 +99,8 @@ def warm_up(runner: ModelRunner, num_rows: int) -> None:
             num_stored=int(begin == 0),
             block_origin=0,
             candidates=wanted,
-            sampling=PartSampling(
-                denoise_counts=[0] * len(wanted), temperature=1.0, top_p=0.9, top_k=8
-            ),
+            denoise_counts=[0] * len(wanted),
+            sampling=Sampling(temperature=1.0, top_p=0.9, top_k=8),
         )
         parts.append(part)
     runner.run(parts)

@@ -12,11 +12,10 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-import msgspec
 import torch
 from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from decoding.device_decoder import DeviceDecoder
-from decoding.engines import Rig, load_tiny, random_requests
+from decoding.engines import Rig, load_tiny, of_length, random_requests
 from torch import Tensor
 
 from effuse.decode_worker import device_step
@@ -71,8 +70,7 @@ def main() -> None:
         )
         model = load_tiny(path)
     requests = [
-        msgspec.structs.replace(request, max_tokens=6)
-        for request in random_requests(2, "d2f", block_size=4, sampled=True)
+        of_length(request, 6) for request in random_requests(2, "d2f", block_size=4, sampled=True)
     ]
     rig = Rig(model)
     for request in requests:
