@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from effuse.client.answer import Answer
 from effuse.client.params import Params, Prompt, make_request
@@ -24,6 +24,7 @@ from effuse.router.detokenizer import AnswerText
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
+from effuse.worker.config import Device, Dtype
 from effuse.worker.failures import to_error
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
@@ -43,8 +44,8 @@ class LLM:
         model: Path | str | None = None,
         *,
         adapter: Path | str | None = None,
-        device: Literal["auto", "cpu", "cuda"] = "auto",
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: Device = "auto",
+        dtype: Dtype = "auto",
         block_size: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from effuse.config import checks
+from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
 
 Attention = Literal["triton", "flex"]
@@ -18,7 +19,6 @@ Connector = Literal["nixl", "zmq", "loopback"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVLayoutKind = Literal["unified", "distinct"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
