@@ -1,4 +1,4 @@
-"""The two rivals of `effuse bench --baseline`, in this process, on the prompts the fleet was given.
+"""The two baselines of `effuse bench --baseline`, in this process, on the fleet's prompts.
 
 Single-process D2F is the same engine without fleet, wire and handoff; vanilla denoising is what
 the published base models do. Loads weights, so it is imported only when asked for.

@@ -29,8 +29,8 @@ from effuse.cli.arguments import (
     target,
     whole,
 )
-from effuse.cli.client import ask, explain
 from effuse.cli.figures import Run, Sample, as_json, table
+from effuse.cli.generate import ask, explain
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.client.answer import StreamBroken
 from effuse.client.options import DEFAULT_TARGET

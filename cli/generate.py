@@ -1,27 +1,32 @@
 """`effuse generate`: sends prompts to a running fleet and prints the answers.
 
-Text goes to standard output as it becomes final; figures and errors go to standard error.
+Text goes to standard output as it becomes final; figures and errors go to standard error. `ask`,
+which sends one request and shows each of its events, also serves the demo and `bench`.
 """
 
 import argparse
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import command, is_unicode, seconds, target, text
-from effuse.cli.client import ask, explain
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.watch import watch
-from effuse.client.answer import Answer, Event, StreamBroken
+from effuse.client.answer import Answer, Event, Gathering, StreamBroken
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, make_request
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
+from effuse.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +117,28 @@ async def run(job: GenerateJob) -> None:
                 print(figures(answer), file=sys.stderr)
 
 
+def _ignore(_: Event) -> None:
+    return
+
+
+async def ask(
+    stub: "GenerationServiceAsyncStub",
+    request: generation_pb2.GenerateRequest,
+    *,
+    timeout_s: float,
+    on_event: Callable[[Event], None] = _ignore,
+) -> Answer:
+    """Send `request` and gather its answer; `on_event` sees every event as it comes.
+
+    Raises grpc.aio.AioRpcError with the server's status, and StreamBroken.
+    """
+    gathering = Gathering()
+    async for event in stub.GenerateStream(request, timeout=timeout_s):
+        on_event(event)
+        gathering.take(event)
+    return gathering.answer(request.request_id)
+
+
 def _print_text(event: Event) -> None:
     if event.HasField("commit"):
         print(event.commit.text, end="", flush=True)
@@ -127,3 +154,8 @@ def figures(answer: Answer) -> str:
         f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), "
         f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all"
     )
+
+
+def explain(error: grpc.aio.AioRpcError) -> str:
+    """The status and its message on one line."""
+    return f"{error.code().name}: {error.details() or 'no details'}"

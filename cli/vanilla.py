@@ -1,6 +1,6 @@
 """Vanilla denoising: no cache, one token a forward, every forward over the whole canvas. Greedy.
 
-What the published base models do, and the rival of `effuse bench --baseline`. Models that attend
+What the published base models do, and a baseline of `effuse bench --baseline`. Models that attend
 to everything may write anywhere; block-causal ones only into the first block that has masks, since
 they never saw a later one behind an empty one.
 """

@@ -20,6 +20,7 @@ from effuse.decode_worker.executor import Executor, HostExecutor
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import SlotLayout
+from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.transformer import LayerKV, Transformer
@@ -28,17 +29,22 @@ from effuse.worker.engine_core import Forward
 from effuse.worker.engine_process import Engine, main
 
 
-def build(config: DecodeConfig, incarnation: str) -> Engine:
-    """An engine that is ready to serve. Raises ValueError where the config is at fault."""
+def build(config: DecodeConfig, incarnation: str, *, connects: bool = True) -> Engine:
+    """An engine that is ready to serve. Without a connector it prefills every prompt itself and
+    listens nowhere. Raises ValueError where the config is at fault."""
     parts = assemble(config, incarnation, "decode", config.default_algorithm)
     limits = _limits(config, parts)
-    parts.connector.start()
-    core = _core(config, incarnation, parts, limits)
-    return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
+    connector = parts.connect() if connects else None
+    core = _core(config, incarnation, parts, limits, connector)
+    return Engine(core, parts.ready, wakes=() if connector is None else (connector.fileno(),))
 
 
 def _core(
-    config: DecodeConfig, incarnation: str, parts: Assembly, limits: DecodeLimits
+    config: DecodeConfig,
+    incarnation: str,
+    parts: Assembly,
+    limits: DecodeLimits,
+    connector: Connector | None,
 ) -> DecodeEngine:
     model = parts.model
     identity = ReceiverIdentity(
@@ -47,7 +53,7 @@ def _core(
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
-    handoffs = HandoffReceiver(parts.pool, parts.connector, identity)
+    handoffs = HandoffReceiver(parts.pool, connector, identity)
     return make_engine(
         model,
         parts.memory.layer_views(),

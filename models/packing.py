@@ -74,7 +74,7 @@ def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedP
 def join_aligned(arrays: Sequence[Integers]) -> tuple[Integers, list[slice]]:
     """All arrays in one, and where each lies in it: beginning at 16 bytes, whatever their lengths.
 
-    Wherever that differs Triton takes a launch for another kernel, and compiles it.
+    Triton compiles a kernel anew for pointers of another alignment.
     """
     begins = np.cumsum([0, *(-(-len(array) // 2) * 2 for array in arrays)]).tolist()
     joined = np.zeros(begins[-1], np.int64)

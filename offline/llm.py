@@ -68,10 +68,9 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             num_pages=num_pages,
             gpu_memory_utilization=gpu_memory_utilization,
-            connector="loopback",
         )
         self._tokenizer = Tokenizer.load(directory)
-        engine = build(config, "offline")
+        engine = build(config, "offline", connects=False)
         self._core, self.model = engine.core, engine.ready.model
         self._most = max_num_seqs
         self._num_asked = 0

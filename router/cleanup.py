@@ -45,7 +45,6 @@ class Cleanup:
         self.num_open = 0  # attempts whose calls are still to end
         self.num_late = 0  # those that had to be cut off, ever
         self.num_aborts = 0
-        self.num_unanswered = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -89,12 +88,10 @@ class Cleanup:
         try:
             await self._fleet.peer(worker.address).worker.Abort(request, timeout=ABORT_S)
         except grpc.aio.AioRpcError as error:
-            self.num_unanswered += 1
             LOG.info("%s did not answer an abort: %s", worker.worker_id, error.code().name)
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise
-            self.num_unanswered += 1
 
     async def _settle(
         self,

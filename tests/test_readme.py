@@ -10,10 +10,18 @@ import pytest
 import effuse
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "k8s/README.md", "docs/operations.md")
+PAGES = (
+    "README.md",
+    "DESIGN.md",
+    "CONTRIBUTING.md",
+    "k8s/README.md",
+    "docs/operations.md",
+    "docs/states.md",
+    "benchmarks/RESULTS.md",
+)
 FOLDERS = (
     "benchmarks|cli|config|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
-    "|client|examples|offline|problems|training"
+    "|client|docs|examples|offline|problems|training"
 )
 FILE = re.compile(rf"`((?:{FOLDERS}|protos|router|tests|worker)/[\w./-]*)`")
 
@@ -22,6 +30,13 @@ FILE = re.compile(rf"`((?:{FOLDERS}|protos|router|tests|worker)/[\w./-]*)`")
 def test_every_file_it_names_exists(page: str) -> None:
     named = FILE.findall((ROOT / page).read_text())
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_first_screen_says_what_to_type() -> None:
+    first = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:30])
+    assert "make demo" in first
+    (code,) = re.findall(r"```python\n(.*?)```", first, re.DOTALL)
+    assert "effuse.Client" in code and len(code.splitlines()) <= 6
 
 
 def test_the_question_it_shows_is_answered() -> None:

@@ -23,7 +23,7 @@ from effuse.kernels import attention_triton, sampling_triton, step_advance_trito
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.sampling import Candidates, RowSampling
-from effuse.kernels.sampling_tiles import sampling_shape
+from effuse.kernels.sampling_shared_triton import sampling_shape
 from effuse.kernels.step_rows import StepRows
 from effuse.kernels.step_slots import SlotTable
 
