@@ -133,7 +133,7 @@ class DeviceExecutor:
         """Launches a step; where that fails, who was on the device fails, and only they."""
         self.counters.steps += 1
         try:
-            self._guard.run(self._stepper.launch, f"a step of {len(self._residents)} requests")
+            self._guard.run(self._stepper.launch, len(self._residents))
         except ForwardFailed as failure:
             for resident in list(self._residents.values()):
                 self._move_out(resident)

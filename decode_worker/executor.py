@@ -156,9 +156,7 @@ class HostExecutor:
         self.counters.steps += 1
         self.counters.rows += sum(len(part.token_ids) for part in parts)
         try:
-            results = self._guard.run(
-                lambda: self._forward.run(parts), f"a forward over {len(parts)} requests"
-            )
+            results = self._guard.run(lambda: self._forward.run(parts), len(parts))
         except ForwardFailed as failure:
             return [Broken(share.request, str(failure), is_retryable=True) for share in shares]
         return [

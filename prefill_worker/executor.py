@@ -116,8 +116,7 @@ class PromptExecutor:
         for chunk in chunks:
             self._hand_on(chunk, progress)
         self.num_forwards += 1
-        name = f"a forward over {len(chunks)} prompts"
-        results = self._guard.run(lambda: self._forward.run(parts), name)
+        results = self._guard.run(lambda: self._forward.run(parts), len(parts))
         launched = self._launched(chunks, [result.boundary for result in results])
         self._running.append(launched)
         for index, chunk in enumerate(chunks):

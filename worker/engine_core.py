@@ -36,13 +36,13 @@ class ForwardGuard:
     def __init__(self) -> None:
         self._num_failed = 0  # in a row
 
-    def run(self, forward: Callable[[], _Result], name: str) -> _Result:
-        """What `forward` returns. Raises ForwardFailed where it raises anything, and logs `name`;
-        the eighth time in a row raises what it raised."""
+    def run(self, forward: Callable[[], _Result], num_requests: int) -> _Result:
+        """What `forward`, over so many requests, returns. Raises ForwardFailed where it raises
+        anything; the eighth time in a row raises what it raised."""
         try:
             result = forward()
         except Exception as error:
-            LOG.exception("%s failed", name)
+            LOG.exception("a forward over %d requests failed", num_requests)
             self._num_failed += 1
             if self._num_failed >= _MOST_FAILED_FORWARDS:
                 raise
