@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from effuse.config import checks
-from effuse.config.decoding import Algorithm
+from effuse.config.decoding import WINDOW, Algorithm
 from effuse.kvtransfer.messages import MAX_LEASE_S
 from effuse.worker.config import WorkerConfig
 
-# Beyond what the router takes of a request; a GPU keeps room for them in every slot.
-_MOST_WINDOW, _MOST_STOP_IDS = 64, 128
+_MOST_STOP_IDS = 128  # more than a router lets through; a GPU keeps room for them in every slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,5 +23,5 @@ class DecodeConfig(WorkerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.seconds("handoff_lease_s", self.handoff_lease_s, MAX_LEASE_S)
-        checks.whole("max_window", self.max_window, 1, _MOST_WINDOW)
+        checks.whole("max_window", self.max_window, int(WINDOW.low), int(WINDOW.high))
         checks.whole("max_stop_ids", self.max_stop_ids, 1, _MOST_STOP_IDS)
