@@ -34,9 +34,9 @@ from effuse.benchmarks.prefill_rivals import bare_prefill
 from effuse.config.decoding import Stopping
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_buckets import Integers, bucket
-from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status
@@ -209,7 +209,7 @@ class Bench:
         print("\n".join(lines), flush=True)
         return lines
 
-    def _engine(self) -> tuple[DeviceDecodeEngine, CountingRunner]:
+    def _engine(self) -> tuple[DecodeEngine, CountingRunner]:
         prompts = CountingRunner(self.paged.runner, [])
         return decode_engine(self.paged, self._limits, self.stepper, prompts), prompts
 

@@ -14,8 +14,14 @@ import numpy.typing as npt
 
 from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker import block_diffusion, d2f
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockPhase, IntArray, Sequence
+from effuse.decode_worker.sequence import (
+    Block,
+    BlockPhase,
+    HostCandidates,
+    IndexArray,
+    IntArray,
+    Sequence,
+)
 
 
 class Rules(Protocol):

@@ -34,7 +34,8 @@ class Intake:
             writer=message.writer,
             drafts=message.drafts,
         )
-        _check_window(request)
+        _check_window(request, self.limits)
+        _check_stops(request, self.limits)
         check_fits(request.footprint(), self.limits)
         return request
 
@@ -81,9 +82,24 @@ class Intake:
             )
 
 
-def _check_window(request: Request) -> None:
-    if request.sequence.num_active > request.settings.most_active:
+def _check_window(request: Request, limits: DecodeLimits) -> None:
+    most_active = request.settings.most_active
+    if most_active > limits.max_window:
+        raise RequestError(
+            f"the window must be at most this worker's max_window {limits.max_window}, "
+            f"got {most_active}"
+        )
+    if request.sequence.num_active > most_active:
         raise RequestError(
             f"the frontier holds {request.sequence.num_active} blocks; "
-            f"the settings allow {request.settings.most_active} in flight"
+            f"the settings allow {most_active} in flight"
+        )
+
+
+def _check_stops(request: Request, limits: DecodeLimits) -> None:
+    num_stops = len(request.sequence.stopping.stop_token_ids)
+    if num_stops > limits.max_stop_ids:
+        raise RequestError(
+            f"stop ids, end-of-sequence ids included, must be at most this worker's "
+            f"max_stop_ids {limits.max_stop_ids}, got {num_stops}"
         )

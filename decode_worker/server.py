@@ -121,16 +121,16 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
     async def _relay(self, stream: _Stream, context: _Context) -> None:
         while True:
             event = await stream.attempt.next_event()
-            response = self._take(stream, event)
+            response = self._handle_event(stream, event)
             # A message costs each side more than an event: what one step has said goes in one.
             while len(response.then) < _MOST_TOGETHER and (more := stream.attempt.next_ready()):
                 event = more
-                response.then.append(self._take(stream, more))
+                response.then.append(self._handle_event(stream, more))
             await context.write(response)
             if isinstance(event, Finished):
                 return
 
-    def _take(self, stream: _Stream, event: CoreEvent) -> pb.DecodeResponse:
+    def _handle_event(self, stream: _Stream, event: CoreEvent) -> pb.DecodeResponse:
         self._note(stream, event)
         return _response(event)
 

@@ -8,7 +8,7 @@ import time
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.engine import PrefillEngine
-from effuse.prefill_worker.flight import mark_of
+from effuse.prefill_worker.executor import mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main

@@ -87,12 +87,12 @@ class Rehearsals:
                 *(own.worker_id, peer.worker_id, pause_s, text),
             )
         else:
-            self._take(own, peer, pushed)
+            self._note_rate(own, peer, pushed)
             self._publish(own)
             self._changed()
         return True
 
-    def _take(self, own: WorkerRecord, peer: WorkerRecord, pushed: PromptPushed) -> None:
+    def _note_rate(self, own: WorkerRecord, peer: WorkerRecord, pushed: PromptPushed) -> None:
         rate = pushed.bytes / max(pushed.push_s, 1e-9)
         link = Link(peer.worker_id, peer.incarnation, pushed.transport, rate)
         before = self._links.link_to(peer)

@@ -8,8 +8,7 @@ from decoding.scripts import make_settings
 
 from effuse.config.decoding import Remasking
 from effuse.decode_worker import block_diffusion
-from effuse.decode_worker.candidates import HostCandidates
-from effuse.decode_worker.sequence import Block
+from effuse.decode_worker.sequence import Block, HostCandidates
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from decoding.scripts import MASK_ID, make_settings
 
 from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.denoise import open_step
-from effuse.decode_worker.device_buckets import Forecast, bucket, context_class
-from effuse.decode_worker.device_slots import Row, slot_row
+from effuse.decode_worker.device_buckets import Forecast, Integers, bucket, context_class
+from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.sequence import Sequence
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_advance import advance
@@ -80,7 +80,7 @@ def test_records_of_others_are_passed_over() -> None:
     assert forecast.need().rows == 0
 
 
-def _row() -> Row:
+def _row() -> Integers:
     sequence = Sequence(
         range(10, 18),
         origin=8,

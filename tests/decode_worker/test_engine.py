@@ -125,6 +125,12 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
             id="stop-id",
         ),
         pytest.param(make_request("a", PROMPT, max_tokens=500), "513 tokens", id="too-long"),
+        pytest.param(make_request("a", PROMPT, window=9), "max_window 8, got 9", id="wide-window"),
+        pytest.param(
+            make_request("a", PROMPT, stop_token_ids=range(17)),
+            "max_stop_ids 16, got 17",
+            id="many-stops",
+        ),
         pytest.param(make_request("a", PROMPT, denoising_steps=5), "block size 4", id="steps"),
         pytest.param(
             make_request("a", PROMPT, resume=Resume(committed_token_ids=(9,) * 3, frontier=())),

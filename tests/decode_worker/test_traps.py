@@ -16,9 +16,8 @@ from decoding.scripts import MASK_ID, STOP_ID, Case, Script, make_settings
 
 from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker import block_diffusion, d2f, denoise
-from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import AnswerEnd
-from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
+from effuse.decode_worker.sequence import Block, BlockPhase, HostCandidates, Sequence
 
 
 def case(prompt_len: int = 8, *, origin: int | None = None, **changes: object) -> Case:

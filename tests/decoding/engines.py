@@ -14,7 +14,8 @@ from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker.boundary import Boundary
-from effuse.decode_worker.engine import DecodeEngine, Forward
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.executor import Executor, HostExecutor
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
@@ -27,6 +28,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker import messages
+from effuse.worker.engine_core import Forward
 from effuse.worker.messages import CoreEvent, StartDecode, StartRehearsal
 
 INCARNATION = "decode-1"
@@ -93,6 +95,8 @@ class Rig:
         lease_s: float = 10.0,
         max_request_s: float = 1000.0,
         kv_layout: str = "unified",
+        max_window: int = 8,
+        max_stop_ids: int = 16,
     ) -> None:
         config = model.config
         self.clock = Clock()
@@ -109,16 +113,18 @@ class Rig:
             num_pages=num_pages,
             page_size=page_size,
             block_size=config.block_size,
+            max_window=max_window,
+            max_stop_ids=max_stop_ids,
         )
         self.forward = forward or ModelRunner(
             model, self.memory.layer_views(), page_size=page_size, block_size=config.block_size
         )
-        self._model, self._lease_s, self._max_request_s = model, lease_s, max_request_s
+        self.model, self._lease_s, self._max_request_s = model, lease_s, max_request_s
         self.connect(None)
 
     def connect(self, connector: Connector | None) -> None:
         """Makes the engine, anew, with this connector."""
-        config = self._model.config
+        config = self.model.config
         identity = ReceiverIdentity(
             incarnation=INCARNATION,
             fingerprint=self.fingerprint,
@@ -126,18 +132,22 @@ class Rig:
             lease_s=self._lease_s,
         )
         self.engine = DecodeEngine(
-            self.forward,
+            self.make_executor(),
             self.pool,
             Intake(config, self.limits),
             HandoffReceiver(self.pool, connector, identity),
             Boundary(
                 config.hidden_size if config.shift_logits else None,
-                self._model.dtype,
-                self._model.device,
+                self.model.dtype,
+                self.model.device,
             ),
             now=self.clock,
             max_request_s=self._max_request_s,
         )
+
+    def make_executor(self) -> Executor:
+        """What runs the engine's steps."""
+        return HostExecutor(self.forward)
 
     def start(self, request: StartDecode | StartRehearsal) -> Answer:
         self.engine.handle(request)
@@ -154,7 +164,7 @@ class Rig:
         return worked
 
     def _device_works(self) -> bool:
-        return self._model.device.type == "cuda" and self.engine.is_working()
+        return self.model.device.type == "cuda" and self.engine.is_working()
 
     def run(self, most_steps: int = 5000) -> None:
         """Steps until nothing moves."""

@@ -20,11 +20,10 @@ from decoding.invariants import make_sequence
 from decoding.scripts import Case, random_case
 from effuse.config.decoding import Sampling
 from effuse.decode_worker import denoise
-from effuse.decode_worker.candidates import HostCandidates as Proposed
 from effuse.decode_worker.denoise import AnswerEnd
-from effuse.decode_worker.device_mirror import apply_record
-from effuse.decode_worker.device_slots import Record, slot_row
+from effuse.decode_worker.device_slots import Record, apply_record, slot_row
 from effuse.decode_worker.sequence import BlockPhase, Sequence
+from effuse.decode_worker.sequence import HostCandidates as Proposed
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_rows import StepRows
 from effuse.kernels.step_slots import Control, RecordColumn, SlotLayout, SlotTable, Status

@@ -12,7 +12,7 @@ from typing import get_args
 import numpy as np
 
 from effuse.config.decoding import Algorithm, DecodeSettings, Remasking, Score
-from effuse.decode_worker.candidates import HostCandidates
+from effuse.decode_worker.sequence import HostCandidates
 
 STOP_ID = 7
 MASK_ID = 3

@@ -6,18 +6,14 @@ import pytest
 
 from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.kvtransfer.messages import AttemptId
-from effuse.prefill_worker.outbox import Outbox
+from effuse.prefill_worker.events import push_failed
 from effuse.worker.messages import Failed
 
 ONE = AttemptId("r", 1, "t")
 
 
 def told(cause: Cause, message: str) -> Failed:
-    outbox = Outbox()
-    outbox.missed(ONE, PushFailed(ONE.transfer_id, cause, message))
-    (failed,) = outbox.drain()
-    assert isinstance(failed, Failed)
-    return failed
+    return push_failed(ONE, PushFailed(ONE.transfer_id, cause, message))
 
 
 def test_where_a_peer_lives_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from prefill_worker.rig import Rig, attempt_of
 
 from effuse.kvtransfer import pushes
 from effuse.kvtransfer.connector import Cause, PushFailed
-from effuse.prefill_worker.flight import IsOver, mark_of
+from effuse.prefill_worker.executor import IsOver, mark_of
 from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]

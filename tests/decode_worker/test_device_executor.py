@@ -1,4 +1,4 @@
-"""The engine on device slots says what the host's engine says, event by event."""
+"""An engine with device slots says what the host's engine says, event by event."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, load_tiny, make_request, random_requests
 
 from effuse.config.decoding import Sampling, Stopping
-from effuse.decode_worker.device_build import make_engine
-from effuse.decode_worker.device_engine import DeviceDecodeEngine
+from effuse.decode_worker.build import make_engine
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
@@ -88,8 +87,7 @@ class Slow:
     """A device whose steps end when a test says so."""
 
     def __init__(self, rig: DeviceRig, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert isinstance(rig.engine, DeviceDecodeEngine)
-        self.stepper, self.num_ended, self.num_read = rig.engine._stepper, 0, 0
+        self.stepper, self.num_ended, self.num_read = rig.stepper, 0, 0
         monkeypatch.setattr(self.stepper, "has_ended", lambda: self.num_read < self.num_ended)
         read = self.stepper.read
 
@@ -180,16 +178,35 @@ def test_a_failing_step_fails_its_requests_and_the_engine_lives_on(model: Transf
     assert rig.pool.num_free == rig.pool.num_pages
 
 
-def test_what_no_slot_holds_is_denoised_from_the_host(model: Transformer) -> None:
-    """Beside others that are on the device, and preempted like them."""
+def test_a_lost_device_ends_the_process_after_some_failures(model: Transformer) -> None:
+    """Prompts are prefilled well in between: what fails is counted for each by itself."""
+
+    def breaks(candidates: Candidates, sampling: RowSampling) -> Candidates:
+        raise RuntimeError("lost")
+
+    rig = DeviceRig(model)
+    rig.adjust = breaks
+    rig.connect(None)
+    for index in range(7):
+        failing = rig.start(make_request(str(index), PROMPT))
+        rig.run()
+        assert failing.failed.code == "INTERNAL"
+    rig.start(make_request("last", PROMPT))
+    with pytest.raises(RuntimeError, match="lost"):
+        rig.run()
+
+
+def test_slots_have_room_for_what_the_limits_allow(model: Transformer) -> None:
+    """Limits above the default make the slots larger, on the device as on the host."""
     stops = tuple(range(200, 217))
     requests = [
         make_request("wide", PROMPT, max_tokens=60, stop_token_ids=(), window=9),
-        make_request("device", PROMPT[:7], max_tokens=40, stop_token_ids=()),
+        make_request("narrow", PROMPT[:7], max_tokens=40, stop_token_ids=()),
         make_request("stops", PROMPT[:9], max_tokens=40, stop_token_ids=stops),
     ]
-    host, device = Rig(model), DeviceRig(model)
-    small = DeviceRig(model, num_pages=20, page_size=4)
+    host = Rig(model, max_window=9, max_stop_ids=17)
+    device = DeviceRig(model, max_window=9, max_stop_ids=17)
+    small = DeviceRig(model, max_window=9, max_stop_ids=17, num_pages=20, page_size=4)
     for rig in (host, device, small):
         run(rig, requests)
     for name, answer in host.answers.items():
@@ -253,7 +270,9 @@ def test_either_engine_is_made_from_the_same_parts(model: Transformer, on_device
         now=rig.clock,
         max_request_s=1.0,
     )
-    assert isinstance(engine, DeviceDecodeEngine) == on_device
+    engine.handle(make_request("a", PROMPT))
+    assert engine.step() and engine.step()  # the prompt, then a denoise step
+    assert engine.is_working() == on_device  # the host has waited for it
 
 
 def _is_reserved(event: messages.CoreEvent) -> bool:

@@ -4,19 +4,20 @@ They are reserved, written and verified like a prompt's, and free again afterwar
 only while most of what is free stays so, and for one rehearsal at a time.
 """
 
-from effuse.decode_worker.outbox import Outbox
+from effuse.decode_worker.events import handoff_failed
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.messages import AttemptId, PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
-from effuse.worker.messages import StartRehearsal
+from effuse.worker.engine_core import Outbox
+from effuse.worker.messages import Reserved, StartRehearsal, Verified
 
 MOST_BYTES = 64 << 20  # about what the prompt of a large model takes
 MOST_PAGES = 1 << 14  # each is named and digested
 LEAST_SHARE = 8  # of the pool: no more than one page in so many
 
 
-class Scratch:
+class RehearsalReceiver:
     """The rehearsal that an engine receives. Its own thread calls it."""
 
     def __init__(self, pool: PagePool, handoffs: HandoffReceiver, outbox: Outbox) -> None:
@@ -36,7 +37,7 @@ class Scratch:
         attempt, free = message.attempt, self._pool.num_free
         if not self._handoffs.can_receive:
             text = "no connector: only local prefill"
-            self._outbox.failed(attempt, "FAILED_PRECONDITION", text, retryable=False)
+            self._outbox.failed(attempt, "FAILED_PRECONDITION", text)
             return
         most = min(MOST_BYTES // self._handoffs.page_bytes, self._pool.num_pages // LEAST_SHARE)
         count = min(max(1, most), MOST_PAGES, message.most_pages)
@@ -48,20 +49,27 @@ class Scratch:
             pages = self._pool.allocate(count)
             assert pages is not None, "they were counted"
             self._attempt, self._pages, self._last = attempt, pages, attempt.transfer_id
-            self._outbox.reserved(self._handoffs.reserve(attempt, pages, message.writer, now))
+            reservation = self._handoffs.reserve(attempt, pages, message.writer, now)
+            self._outbox.say(Reserved(reservation=reservation))
 
-    def take(self, report: Arrived | HandoffFailed) -> bool:
+    def take_report(self, report: Arrived | HandoffFailed) -> bool:
         """Takes in how a handoff ended; False where it is not of the rehearsal."""
         attempt, pages = self._attempt, self._pages
         if attempt is None or report.transfer_id != attempt.transfer_id:
             return False
         self._attempt, self._pages = None, ()
         if isinstance(report, HandoffFailed):
-            self._outbox.missed(attempt, report)
+            self._outbox.say(handoff_failed(attempt, report))
         else:
             self._pool.release(pages)
-            num_bytes = report.manifest.num_bytes
-            self._outbox.verified(attempt, num_bytes, len(pages), report.seconds)
+            self._outbox.say(
+                Verified(
+                    attempt=attempt,
+                    bytes=report.manifest.num_bytes,
+                    pages=len(pages),
+                    handoff_s=report.seconds,
+                )
+            )
         return True
 
     def abort(self, transfer_id: str) -> bool:

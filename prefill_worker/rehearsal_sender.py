@@ -11,12 +11,13 @@ from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import Ended, HandoffSender, SendReport
-from effuse.prefill_worker.outbox import Outbox
+from effuse.prefill_worker.events import prompt_pushed, push_failed
+from effuse.worker.engine_core import Outbox
 
 _NOTHING = BoundaryState(prompt_len=0, prompt_digest=prompt_digest(()), tail_token_ids=())
 
 
-class Scratch:
+class RehearsalSender:
     """All rehearsals that an engine pushes."""
 
     def __init__(self, pool: PagePool, sender: HandoffSender, outbox: Outbox) -> None:
@@ -48,7 +49,7 @@ class Scratch:
         self._sender.pages_ready(attempt.transfer_id, [page.page_id for page in pages])
         self._sender.computed(attempt.transfer_id, lambda: _NOTHING)
 
-    def take(self, report: SendReport) -> bool:
+    def take_report(self, report: SendReport) -> bool:
         """Takes in what became of a push; False where it is not of a rehearsal."""
         held = self._held.get(report.transfer_id)
         if held is None:
@@ -56,9 +57,9 @@ class Scratch:
         attempt, pages = held
         match report:
             case Pushed():
-                self._outbox.pushed(attempt, report)
+                self._outbox.say(prompt_pushed(attempt, report))
             case PushFailed():
-                self._outbox.missed(attempt, report)
+                self._outbox.say(push_failed(attempt, report))
             case Ended():
                 del self._held[report.transfer_id]
                 self._pool.release(pages)
