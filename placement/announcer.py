@@ -24,7 +24,7 @@ class Superseded(Exception):
 class Announcer:
     """Announces what `describe` returns, at once after `changed`, else every `times.renew_s`.
 
-    `describe` returns None while there is nothing to announce: no engine is ready.
+    `describe` returns None while there is nothing to announce: no engine was ready yet.
     """
 
     def __init__(

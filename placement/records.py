@@ -13,7 +13,9 @@ from msgspec import Meta
 Role = Literal["prefill", "decode"]
 Algorithm = Literal["d2f", "block_diffusion"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
-WorkerState = Literal["ready", "draining", "released"]
+# Only a worker that is ready is given requests. One that is starting has lost its engine: its
+# record is that of the life that is over, without load or links, until another life is ready.
+WorkerState = Literal["starting", "ready", "draining", "released"]
 PlacementState = Literal["running", "finished", "failed", "cancelled"]
 
 

@@ -66,6 +66,7 @@ class Supervisor:
         self.backoff = backoff or Backoff()
         self._now = now
         self.life: EngineLife | None = None
+        self.last_life: EngineLife | None = None  # the newest that was ready, over or not
         self.restarts = 0
 
     def send(self, message: ToEngine, incarnation: str) -> None:
@@ -96,7 +97,7 @@ class Supervisor:
         load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
         began = self._now()
         life = EngineLife(client, ready, load, Progress.begin(began), began)
-        self.life = life
+        self.life = self.last_life = life
         LOG.info("engine %s is ready", client.incarnation)
         self._on_change()
         hang_s = self._config.hang_timeout_s
