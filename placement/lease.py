@@ -69,8 +69,8 @@ _ACTIONS: Final[Mapping[LeaseState, Action]] = {
 class LeaseTimes:
     """Durations of a lease, in seconds."""
 
-    ttl_s: float = 5.0  # a worker that is silent this long is gone
-    renew_s: float = 1.0  # from one renewal to the next
+    ttl_s: float = 3.0  # a worker that is silent this long is gone
+    renew_s: float = 0.5  # from one renewal to the next
     retry_s: float = 0.25  # to the next try after Redis did not answer
 
     def __post_init__(self) -> None:
