@@ -110,8 +110,8 @@ def test_against_a_server_that_is_emptied_killed_and_comes_back() -> None:
                 view = FleetView(store, now=lambda: now)
                 assert view.workers() == ()
                 prefill = redis_server.worker(worker_id="prefill-0", role="prefill")
-                await store.register(redis_server.RECORD, 60.0, "")
-                await store.register(prefill, 60.0, "")
+                await store.announce(redis_server.RECORD, 60.0, "process-1", takes=True)
+                await store.announce(prefill, 60.0, "process-1", takes=True)
                 await view.poll()
                 assert [w.worker_id for w in view.workers()] == ["decode-0", "prefill-0"]
                 assert view.workers("prefill") == (prefill,)
@@ -148,7 +148,7 @@ def test_a_lease_that_runs_out_between_polls_is_noticed() -> None:
         with redis_server.running() as server:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 view = FleetView(store, now=lambda: now)
-                await store.register(redis_server.RECORD, 1.0, "")
+                await store.announce(redis_server.RECORD, 1.0, "process-1", takes=True)
                 await view.poll()
                 assert len(view.workers()) == 1
                 now = 1.0
@@ -161,7 +161,7 @@ def test_run_polls_until_it_is_cancelled() -> None:
     async def go() -> None:
         with redis_server.running() as server:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
-                await store.register(redis_server.RECORD, 60.0, "")
+                await store.announce(redis_server.RECORD, 60.0, "process-1", takes=True)
                 view = FleetView(store, poll_s=0.01)
                 task = asyncio.ensure_future(view.run())
                 async with asyncio.timeout(20):

@@ -42,6 +42,7 @@ from effuse.v1 import worker_pb2 as pb
 from effuse.worker import front, metrics, supervisor
 from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_client import new_incarnation
 from effuse.worker.front import Front
 from effuse.worker.supervisor import GaveUp
 
@@ -243,7 +244,8 @@ def test_the_port_of_a_worker_that_is_superseded_outlives_its_engine(
             record = shell.record()
             assert record is not None
             other = msgspec.structs.replace(record, incarnation="another")
-            assert await store.register(other, 60.0, "") == "registered"
+            later = new_incarnation()
+            assert await store.announce(other, 60.0, later, takes=True) == "held"
             await until_refused(one)
             assert not psutil.pid_exists(engine)
             assert isinstance(await fronts.failure_of(hung), Draining)
