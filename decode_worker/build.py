@@ -14,14 +14,18 @@ from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
+from effuse.worker.pulse import Pulse
 
 
-def build(config: DecodeConfig, incarnation: str) -> Engine:
+def build(config: DecodeConfig, incarnation: str, pulse: Pulse | None = None) -> Engine:
     """An engine that is ready to serve. Raises ValueError where the config is at fault."""
-    parts = assemble(config, incarnation, "decode", config.default_algorithm)
+    pulse = pulse or Pulse()
+    parts = assemble(config, incarnation, "decode", config.default_algorithm, pulse)
     limits = _limits(config, parts)
     parts.connector.start()
-    core = _core(config, incarnation, parts, limits)
+    captures = denoises_on_device(config, parts.model.device)
+    with pulse.during("capturing" if captures else "loading"):
+        core = _core(config, incarnation, parts, limits)
     return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
 
 

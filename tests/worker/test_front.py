@@ -128,6 +128,19 @@ def test_a_hung_engine_is_noticed_and_replaced(tmp_path: Path, first_token: int)
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("first_token", [fake_engine.COMPILE, fake_engine.LONG_FORWARD])
+def test_an_engine_that_is_busy_for_long_is_not_hung(tmp_path: Path, first_token: int) -> None:
+    async def go() -> None:
+        config = dataclasses.replace(CONFIG, hang_timeout_s=1.0)
+        assert 2 * config.hang_timeout_s < fake_engine.LONG_S
+        async with running(make_role(), config, tmp_path) as one:
+            old = one.incarnation
+            assert await answer(one, decode_request("long", old, first_token))
+            assert one.incarnation == old
+
+    asyncio.run(go())
+
+
 def test_readiness_is_lost_while_there_is_no_engine(tmp_path: Path) -> None:
     async def go() -> None:
         async with running(make_role(), CONFIG, tmp_path) as one:
