@@ -123,7 +123,7 @@ class Supervisor:
             raise EngineLost(f"the engine said {type(message).__name__} {when}")
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
-        if beat.phase != self._progress.phase:
+        if beat.phase != self._progress.phase and (self.life or beat.phase != "serving"):
             LOG.info("engine %s is %s", client.incarnation, beat.phase)
         self._progress = observe(self._progress, beat, now)
         if self.life is not None:
