@@ -114,3 +114,19 @@ def test_a_lost_engine_is_told_of_before_the_next_one_is_ready(
     assert [one for one in seen if one[1] == old] == [(True, old), (False, old)]
     assert not engine.is_running()
     assert answer(client).usage.completion_tokens
+
+
+def test_a_front_that_stands_still_is_left_out_and_comes_back(fleet: Fleet, client: Client) -> None:
+    wait_until(lambda: len(lives(client)) == len(WORKERS), "the fleet is not whole")
+    before, address = lives(client), fleet.address_of("decode-1")
+    engine = engine_of(fleet.processes["decode-1"].pid)
+    front = psutil.Process(fleet.processes["decode-1"].pid)
+    front.suspend()
+    try:
+        wait_until(lambda: front.status() == psutil.STATUS_STOPPED, "it still runs")
+        wait_until(lambda: address not in workers(client), "it is still taken for alive")
+        assert answer(client).usage.completion_tokens
+    finally:
+        front.resume()
+    wait_until(lambda: lives(client) == before, "it did not come back")
+    assert engine.is_running()
