@@ -11,26 +11,38 @@ from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
 from effuse.worker.pulse import Pulse
 
 
-def build(config: DecodeConfig, incarnation: str, pulse: Pulse | None = None) -> Engine:
-    """An engine that is ready to serve. Raises ValueError where the config is at fault."""
+def build(
+    config: DecodeConfig,
+    incarnation: str,
+    pulse: Pulse | None = None,
+    *,
+    connects: bool = True,
+) -> Engine:
+    """An engine that is ready to serve. Without a connector it prefills every prompt itself and
+    listens nowhere. Raises ValueError where the config is at fault."""
     pulse = pulse or Pulse()
     parts = assemble(config, incarnation, "decode", config.default_algorithm, pulse)
     limits = _limits(config, parts)
-    parts.connector.start()
+    connector = parts.connect() if connects else None
     captures = denoises_on_device(config, parts.model.device)
     with pulse.during("capturing" if captures else "loading"):
-        core = _core(config, incarnation, parts, limits)
-    return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
+        core = _core(config, incarnation, parts, limits, connector)
+    return Engine(core, parts.ready, wakes=() if connector is None else (connector.fileno(),))
 
 
 def _core(
-    config: DecodeConfig, incarnation: str, parts: Assembly, limits: DecodeLimits
+    config: DecodeConfig,
+    incarnation: str,
+    parts: Assembly,
+    limits: DecodeLimits,
+    connector: Connector | None,
 ) -> DecodeEngine:
     model = parts.model
     identity = ReceiverIdentity(
@@ -39,7 +51,7 @@ def _core(
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
-    handoffs = HandoffReceiver(parts.pool, parts.connector, identity)
+    handoffs = HandoffReceiver(parts.pool, connector, identity)
     return make_engine(
         model,
         parts.memory.layer_views(),

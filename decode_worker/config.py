@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from effuse.config import checks
+from effuse.config.decoding import Algorithm
 from effuse.kvtransfer.messages import MAX_LEASE_S
-from effuse.placement.records import Algorithm
 from effuse.worker.config import WorkerConfig
 
 

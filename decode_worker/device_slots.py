@@ -10,14 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from effuse.config.decoding import Algorithm, DecodeSettings, Remasking, Sampling
 from effuse.decode_worker.sequence import Sequence
-from effuse.decode_worker.settings import (
-    Algorithm,
-    DecodeSettings,
-    Remasking,
-    Sampling,
-    Score,
-)
+from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.step_slots import (
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
@@ -30,13 +25,13 @@ from effuse.kernels.step_slots import (
 
 Row = npt.NDArray[np.int32]
 
-_ALGORITHMS = (Algorithm.D2F, Algorithm.BLOCK_DIFFUSION)
-_REMASKINGS = (
-    Remasking.LOW_CONFIDENCE_DYNAMIC,
-    Remasking.LOW_CONFIDENCE_STATIC,
-    Remasking.SEQUENTIAL,
+# As a slot's columns number them.
+_ALGORITHMS: tuple[Algorithm, ...] = ("d2f", "block_diffusion")
+_REMASKINGS: tuple[Remasking, ...] = (
+    "low_confidence_dynamic",
+    "low_confidence_static",
+    "sequential",
 )
-_SCORES = (Score.CONFIDENCE, Score.MARGIN, Score.NEG_ENTROPY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +122,8 @@ def slot_row(
 
 def row_fits(layout: SlotLayout, sequence: Sequence, settings: DecodeSettings) -> bool:
     """False where a request needs more than a row of the slot table holds."""
-    window = settings.window if settings.algorithm is Algorithm.D2F else 1
     num_stops = len(sequence.stopping.stop_token_ids)
-    return window <= layout.max_window and num_stops <= layout.max_stops
+    return settings.most_active <= layout.max_window and num_stops <= layout.max_stops
 
 
 def _put_settings(
@@ -144,7 +138,7 @@ def _put_settings(
     row[Column.WINDOW] = settings.window
     row[Column.STEPS] = settings.denoising_steps
     row[Column.TOP_K] = sampling.top_k
-    row[Column.SCORE] = _SCORES.index(settings.score)
+    row[Column.SCORE] = ScoreCode.named(settings.score)
     real = row.view(np.float32)
     real[Column.CONFIDENCE] = settings.confidence_threshold
     real[Column.ADD] = settings.block_add_threshold

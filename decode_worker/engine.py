@@ -19,7 +19,7 @@ from effuse.decode_worker.parts import candidates_of, denoise_part, prefill_part
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.scratch import Scratch
 from effuse.decode_worker.seats import Seats
-from effuse.decode_worker.settings import RequestError
+from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState

@@ -5,10 +5,8 @@ import numpy as np
 from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.request import Request
-from effuse.decode_worker.settings import Score
-from effuse.models.part import Part, PartResult, PartSampling
-
-_SCORES = {Score.CONFIDENCE: 0, Score.MARGIN: 1, Score.NEG_ENTROPY: 2}
+from effuse.kernels.sampling import ScoreCode
+from effuse.models.part import Part, PartResult
 
 
 def prefill_part(request: Request, num_rows: int) -> Part:
@@ -27,7 +25,6 @@ def prefill_part(request: Request, num_rows: int) -> Part:
 
 def denoise_part(request: Request, plan: StepPlan) -> Part:
     """All blocks in flight; the settled ones are stored, the masks want candidates."""
-    sampling = request.sampling
     return Part(
         token_ids=request.sequence.token_ids[plan.start : plan.end].tolist(),
         start=plan.start,
@@ -37,14 +34,9 @@ def denoise_part(request: Request, plan: StepPlan) -> Part:
         candidates=plan.candidates.tolist(),
         boundary=request.boundary,
         keep_boundary=plan.num_stored > 0,
-        sampling=PartSampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            score=_SCORES[request.settings.score],
-            denoise_counts=plan.denoise_counts.tolist(),
-        ),
+        denoise_counts=plan.denoise_counts.tolist(),
+        sampling=request.sampling,
+        score=ScoreCode.named(request.settings.score),
     )
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from effuse.config.decoding import DecodeSettings, Sampling
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import Sequence
-from effuse.decode_worker.settings import Algorithm, DecodeSettings, Sampling
 from effuse.kvtransfer.messages import AttemptId, PageRef
 
 
@@ -90,14 +90,13 @@ class Request:
     def footprint(self) -> Footprint:
         """The most it can ever need."""
         sequence = self.sequence
-        window = self.settings.window if self.settings.algorithm is Algorithm.D2F else 1
         num_blocks = (sequence.last_block_end - sequence.first_block_start) // sequence.block_size
         return Footprint(
             prompt_len=sequence.prompt_len,
             max_tokens=sequence.stopping.max_tokens,
             most_cached=sequence.last_block_start,
             # All of a full window may settle in one step and ride along with one new block.
-            most_rows=min(window + 1, num_blocks) * sequence.block_size,
+            most_rows=min(self.settings.most_active + 1, num_blocks) * sequence.block_size,
             first_chunk=sequence.origin,
         )
 

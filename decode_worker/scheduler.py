@@ -8,7 +8,7 @@ still holds pages that it needs; those writers have a lease.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from effuse.decode_worker.settings import RequestError
+from effuse.decode_worker.sequence import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

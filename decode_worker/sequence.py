@@ -13,13 +13,17 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from effuse.decode_worker.settings import RequestError, Stopping
+from effuse.config.decoding import Stopping
 from effuse.worker import messages
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 _MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the randomness' counter
+
+
+class RequestError(ValueError):
+    """The request cannot be served as it was sent; the message says what was expected."""
 
 
 class BlockPhase(Enum):

@@ -36,7 +36,7 @@ class Action(Enum):
     STOP = "stop"
 
 
-class IllegalTransition(Exception):
+class IllegalLeaseEvent(Exception):
     """An event that cannot happen in this state."""
 
     def __init__(self, state: LeaseState, event: LeaseEvent) -> None:
@@ -96,10 +96,10 @@ class Lease:
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float) -> Lease:
-    """Returns the lease after `event`; raises `IllegalTransition` naming both."""
+    """Returns the lease after `event`; raises `IllegalLeaseEvent` naming both."""
     state = TRANSITIONS.get((lease.state, event))
     if state is None:
-        raise IllegalTransition(lease.state, event)
+        raise IllegalLeaseEvent(lease.state, event)
     times = lease.times
     pause_s = times.retry_s if event is LeaseEvent.UNREACHABLE else times.renew_s
     return Lease(times, state, now + pause_s)

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from effuse.config.decoding import Algorithm
+
 Role = Literal["prefill", "decode"]
-Algorithm = Literal["d2f", "block_diffusion"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 # Only a worker that is ready is given requests. One that is starting has lost its engine: its
 # record is that of the life that is over, without load or links, until another life is ready.

@@ -20,21 +20,21 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -
     pulse = pulse or Pulse()
     parts = assemble(config, incarnation, "prefill", "d2f", pulse)
     limits = _limits(config, parts)
-    parts.connector.start()
+    connector = parts.connect()
     core = PrefillEngine(
         parts.runner,
         parts.model.config,
         parts.pool,
         parts.memory,
-        HandoffSender(parts.connector, reservation_s=config.reservation_s, now=time.monotonic),
+        HandoffSender(connector, reservation_s=config.reservation_s, now=time.monotonic),
         limits,
         parts.fingerprint,
         now=time.monotonic,
         max_request_s=config.max_request_s,
-        close=parts.connector.close,
+        close=connector.close,
         mark=mark_of(parts.model.device),
     )
-    return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
+    return Engine(core, parts.ready, wakes=(connector.fileno(),))
 
 
 def _limits(config: PrefillConfig, parts: Assembly) -> PrefillLimits:

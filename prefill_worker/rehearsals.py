@@ -24,7 +24,7 @@ from effuse.protos.stubs import decode_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
-from effuse.worker.attempts import Attempt
+from effuse.worker.attempts import OpenAttempt
 from effuse.worker.failures import to_error
 from effuse.worker.messages import Failed, PromptPushed, PushRehearsal
 from effuse.worker.shell import Shell
@@ -162,7 +162,7 @@ class Rehearsals:
                 shell.attempts.abandon(attempt)
                 shell.spawn(self._end(attempt))
 
-    async def _end(self, attempt: Attempt) -> None:
+    async def _end(self, attempt: OpenAttempt) -> None:
         try:
             await self._shell.end_in_engine(attempt, "the rehearsal ended")
         finally:

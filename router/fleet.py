@@ -40,7 +40,7 @@ class View(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class WorkerChannel:
     """A channel to one address, with the stubs that calls need."""
 
     channel: grpc.aio.Channel
@@ -49,7 +49,7 @@ class Peer:
     worker: worker_pb2_grpc.WorkerServiceAsyncStub
 
 
-class Fleet:
+class RoutedFleet:
     """One per router, used from its event loop. `now` is a monotonic clock in seconds."""
 
     def __init__(self, view: View, mode: PrefillMode, now: Callable[[], float]) -> None:
@@ -58,7 +58,7 @@ class Fleet:
         self._now = now
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._suspected_until: dict[WorkerLife, float] = {}
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, WorkerChannel] = {}
         self._addresses: dict[WorkerLife, str] = {}
 
     @property
@@ -97,12 +97,12 @@ class Fleet:
         """It broke off: others come first until its lease must have run out."""
         self._suspected_until[_life(record)] = self._now() + SUSPICION_S
 
-    def peer(self, address: str) -> Peer:
+    def peer(self, address: str) -> WorkerChannel:
         """The channel to a worker; one for all of its requests."""
         peer = self._peers.get(address)
         if peer is None:
             channel = connect(address)
-            peer = self._peers[address] = Peer(
+            peer = self._peers[address] = WorkerChannel(
                 channel, prefill_stub(channel), decode_stub(channel), worker_stub(channel)
             )
         return peer

@@ -31,7 +31,7 @@ from effuse.protos.errors import (
 )
 from effuse.router.attempt import Attempt
 from effuse.router.calls import AttemptFailed
-from effuse.router.client import Client, ClientGone
+from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
 from effuse.router.policy import Placement
 from effuse.router.request import Event, Request
@@ -92,7 +92,7 @@ def accept(
 class Handler:
     """Serves one accepted request, once."""
 
-    def __init__(self, router: Router, request: Request, client: Client) -> None:
+    def __init__(self, router: Router, request: Request, client: Recipient) -> None:
         self._router = router
         self._request = request
         self._client = client

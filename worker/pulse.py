@@ -17,23 +17,21 @@ _BEAT_CHANGED_S = 0.05  # a changed load is told this soon
 _BEAT_S = 0.5
 
 
-def _unheard(_: Heartbeat) -> None:
-    """For an engine that nobody watches."""
-
-
 class Pulse:
-    """Counts the signs of life of one engine process, and tells them by `tell`, which never waits.
+    """Counts the signs of life of one engine, and tells them by `tell`, which never waits.
 
-    Belongs to the thread that makes it. `now` is a monotonic clock in seconds.
+    Without `tell` nobody watches the engine. Belongs to the thread that makes it. `now` is a
+    monotonic clock in seconds.
     """
 
     def __init__(
         self,
-        tell: Callable[[Heartbeat], None] = _unheard,
+        tell: Callable[[Heartbeat], None] | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tell = tell
+        self.is_watched = tell is not None
+        self._tell = tell or (lambda _: None)
         self._now = now
         self._thread = threading.get_ident()
         self._phases: list[Phase] = []  # that lie within each other

@@ -13,6 +13,7 @@ from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, load_tiny, make_request, random_requests
 
+from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.device_build import make_engine
 from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.kernels.sampling import Candidates, RowSampling
@@ -72,7 +73,7 @@ def test_pages_of_the_distinct_layout_change_no_token(model: Transformer, algori
 
 @pytest.mark.parametrize("algorithm", ["d2f", "block_diffusion"])
 def test_preemption_changes_no_token(model: Transformer, algorithm: str) -> None:
-    requests = asked(algorithm, max_tokens=24, stop_token_ids=())
+    requests = asked(algorithm, stopping=Stopping(max_tokens=24))
     host = Rig(model)
     device = DeviceRig(model, num_pages=20, page_size=3, budget=48)
     run(host, requests)
@@ -148,7 +149,7 @@ def test_nan_fails_only_its_own_request(model: Transformer) -> None:
     rig.adjust = poison
     rig.connect(None)
     healthy = rig.start(make_request("a", PROMPT, stop_token_ids=()))
-    sick = rig.start(make_request("b", PROMPT, sampling=messages.Sampling(seed=77)))
+    sick = rig.start(make_request("b", PROMPT, sampling=Sampling(seed=77)))
     rig.run()
     assert (sick.failed.code, sick.failed.retryable) == ("INTERNAL", False)
     assert healthy.finished.num_tokens == 16
@@ -200,7 +201,7 @@ def test_what_no_slot_holds_is_denoised_from_the_host(model: Transformer) -> Non
 def test_a_resumed_answer_goes_on_with_the_same_tokens(model: Transformer) -> None:
     """From every commit of every request: its frontier is all that another device needs."""
     rig, resumed = DeviceRig(model), 0
-    requests = asked("d2f", max_tokens=24, stop_token_ids=())
+    requests = asked("d2f", stopping=Stopping(max_tokens=24))
     run(rig, requests)
     for request in requests:
         answer = rig.answers[request.attempt.transfer_id]

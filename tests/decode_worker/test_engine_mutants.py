@@ -13,6 +13,7 @@ from decoding.engines import Rig, load_tiny, oracle_settings, random_requests
 from oracle.decode import decode_with
 from oracle.forward import load_raw
 
+from effuse.config.decoding import Stopping
 from effuse.decode_worker import engine as engine_module
 from effuse.decode_worker import parts
 from effuse.decode_worker.denoise import StepPlan
@@ -45,10 +46,7 @@ def boundary_never_renewed(request: Request, plan: StepPlan) -> Part:
 
 def denoise_counts_forgotten(request: Request, plan: StepPlan) -> Part:
     part = parts.denoise_part(request, plan)
-    assert part.sampling is not None
-    counts = [0] * len(part.candidates)
-    sampling = dataclasses.replace(part.sampling, denoise_counts=counts)
-    return dataclasses.replace(part, sampling=sampling)
+    return dataclasses.replace(part, denoise_counts=[0] * len(part.candidates))
 
 
 def prompt_tail_masked(request: Request, plan: StepPlan) -> Part:
@@ -66,7 +64,7 @@ def agrees(directory: Path) -> bool:
     """True where a preempting engine gives the oracle's tokens to every request."""
     raw = load_raw(directory)
     requests = [
-        msgspec.structs.replace(request, max_tokens=20, stop_token_ids=())
+        msgspec.structs.replace(request, stopping=Stopping(max_tokens=20))
         for request in random_requests(10, "d2f", block_size=4, sampled=True)
     ]
     rig = Rig(load_tiny(directory), num_pages=18, page_size=3)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import oracle.settings
 import torch
 from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
+from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine, Forward
 from effuse.decode_worker.intake import Intake
@@ -25,7 +27,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker import messages
-from effuse.worker.messages import CoreEvent, Settings, StartDecode, StartRehearsal
+from effuse.worker.messages import CoreEvent, StartDecode, StartRehearsal
 
 INCARNATION = "decode-1"
 
@@ -202,28 +204,18 @@ def make_request(
     writer: str | None = None,
     drafts: bool = False,
     resume: messages.Resume | None = None,
-    sampling: messages.Sampling | None = None,
+    sampling: Sampling | None = None,
     stop_token_ids: Sequence[int] = (EOS_TOKEN_ID,),
     **settings: object,
 ) -> StartDecode:
     """A request with the published defaults; settings by their names."""
-    asked = {
-        "algorithm": "d2f",
-        "window": 4,
-        "confidence_threshold": 0.9,
-        "block_add_threshold": 0.1,
-        "full_activation_threshold": 0.95,
-        "score": "confidence",
-        "remasking": "low_confidence_dynamic",
-        "denoising_steps": 4,
-    } | settings
+    asked = {"algorithm": "d2f", "denoising_steps": 4} | settings
     return StartDecode(
         attempt=AttemptId(f"request-{name}", 1, f"transfer-{name}"),
         prompt_token_ids=tuple(prompt),
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(stop_token_ids),
-        sampling=sampling or messages.Sampling(),
-        settings=Settings(**asked),  # type: ignore[arg-type]
+        stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset(stop_token_ids)),
+        sampling=sampling or Sampling(),
+        settings=DecodeSettings(**asked),  # type: ignore[arg-type]
         writer=writer,
         drafts=drafts,
         resume=resume,
@@ -243,7 +235,7 @@ def random_requests(
                 f"{seed}-{index}",
                 [draw.choice(_PLAIN_IDS) for _ in range(length)],
                 max_tokens=draw.randint(1, 8 * block_size),
-                sampling=messages.Sampling(
+                sampling=Sampling(
                     temperature=draw.choice((0.5, 1.0)) if sampled else 0.0,
                     top_p=draw.choice((0.9, 1.0)) if sampled else 1.0,
                     top_k=draw.choice((0, 20)) if sampled else 0,
@@ -265,6 +257,12 @@ def random_requests(
     return requests
 
 
+def of_length(request: StartDecode, max_tokens: int) -> StartDecode:
+    """The same request for another length."""
+    stopping = msgspec.structs.replace(request.stopping, max_tokens=max_tokens)
+    return msgspec.structs.replace(request, stopping=stopping)
+
+
 _PLAIN_IDS = [i for i in range(VOCAB_SIZE) if i not in (EOS_TOKEN_ID, MASK_TOKEN_ID)]
 
 
@@ -273,8 +271,8 @@ def oracle_settings(request: StartDecode) -> oracle.settings.Settings:
     asked, sampling = request.settings, request.sampling
     return oracle.settings.Settings(
         algorithm=asked.algorithm,
-        max_tokens=request.max_tokens,
-        stop_token_ids=request.stop_token_ids,
+        max_tokens=request.stopping.max_tokens,
+        stop_token_ids=tuple(request.stopping.stop_token_ids),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

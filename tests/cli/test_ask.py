@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from effuse.cli.client import ask
+from effuse.cli.generate import ask
 from effuse.client.answer import Answer, Event, StreamBroken
 from effuse.v1 import generation_pb2 as pb
 

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernel of root-mean-square normalisation; `norm` is the way in.
+"""The Triton kernels of normalisation and of the gated activation; `rowwise` is the way in.
 
-Bytes: x (and residual) read once, the results written once. A row is reduced by one program in
-one order, whatever the batch.
+Bytes of normalisation: x (and residual) read once, the results written once. A row is reduced by
+one program in one order, whatever the batch. Bytes of the activation: 2I elements of a row read and
+I written, once.
 """
 
 import torch
@@ -10,29 +11,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS_PER_PROGRAM = 4096
+ELEMENTS_PER_PROGRAM = 4096  # of normalisation
+TILE = 2048  # of the activation
 
 
-def launch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def launch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalised x of two or three dimensions, rows at any two strides."""
     if x.dim() > 3 or x.stride(-1) != 1:
         x = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, eps, out, None)
+    _launch_norm(x, None, weight, eps, out, None)
     return out
 
 
-def launch_residual(
+def launch_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(normalised sum, sum) of x [T, H], or of all parts x [P, T, H], and residual [T, H]."""
     residual = residual.contiguous()
     out, total = torch.empty_like(residual), torch.empty_like(residual)
-    _launch(x, residual, weight, eps, out, total)
+    _launch_norm(x, residual, weight, eps, out, total)
     return out, total
 
 
-def _launch(
+def _launch_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -68,6 +70,25 @@ def _launch(
         num_warps=8 if tile >= 4096 else 4,
         enable_fp_fusion=True,
     )
+
+
+def launch_swiglu(gate_up: Tensor) -> Tensor:
+    """[T, I] from [T, 2I] with contiguous rows."""
+    tokens, width = gate_up.shape
+    if gate_up.stride(1) != 1:
+        gate_up = gate_up.contiguous()
+    out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        _swiglu_kernel[(tokens, triton.cdiv(width // 2, TILE))](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            INTERMEDIATE=width // 2,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out
 
 
 # One kernel for all numbers of rows: a new kind of count must not compile while requests wait.
@@ -113,3 +134,17 @@ def _rms_norm_kernel(
     normed = (values * scale[:, None]).to(out.dtype.element_ty)
     result = normed.to(tl.float32) * factor.to(tl.float32)[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < INTERMEDIATE
+    source = gate_up + row * row_stride + column
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + INTERMEDIATE, mask=mask, other=0.0)
+    # Rounded to the storage dtype before the product, as separate torch operators do.
+    activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
+    result = activated.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * INTERMEDIATE + column, result.to(out.dtype.element_ty), mask=mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from operators import rows
 
-from effuse.kernels.step_last_rows import exchange_boundaries, gather_rows
+from effuse.kernels.step_rows import exchange_boundaries, gather_rows
 
 
 def test_rows_are_gathered_and_boundaries_exchanged() -> None:

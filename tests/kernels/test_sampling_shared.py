@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effuse.kernels.sampling_tiles import Tile, sampling_shape
+from effuse.kernels.sampling_shared_triton import Tile, sampling_shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

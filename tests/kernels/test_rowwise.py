@@ -1,4 +1,4 @@
-"""Normalisation on the torch path."""
+"""Normalisation and the gated activation on the torch path."""
 
 from __future__ import annotations
 
@@ -33,3 +33,16 @@ def test_a_row_is_normalised_alike_in_every_batch() -> None:
     together = OPS.rms_norm(x, weight, rows.EPS)
     for row in range(0, 37, 5):
         assert torch.equal(OPS.rms_norm(x[row : row + 1], weight, rows.EPS)[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", rows.SHAPES, ids=str)
+def test_swiglu_equals_definition(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    rows.check_swiglu(OPS, dtype, shape)
+
+
+def test_swiglu_does_not_write_to_its_input() -> None:
+    gate_up = rows.random(4, 64)
+    before = gate_up.clone()
+    OPS.swiglu(gate_up)
+    assert torch.equal(gate_up, before)
