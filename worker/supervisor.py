@@ -124,7 +124,7 @@ class Supervisor:
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
         if beat.phase != self._progress.phase and (self.life or beat.phase != "serving"):
-            LOG.info("engine %s is %s", client.incarnation, beat.phase)
+            LOG.info("engine %s is now %s", client.incarnation, beat.phase)
         self._progress = observe(self._progress, beat, now)
         if self.life is not None:
             self.life.load = beat.load
