@@ -37,6 +37,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.idle = asyncio.Event()
         self.idle.set()
         self.crashed = asyncio.Event()
+        self.is_starting = False  # its engine is gone and not back
         self.server = RpcServer(rpc.FLEET_LIMITS)
         self.record = worker_record(worker_id, self.role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server.server)
@@ -82,7 +83,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetLoad(
         self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> pb.GetLoadResponse:
-        return pb.GetLoadResponse(role=self.role)
+        return pb.GetLoadResponse(
+            worker=pb.WorkerRef(
+                worker_id=self.worker_id,
+                incarnation="" if self.is_starting else self.record.incarnation,
+            ),
+            role=self.role,
+        )
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
