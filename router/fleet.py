@@ -126,6 +126,7 @@ class Fleet:
         self._count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
         if prefill is not None:
             self._count_in_flight(prefill, 1, prompt_len)
+            self.standing.note_try((life_of(prefill), life_of(decode)))
         try:
             yield share
         finally:

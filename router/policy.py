@@ -5,7 +5,7 @@ Pure: filter, score, pick over values. What is in flight and who takes part come
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal
@@ -42,7 +42,7 @@ class Condition(Enum):
     """Whether a worker takes part in choices, and if not, what keeps it from that."""
 
     READY = "ready"
-    DRAINING = "draining"  # it takes no more requests, and never will
+    DRAINING = "draining"  # this life of it takes no more requests
     STARTING = "starting"  # its front answers, its engine is not ready
     LOST = "lost"  # its engine has ended under a request
     UNREACHABLE = "unreachable"  # a call to it broke off
@@ -114,46 +114,29 @@ def place(candidates: Sequence[Candidate], need: Need) -> Placement | None:
     `auto` lets decode prefill where no prefill worker fits, or where none of those that do can hand
     over to it, a few prompts at a time; `remote` never, `local` always."""
     usable = [c for c in candidates if _is_usable(c, need)]
-    fitting = _by_fingerprint(c for c in usable if c.record.role == "prefill")
-    if need.mode == "local":
-        fitting = {}
-    seated = [
-        c
-        for c in usable
-        if c.record.role == "decode"
-        and c.has_seat
-        and need.fingerprint in (None, c.record.fingerprint)
-    ]
-    writers = {c.life: _writers(c, fitting, need) for c in seated}
-    if need.mode != "local":
-        seated = [c for c in seated if writers[c.life] or (need.mode == "auto" and c.may_prefill)]
-    if not seated:
+    writers = [c for c in usable if c.record.role == "prefill" and not c.is_full]
+    fitting = _by_fingerprint(() if need.mode == "local" else writers)
+    decoders = [c for c in usable if c.record.role == "decode" and _may_decode(c, fitting, need)]
+    if not decoders:
         return None
-    trusted = {
-        c.life: [w for w in writers[c.life] if (w.life, c.life) not in need.doubtful]
-        for c in seated
-    }
-    decode = min(
-        seated,
-        key=lambda c: _decode_score(c, c.record.fingerprint in fitting and not trusted[c.life]),
-    )
-    prefillers = trusted[decode.life] or writers[decode.life]
-    prefill = min(prefillers, key=_prefill_score, default=None)
+    decode = min(decoders, key=lambda c: _decode_score(c, _is_cut_off(c, fitting, need)))
+    able = list(_writers(decode, fitting, need))
+    trusted = [w for w in able if (w.life, decode.life) not in need.doubtful]
+    prefill = min(trusted or able, key=_prefill_score, default=None)
     return Placement(decode.record, None if prefill is None else prefill.record)
 
 
 def prospect(candidates: Sequence[Candidate], need: Need) -> Prospect:
-    """What to expect: the same choice in a fleet that nothing runs on, then in one that is well."""
+    """What to expect: the same choice in a fleet that nothing runs on, then in one that is well.
+
+    Of a worker that drains another life may follow, as of one that is lost."""
     if place(candidates, need) is not None:
         return Prospect.NOW
     idle = [replace(c, in_flight=InFlight(), is_full=False) for c in candidates]
     if place(idle, need) is not None:
         return Prospect.SEAT
-    back = [
-        c if c.condition is Condition.DRAINING else replace(c, condition=Condition.READY)
-        for c in idle
-    ]
-    if place(back, replace(need, excluded=(), broken=())) is not None:
+    well = [replace(c, condition=Condition.READY) for c in idle]
+    if place(well, replace(need, excluded=(), broken=())) is not None:
         return Prospect.WORKER
     return Prospect.NONE
 
@@ -217,15 +200,31 @@ def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
     return fitting
 
 
-def _writers(decode: Candidate, fitting: Fitting, need: Need) -> list[Candidate]:
+def _may_decode(candidate: Candidate, fitting: Fitting, need: Need) -> bool:
+    """Whether it has a seat, the weights, and someone to prefill: itself, where that is allowed."""
+    if not candidate.has_seat or need.fingerprint not in (None, candidate.record.fingerprint):
+        return False
+    if need.mode == "local" or (need.mode == "auto" and candidate.may_prefill):
+        return True
+    return any(_writers(candidate, fitting, need))
+
+
+def _is_cut_off(decode: Candidate, fitting: Fitting, need: Need) -> bool:
+    """Whether prefill workers fit, and none of them is trusted to hand over to it."""
+    if decode.record.fingerprint not in fitting:
+        return False
+    trusted = ((w.life, decode.life) not in need.doubtful for w in _writers(decode, fitting, need))
+    return not any(trusted)
+
+
+def _writers(decode: Candidate, fitting: Fitting, need: Need) -> Iterator[Candidate]:
     """Prefill workers that can hand over to `decode`."""
-    return [
-        c
-        for c in fitting.get(decode.record.fingerprint, ())
-        if not c.is_full
-        and c.record.may_push_to(decode.record)
-        and (c.life, decode.life) not in need.broken
-    ]
+    for candidate in fitting.get(decode.record.fingerprint, ()):
+        if (
+            candidate.record.may_push_to(decode.record)
+            and (candidate.life, decode.life) not in need.broken
+        ):
+            yield candidate
 
 
 def _rate(prefill: WorkerRecord, decode: WorkerRecord) -> float:

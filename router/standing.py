@@ -29,7 +29,7 @@ MOST_PAIR_S: Final = 30.0
 """How long a pair hands nothing over after a handoff that failed; doubled by each in a row."""
 
 DOUBT_S: Final = 60.0
-"""How long after that others come first, unless it hands over meanwhile."""
+"""How long after that others come first. Then one handoff shows whether the way is open again."""
 
 _ANNOUNCED: Final[Mapping[str, Condition]] = {
     "ready": Condition.READY,
@@ -82,6 +82,13 @@ class Standing:
         if failure.outcome in (Outcome.LOST, Outcome.FAILED):
             self._suspect_until[life] = now + SUSPICION_S
 
+    def note_try(self, pair: Pair) -> None:
+        """A handoff of the pair begins. Where the last one failed, others wait for how it ends: a
+        worker that nothing reaches is idle, and all would go there."""
+        broken = self._pairs.get(pair)
+        if broken is not None and broken.until + DOUBT_S <= self._now():
+            self._pairs[pair] = BrokenPair(broken.failures, self._now())
+
     def note_handoff(self, pair: Pair) -> None:
         """The pair has handed over."""
         self._pairs.pop(pair, None)
@@ -113,7 +120,7 @@ class Standing:
         now = self._now()
         self._suspect_until = {k: t for k, t in self._suspect_until.items() if t > now}
         self._full_until = {k: t for k, t in self._full_until.items() if t > now}
-        self._pairs = {k: p for k, p in self._pairs.items() if p.until + DOUBT_S > now}
+        self._pairs = {k: p for k, p in self._pairs.items() if lives.issuperset(k)}
 
     # What is known.
 

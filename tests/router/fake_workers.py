@@ -13,7 +13,7 @@ from router.fake_model import BLOCK_SIZE, MASK, ids_of, worker_record
 
 from effuse.placement.records import Role
 from effuse.protos import rpc
-from effuse.protos.errors import EffuseError
+from effuse.protos.errors import EffuseError, EngineLost
 from effuse.protos.rpc import RpcServer
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc
@@ -241,6 +241,16 @@ def raises(error: EffuseError) -> Point:
         raise error
 
     return fail
+
+
+def ends_its_engine(worker: FakeWorker) -> Point:
+    """A point at which the worker's engine ends; its front lives and starts another one."""
+
+    async def end() -> None:
+        worker.is_starting = True
+        raise EngineLost("the engine was lost")
+
+    return end
 
 
 def once(point: Point) -> Point:

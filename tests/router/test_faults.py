@@ -69,7 +69,7 @@ async def one(fleet: FakeFleet) -> tuple[grpc.StatusCode, list[int], str]:
             ids += event.commit.token_ids
             text += event.commit.text
     except grpc.aio.AioRpcError as error:
-        return error.code(), ids, text
+        return error.code(), ids, error.details() or ""
     return grpc.StatusCode.OK, ids, text
 
 

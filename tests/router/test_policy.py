@@ -302,7 +302,7 @@ def out(condition: Condition) -> Candidate:
         ([out(Condition.STARTING)], need("auto"), Prospect.WORKER),
         ([out(Condition.LOST)], need("auto"), Prospect.WORKER),
         ([out(Condition.UNREACHABLE)], need("auto"), Prospect.WORKER),
-        ([out(Condition.DRAINING)], need("auto"), Prospect.NONE),
+        ([out(Condition.DRAINING)], need("auto"), Prospect.WORKER),
         ([candidate(worker("d0"))], need("auto", {("d0", "1")}), Prospect.WORKER),
         ([candidate(worker("d0"))], need("remote"), Prospect.NONE),
         (

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from router.asking import ask, failure, request
 from router.fake_model import BLOCK_SIZE, worker_record
-from router.fake_workers import FakeDecode, FakeWorker, Point, holds, once, raises
+from router.fake_workers import FakeWorker, ends_its_engine, holds, once, raises
 from router.fakes import FakeFleet, pass_time, run, until
 
 from effuse.placement.records import Capacity
@@ -19,29 +19,6 @@ from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
 TEXT = "the answer is three"
-
-
-def condition(fleet: FakeFleet, worker: FakeWorker) -> Condition | None:
-    found = {c.record.worker_id: c.condition for c in fleet.router.fleet.candidates()}
-    return found.get(worker.worker_id)
-
-
-def metric(fleet: FakeFleet, name: str, **labels: str) -> float | None:
-    return fleet.router.metrics.registry.get_sample_value(name, labels)
-
-
-def is_waiting(fleet: FakeFleet, reason: str) -> bool:
-    return metric(fleet, "effuse_num_requests_stalled", reason=reason) == 1
-
-
-def ends_its_engine(worker: FakeWorker) -> Point:
-    """A point at which the worker's engine ends; its front lives and starts another one."""
-
-    async def end() -> None:
-        worker.is_starting = True
-        raise errors.EngineLost("the engine was lost")
-
-    return end
 
 
 async def start_anew(fleet: FakeFleet, worker: FakeWorker, incarnation: str) -> None:
@@ -70,7 +47,7 @@ def test_a_worker_without_its_engine_is_asked_once_however_idle_it_looks(
         for _ in range(5):
             assert (await ask(fleet)).text == TEXT
         assert len(dead.requests) == 1
-        assert condition(fleet, dead) not in (Condition.READY, None)
+        assert fleet.condition(dead) not in (Condition.READY, None)
 
     run(body, num_prefill=0, num_decode=2)
 
@@ -93,9 +70,9 @@ def test_refusals_are_no_attempts() -> None:
             worker.is_starting = True
         answer = await ask(fleet)
         assert (answer.text, answer.stats.decode_worker) == (TEXT, "d4")
-        assert metric(fleet, "effuse_retries") == 0
-        assert metric(fleet, "effuse_worker_refusals_total", worker="d0", reason="STARTING") == 1
-        assert metric(fleet, "effuse_worker_losses_total", worker="d0", reason="STARTING") is None
+        assert fleet.metric("effuse_retries") == 0
+        assert fleet.metric("effuse_worker_refusals_total", worker="d0", reason="STARTING") == 1
+        assert fleet.metric("effuse_worker_losses_total", worker="d0", reason="STARTING") is None
 
     run(body, num_prefill=0, num_decode=5, max_losses=0)
 
@@ -108,7 +85,7 @@ def test_the_only_decode_worker_is_waited_for_while_its_engine_starts() -> None:
         (worker,) = fleet.decode
         worker.at["commit 2"] = ends_its_engine(worker)
         asking = asyncio.create_task(ask(fleet))
-        await until(lambda: is_waiting(fleet, "worker"))
+        await until(lambda: fleet.is_waiting("worker"))
         fleet.store.records.clear()  # no engine, no lease
         await start_anew(fleet, worker, "2")
         assert (await asking).text == TEXT
@@ -124,7 +101,7 @@ def test_a_front_that_answers_is_waited_for_although_its_lease_has_run_out() -> 
         (worker,) = fleet.decode
         worker.at["start"] = ends_its_engine(worker)
         asking = asyncio.create_task(ask(fleet))
-        await until(lambda: condition(fleet, worker) is Condition.STARTING)
+        await until(lambda: fleet.condition(worker) is Condition.STARTING)
         worker.record = msgspec.structs.replace(worker.record, state="released")
         await fleet.announce()
         assert not fleet.router.view.workers()
@@ -142,10 +119,10 @@ def test_a_request_that_comes_meanwhile_waits_too() -> None:
         (worker,) = fleet.decode
         worker.at["start"] = ends_its_engine(worker)
         first = asyncio.create_task(ask(fleet))
-        await until(lambda: is_waiting(fleet, "worker"))
+        await until(lambda: fleet.is_waiting("worker"))
         second = asyncio.create_task(ask(fleet))
         stalled = "effuse_num_requests_stalled"
-        await until(lambda: metric(fleet, stalled, reason="worker") == 2)
+        await until(lambda: fleet.metric(stalled, reason="worker") == 2)
         await start_anew(fleet, worker, "2")
         assert {(await first).text, (await second).text} == {TEXT}
         assert len(worker.requests) == 3
@@ -155,10 +132,10 @@ def test_a_request_that_comes_meanwhile_waits_too() -> None:
 
 def test_a_worker_that_was_full_is_asked_again_later() -> None:
     async def body(fleet: FakeFleet) -> None:
-        full = once(raises(errors.Overloaded("no free pages", retry_after_s=3.0)))
+        full = once(raises(errors.Overloaded("no free pages", retry_after_s=0.8)))
         fleet.decode[0].at["start"] = full
         asking = asyncio.create_task(ask(fleet))
-        await until(lambda: is_waiting(fleet, "seat"))
+        await until(lambda: fleet.is_waiting("seat"))
         assert len(fleet.decode[0].requests) == 1
         assert (await asking).text == TEXT
 
@@ -198,9 +175,9 @@ def test_an_empty_budget_delays_and_fails_nobody() -> None:
         while router.retry_budget.take(router.now()) < 0.2:
             pass
         asking = asyncio.create_task(ask(fleet))
-        await until(lambda: is_waiting(fleet, "budget"))
+        await until(lambda: fleet.is_waiting("budget"))
         assert (await asking).text == TEXT
-        budget = metric(fleet, "effuse_retry_budget")
+        budget = fleet.metric("effuse_retry_budget")
         assert budget is not None and budget < 1
 
     run(body, num_prefill=0, retry_share=0.0)
@@ -216,7 +193,7 @@ def test_nobody_who_may_come_back_is_unavailable_with_the_story() -> None:
         second.is_starting = True
         first.at["commit 2"] = ends_its_engine(first)
         asking = asyncio.create_task(failure(ask(fleet)))
-        await until(lambda: is_waiting(fleet, "worker"))
+        await until(lambda: fleet.is_waiting("worker"))
         for worker in fleet.decode:
             worker.record = msgspec.structs.replace(worker.record, state="released")
             worker.crashed.set()
@@ -247,7 +224,7 @@ def test_the_deadline_bounds_waiting_and_the_error_says_for_whom() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].at["start"] = ends_its_engine(fleet.decode[0])
         asking = asyncio.create_task(failure(fleet.generation.Generate(request())))
-        await until(lambda: is_waiting(fleet, "worker"))
+        await until(lambda: fleet.is_waiting("worker"))
         pass_time(300.0)
         error = await asking
         assert type(error) is errors.DeadlineExceeded
@@ -269,7 +246,7 @@ def test_an_answer_that_was_begun_goes_on_with_the_same_weights_only() -> None:
         old.at["commit 2"] = ends_its_engine(old)
         await fleet.announce()
         asking = asyncio.create_task(ask(fleet))
-        await until(lambda: is_waiting(fleet, "worker"))
+        await until(lambda: fleet.is_waiting("worker"))
         await start_anew(fleet, old, "2")
         assert (await asking).text == TEXT
         assert not new.requests
@@ -293,58 +270,32 @@ def test_a_request_that_has_no_token_yet_may_take_other_weights() -> None:
     run(body, num_prefill=0, num_decode=2)
 
 
-# Pairs.
+# Prompts in the place of prefill workers.
 
 
-def out_of_reach(fleet: FakeFleet, decode: FakeDecode) -> Point:
-    """A point of a prefill worker at which pages for `decode` do not get through."""
-
-    async def push() -> None:
-        if decode.running:
-            raise errors.Unavailable("the decode worker's pool is out of reach")
-
-    return push
-
-
-def test_who_two_prefill_workers_cannot_reach_comes_last_and_they_keep_their_place() -> None:
+def test_decode_workers_prefill_a_few_prompts_at_a_time_and_the_rest_waits() -> None:
     async def body(fleet: FakeFleet) -> None:
-        hidden = fleet.decode[0]
-        for prefill in fleet.prefill:
-            prefill.at["reservation"] = out_of_reach(fleet, hidden)
-        for _ in range(6):
-            answer = await ask(fleet)
-            assert answer.text == TEXT and answer.stats.prefill_worker
-        assert 1 <= len(hidden.requests) <= 2, "it is idle, and still nobody goes there"
-        assert not fleet.router.fleet.standing.absent
-        assert not {("p0", "1"), ("p1", "1")} & fleet.router.fleet.standing.suspects()
+        (worker,) = fleet.decode
+        small = msgspec.structs.replace(worker.record.capacity, max_num_batched_tokens=4)
+        worker.record = msgspec.structs.replace(worker.record, capacity=small)
+        await fleet.announce()
+        go, answering = asyncio.Event(), asyncio.Event()
+        worker.at["reserved"] = holds(go)
+        worker.at["commit 1"] = holds(answering)
+        asking = [asyncio.create_task(ask(fleet)) for _ in range(3)]
+        stalled = "effuse_num_requests_stalled"
+        await until(lambda: len(worker.running) == 2)
+        await until(lambda: fleet.metric(stalled, reason="seat") == 1)
+        assert len(worker.requests) == 2, "16 tokens are four steps' worth, a prompt has 11"
+        go.set()
+        await until(lambda: len(worker.requests) == 3)
+        assert len(worker.running) == 3, "it waited for prompts and not for answers"
+        answering.set()
+        assert {answer.text for answer in await asyncio.gather(*asking)} == {TEXT}
+        (candidate,) = fleet.router.fleet.candidates()
+        assert candidate.in_flight.own_prompts == 0
 
-    run(body, num_prefill=2, num_decode=2, prefill="remote")
-
-
-def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills() -> None:
-    async def body(fleet: FakeFleet) -> None:
-        dying, prefill = fleet.decode[0], fleet.prefill[0]
-        push_failed = asyncio.Event()
-
-        async def push() -> None:
-            if dying.running:
-                push_failed.set()
-                raise errors.Unavailable("the decode worker's pool is out of reach")
-
-        async def die() -> None:
-            await push_failed.wait()
-            await ends_its_engine(dying)()
-
-        prefill.at["reservation"] = push
-        dying.at["reserved"] = die
-        answer = await ask(fleet)
-        assert (answer.text, answer.stats.decode_worker) == (TEXT, "d1")
-        assert not fleet.router.fleet.standing.doubtful_pairs()
-        lost = "effuse_worker_losses_total"
-        assert metric(fleet, lost, worker="d0", reason="ENGINE_LOST") == 1
-        assert metric(fleet, "effuse_retries") == 1
-
-    run(body, num_decode=2, prefill="remote")
+    run(body, num_prefill=0)
 
 
 # What is told.
@@ -355,12 +306,12 @@ def test_workers_are_counted_by_role_and_state_and_models_by_who_is_ready() -> N
         dead = fleet.decode[0]
         dead.at["start"] = ends_its_engine(dead)
         await ask(fleet)
-        await until(lambda: condition(fleet, dead) is Condition.STARTING)
+        await until(lambda: fleet.condition(dead) is Condition.STARTING)
         counts = {("decode", "starting"): 1, ("decode", "ready"): 1, ("prefill", "ready"): 1}
 
         def is_shown() -> bool:
             return all(
-                metric(fleet, "effuse_workers", role=role, state=state) == count
+                fleet.metric("effuse_workers", role=role, state=state) == count
                 for (role, state), count in counts.items()
             )
 
@@ -382,7 +333,7 @@ def test_a_request_that_waits_can_be_looked_up() -> None:
         (worker,) = fleet.decode
         worker.at["start"] = ends_its_engine(worker)
         asking = asyncio.create_task(ask(fleet, request_id="w"))
-        await until(lambda: is_waiting(fleet, "worker"))
+        await until(lambda: fleet.is_waiting("worker"))
         found = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="w"))
         assert (found.state, found.attempt) == (pb.REQUEST_STATE_RUNNING, 1)
         await start_anew(fleet, worker, "2")

@@ -132,6 +132,31 @@ def test_a_handoff_that_failed_is_held_against_the_pair_alone() -> None:
     assert not standing.doubtful_pairs()
 
 
+def test_after_doubt_one_handoff_is_tried_and_the_others_wait_for_its_end() -> None:
+    clock = Clock()
+    standing, failure = Standing(clock), unreached("p0", "d0")
+    assert failure.pair is not None
+    standing.note_try(failure.pair)
+    assert not standing.doubtful_pairs(), "it never failed"
+    standing.note(failure)
+    clock.now += 60.5
+    standing.note_try(failure.pair)
+    assert standing.doubtful_pairs() == {failure.pair}
+    assert not standing.broken_pairs()
+    standing.note(failure)
+    assert standing.next_change_s() == pytest.approx(1.0), "a failure in a row"
+    standing.note_handoff(failure.pair)
+    assert not standing.doubtful_pairs()
+
+
+def test_pairs_are_forgotten_with_either_life() -> None:
+    standing = Standing(Clock())
+    standing.note(unreached("p0", "d0"))
+    standing.note(unreached("p0", "d1"))
+    standing.forget_gone([worker("p0"), worker("d0"), worker("d1", "2")])
+    assert standing.doubtful_pairs() == {(("p0", "1"), ("d0", "1"))}
+
+
 def test_a_pair_pauses_twice_as_long_for_each_failure_in_a_row() -> None:
     clock = Clock()
     standing, failure = Standing(clock), unreached("p0", "d0")
