@@ -191,10 +191,13 @@ class Handler:
         )
 
     def _look_again_s(self) -> float:
-        """Seconds until a choice may come out otherwise although nothing has happened."""
-        setbacks, standing = self._request.setbacks, self._router.fleet.standing
-        due = (setbacks.next_change_s(self._router.now()), standing.next_change_s(), LOOK_S)
-        return max(0.001, min(one for one in due if one is not None))
+        """Seconds until a choice, or what is said of it, may come out otherwise although nothing
+        has happened."""
+        router, setbacks, now = self._router, self._request.setbacks, self._router.now()
+        due = [LOOK_S, setbacks.next_change_s(now), router.fleet.standing.next_change_s()]
+        if setbacks.stalled_at is not None:
+            due.append(router.config.recovery_s - setbacks.stalled_s(now))
+        return min(one for one in due if one is not None and one > 0) + 0.001
 
     def _check_stall(self) -> None:
         """Raises `Unavailable` where no worker has gone on with the request for too long."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from router.asking import ask
-from router.fake_workers import FakeDecode, Point, ends_its_engine
+from router.fake_workers import FakeDecode, Point, ends_its_engine, once, raises
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
@@ -50,6 +50,7 @@ def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills() -
 
         async def die() -> None:
             await push_failed.wait()
+            await asyncio.sleep(0.1)  # as long as its front may take to notice
             await ends_its_engine(dying)()
 
         prefill.at["reservation"] = push
@@ -62,3 +63,15 @@ def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills() -
         assert fleet.metric("effuse_retries") == 1
 
     run(body, num_decode=2, prefill="remote")
+
+
+def test_a_pair_that_hands_over_again_is_trusted_again() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        (prefill,) = fleet.prefill
+        prefill.at["reservation"] = once(raises(errors.TransferFailed("a digest differs")))
+        answer = await ask(fleet)
+        assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p0")
+        assert len(prefill.served) == 2
+        assert not fleet.router.fleet.standing.doubtful_pairs()
+
+    run(body, prefill="remote")

@@ -171,6 +171,20 @@ def test_suspicion_ends() -> None:
     assert names(fleet.place(fleet.need("fake"))) == (None, "d0")
 
 
+def test_one_attempt_at_a_time_tries_a_pair_that_failed() -> None:
+    now = 0.0
+    fleet = Fleet(View(worker("d0"), worker("p0")), "remote", lambda: now)
+    (pair,) = pairs("p0 d0")
+    failure = Failure(Outcome.HANDOFF, errors.TransferFailed("no way"), worker("p0"), pair)
+    fleet.standing.note(failure)
+    assert fleet.place(fleet.need("fake")) is None
+    now = 100.0
+    placement = fleet.place(fleet.need("fake"))
+    assert placement is not None and not fleet.need("fake").doubtful
+    with fleet.counted(placement, 7, 9):
+        assert fleet.need("fake").doubtful == {pair}
+
+
 def test_counts_come_back_to_nothing() -> None:
     fleet = Fleet(View(worker("d0"), worker("p0")), "auto", lambda: 0.0)
     placement = fleet.place(fleet.need("fake"))
