@@ -1,1 +1,1 @@
-"""What the README claims, reproducible: each figure beside its limit, measured in the same run."""
+"""What RESULTS.md claims, reproducible: each figure beside its limit, measured in the same run."""

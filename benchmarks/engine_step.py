@@ -15,20 +15,32 @@ from collections.abc import Sequence
 import torch
 
 from effuse.benchmarks.bare_forward import BareForward
+from effuse.benchmarks.gpu_engines import paged
+from effuse.benchmarks.gpu_load import ClosedLoad
 from effuse.benchmarks.report import Figure
-from effuse.cli.local import Ask, LocalEngine
-from effuse.decode_worker.engine import Forward
+from effuse.config.decoding import DecodeSettings, Sampling, Stopping
+from effuse.decode_worker.boundary import Boundary
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.executor import HostExecutor
+from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.part import Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.problems.problem import problem
 from effuse.router.tokenizer import Tokenizer, bundled_directory
-from effuse.worker.messages import Settings
+from effuse.worker.engine_core import Forward
+from effuse.worker.messages import StartDecode
 
 REQUESTS = 16
 ROUNDS = 3
 MAX_TOKENS = 176
 MOST_RATIO = 1.3
+PAGE_SIZE = 16
+MOST_S = 3600.0
 
 
 class _Recorder:
@@ -43,23 +55,45 @@ class _Recorder:
         return self._forward.run(parts)
 
 
-class _TimedEngine(LocalEngine):
+class _TimedEngine(DecodeEngine):
     """Times each step, and the bare forward of the same rows after it."""
 
-    recorder: _Recorder
-
     def __init__(self, model: Transformer, max_model_len: int) -> None:
+        config = model.config
+        parts = paged(model, REQUESTS * (max_model_len + PAGE_SIZE), page_size=PAGE_SIZE)
+        pool = PagePool(parts.memory.num_pages)
+        limits = DecodeLimits(
+            max_num_batched_tokens=2048,
+            max_num_seqs=REQUESTS,
+            max_model_len=max_model_len,
+            num_pages=pool.num_pages,
+            page_size=PAGE_SIZE,
+            block_size=config.block_size,
+        )
+        identity = ReceiverIdentity(
+            incarnation="benchmark",
+            fingerprint=parts.fingerprint,
+            page_bytes=parts.memory.page_bytes,
+            lease_s=MOST_S,
+        )
+        self.recorder = _Recorder(parts.runner)
         super().__init__(
-            model, max_num_seqs=REQUESTS, max_model_len=max_model_len, observe=self._watch
+            HostExecutor(self.recorder),
+            pool,
+            Intake(config, limits),
+            HandoffReceiver(pool, None, identity),
+            Boundary(
+                hidden_size=config.hidden_size if config.shift_logits else None,
+                dtype=model.dtype,
+                device=model.device,
+            ),
+            now=time.monotonic,
+            max_request_s=MOST_S,
         )
         self._model = model
         self.engine_s: list[float] = []
         self.bare_s: list[float] = []
         self.rows: list[int] = []
-
-    def _watch(self, forward: Forward) -> Forward:
-        self.recorder = _Recorder(forward)
-        return self.recorder
 
     def step(self) -> bool:
         start = time.perf_counter()
@@ -80,19 +114,8 @@ def measure() -> tuple[Figure, list[str]]:
     model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
     prompts = asyncio.run(_prompts())
     engine = _TimedEngine(model, max(map(len, prompts)) + MAX_TOKENS)
-    settings = Settings(
-        algorithm="d2f",
-        window=4,
-        confidence_threshold=0.9,
-        block_add_threshold=0.1,
-        full_activation_threshold=0.95,
-        score="confidence",
-        remasking="low_confidence_dynamic",
-        denoising_steps=model.config.block_size,
-    )
-    asks = [Ask(prompt_token_ids=p, max_tokens=MAX_TOKENS, settings=settings) for p in prompts]
-    for _ in range(ROUNDS):
-        engine.run(asks, lambda: None)
+    for number in range(ROUNDS):
+        ClosedLoad(engine, _messages(model, prompts, number), REQUESTS).run()
     ratio = sum(engine.engine_s) / sum(engine.bare_s)
     figure = Figure(
         name="decode step of the engine, CPU",
@@ -109,6 +132,24 @@ def measure() -> tuple[Figure, list[str]]:
         f"{1e3 * statistics.median(engine.bare_s):.2f} ms bare"
     )
     return figure, [note]
+
+
+def _messages(
+    model: Transformer, prompts: Sequence[tuple[int, ...]], round_number: int
+) -> list[StartDecode]:
+    config = model.config
+    stops = frozenset(config.eos_token_ids)
+    return [
+        StartDecode(
+            attempt=AttemptId(name, 1, name),
+            prompt_token_ids=prompt,
+            stopping=Stopping(max_tokens=MAX_TOKENS, stop_token_ids=stops),
+            sampling=Sampling(),
+            settings=DecodeSettings(algorithm="d2f", denoising_steps=config.block_size),
+            writer=None,
+        )
+        for name, prompt in ((f"{round_number}-{at}", one) for at, one in enumerate(prompts))
+    ]
 
 
 async def _prompts() -> list[tuple[int, ...]]:

@@ -67,9 +67,9 @@ def _alone(content: Content) -> str:
         for shape, requests in split["alone"].items():
             ours, theirs = (_firsts(found) for found in (requests, colocated["alone"][shape]))
             moved = percentile([one["handoff_s"] for one in requests], 0.5)
-            rows.append([shape, *_ms(ours, theirs, ours - theirs, moved)])
+            rows.append([shape, *milliseconds(ours, theirs, ours - theirs, moved)])
     heads = ["alone", "first block, split ms", "co-located ms", "difference", "handoff ms"]
-    return _table(heads, rows)
+    return as_table(heads, rows)
 
 
 def _overlap(content: Content) -> str:
@@ -89,10 +89,14 @@ def _overlap(content: Content) -> str:
             left = percentile([one["handoff_s"] for one in requests], 0.5)
             ratio = (forward + left) / max(forward, handoff)
             rows.append(
-                [f"{fleet['connector']}, {prompt}", *_ms(forward, handoff, left), f"{ratio:.2f}"]
+                [
+                    f"{fleet['connector']}, {prompt}",
+                    *milliseconds(forward, handoff, left),
+                    f"{ratio:.2f}",
+                ]
             )
     heads = ["prompt over", "forward ms", "handoff ms", "handoff after the forward ms"]
-    return _table([*heads, "both / longer"], rows)
+    return as_table([*heads, "both / longer"], rows)
 
 
 def _closed(content: Content) -> str:
@@ -107,17 +111,17 @@ def _closed(content: Content) -> str:
                     f"{one['shape']} x {one['at_once']}",
                     *(f"{one['tokens_per_s']:.0f}", f"{allowed:.0f}"),
                     f"{one['tokens_per_s'] / allowed:.2f}",
-                    *_ms(one["handoff_p50_s"], one["handoff_p99_s"], one["gap_p99_s"]),
+                    *milliseconds(one["handoff_p50_s"], one["handoff_p99_s"], one["gap_p99_s"]),
                     f"{one['batch']:.1f}",
                     f"{one['gap_p99_s'] / beside:.2f}",
-                    *(f"{other['tokens_per_s']:.0f}", *_ms(other["gap_p99_s"])),
+                    *(f"{other['tokens_per_s']:.0f}", *milliseconds(other["gap_p99_s"])),
                     f"{one['tokens_per_s'] / other['tokens_per_s']:.2f}",
-                    f"{_shares(one['busy'])}; {_shares(other['busy'])}",
+                    f"{shares(one['busy'])}; {shares(other['busy'])}",
                 ]
             )
     heads = ["load", "split tok/s", "allowed", "share", "handoff p50 ms", "p99", "gap p99 ms"]
     heads += ["batch", "gap / KV there", "co-located tok/s", "gap p99 ms", "split / co-located"]
-    return _table([*heads, "GPUs busy"], rows)
+    return as_table([*heads, "GPUs busy"], rows)
 
 
 def _steps(content: Content) -> str:
@@ -131,13 +135,16 @@ def _steps(content: Content) -> str:
                 continue
             ours, bare = one["gap_p50_s"] / steps, alone["gap_p50_s"] / steps
             load = f"{one['shape']} x {one['at_once']}"
-            rows.append([load, *_ms(ours, bare), f"{ours / bare:.3f}", f"{one['batch']:.1f}"])
-    told = _table(["step of", "in the fleet ms", "alone ms", "ratio", "batch"], rows)
+            rows.append(
+                [load, *milliseconds(ours, bare), f"{ours / bare:.3f}", f"{one['batch']:.1f}"]
+            )
+    told = as_table(["step of", "in the fleet ms", "alone ms", "ratio", "batch"], rows)
     found = content["limits"].get("arrivals")
     if found:
         told += (
-            f"\n\nA step beside 20 handoffs a second: {1e3 * found['with']:.3f} ms, without "
-            f"{1e3 * found['without']:.3f} ms, ratio {found['with'] / found['without']:.3f}; "
+            f"\n\nA step beside 20 handoffs a second: {1e3 * found['with']:.3f} ms, beside as many "
+            f"bare writes {1e3 * found['bare']:.3f} ms, without {1e3 * found['without']:.3f} ms: "
+            f"{found['with'] / found['without']:.3f} and {found['bare'] / found['without']:.3f}; "
             f"a handoff then takes {1e3 * found['handoff_p50_s']:.2f} ms."
         )
     return told
@@ -148,18 +155,18 @@ def _arriving(content: Content) -> str:
     rows = []
     for fleet in (*content["split"], *content["colocated"]):
         for one in fleet["arriving"]:
-            met = [_met(one, each) for each in wanted]
+            kept = [met(one, each) for each in wanted]
             rows.append(
                 [
                     *(fleet["name"], f"{one['rate']:g}"),
-                    *_ms(one["first_p50_s"], one["first_p99_s"]),
-                    *_ms(one["gap_p50_s"], one["gap_p99_s"], one["handoff_p99_s"]),
-                    *(f"{100 * share:.0f} %" for _, share in met),
-                    _shares(one["busy"]),
+                    *milliseconds(one["first_p50_s"], one["first_p99_s"]),
+                    *milliseconds(one["gap_p50_s"], one["gap_p99_s"], one["handoff_p99_s"]),
+                    *(f"{100 * share:.0f} %" for _, share in kept),
+                    shares(one["busy"]),
                 ]
             )
     heads = ["fleet", "arrive/s", "first p50 ms", "p99", "gap p50 ms", "p99", "handoff p99 ms"]
-    return _table([*heads, *(f"met at {times} gaps" for times in GAPS), "GPUs busy"], rows)
+    return as_table([*heads, *(f"met at {times} gaps" for times in GAPS), "GPUs busy"], rows)
 
 
 def _best(content: Content) -> str:
@@ -171,7 +178,7 @@ def _best(content: Content) -> str:
             ratio = f"{best[0][0] / best[1][0]:.2f}" if best[1][0] else "co-located has none"
             told = [f"{goodput:.1f} ({fleet} at {rate:g}/s)" for goodput, fleet, rate in best]
             rows.append([f"{times} x {1e3 * each.gap_s / times:.1f} ms", name, *told, ratio])
-    return _table(["gaps within", "goodput", "split", "co-located", "ratio"], rows)
+    return as_table(["gaps within", "goodput", "split", "co-located", "ratio"], rows)
 
 
 def _links(content: Content) -> str:
@@ -180,7 +187,7 @@ def _links(content: Content) -> str:
         for fleet in content["split"]
         for pair, rate in fleet["links"].items()
     ]
-    return _table(["fleet", "pair", "GB/s, median handoff"], rows)
+    return as_table(["fleet", "pair", "GB/s, median handoff"], rows)
 
 
 def objectives(content: Content) -> list[Objectives]:
@@ -206,7 +213,7 @@ HIGHEST = f"highest rate with {MET_SHARE:.0%} met"
 
 def _most_met(fleets: Sequence[Content], wanted: Objectives) -> Best:
     found = [
-        (_met(one, wanted)[0], str(fleet["name"]), float(one["rate"]))
+        (met(one, wanted)[0], str(fleet["name"]), float(one["rate"]))
         for fleet in fleets
         for one in fleet["arriving"]
     ]
@@ -218,16 +225,16 @@ def _highest_rate(fleets: Sequence[Content], wanted: Objectives) -> Best:
     found = [(0.0, "none", 0.0)]
     for fleet in fleets:
         for one in sorted(fleet["arriving"], key=lambda load: float(load["rate"])):
-            if _met(one, wanted)[1] < MET_SHARE:
+            if met(one, wanted)[1] < MET_SHARE:
                 break
             found.append((float(one["rate"]), str(fleet["name"]), float(one["rate"])))
     return max(found)
 
 
-def _met(load: Content, wanted: Objectives) -> tuple[float, float]:
+def met(load: Content, wanted: Objectives) -> tuple[float, float]:
     """Requests a second that met them, and which share of all they are."""
-    met = sum(wanted.met_by(one) for one in load["each"])
-    return met / load["seconds"], met / max(1, len(load["each"]))
+    kept = sum(wanted.met_by(one) for one in load["each"])
+    return kept / load["seconds"], kept / max(1, len(load["each"]))
 
 
 def _allowed(content: Content, load: Content) -> float:
@@ -280,15 +287,18 @@ def _firsts(requests: Sequence[Content]) -> float:
     return percentile([one["first_s"] for one in requests if one["first_s"] is not None], 0.5)
 
 
-def _ms(*seconds: float | None) -> list[str]:
+def milliseconds(*seconds: float | None) -> list[str]:
+    """Cells of a table."""
     return ["" if each is None else f"{1e3 * each:.2f}" for each in seconds]
 
 
-def _shares(busy: Sequence[float] | None) -> str:
+def shares(busy: Sequence[float] | None) -> str:
+    """A cell: how busy each GPU was."""
     return ", ".join(f"{100 * share:.0f} %" for share in busy or ()) or "?"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown, all columns but the first to the right; empty without rows."""
     if not rows:
         return ""
     lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
@@ -306,9 +316,9 @@ def plot(content: Content, path: Path) -> None:
             if not fleet["arriving"]:
                 continue
             rates = [one["rate"] for one in fleet["arriving"]]
-            met = [_met(one, wanted)[0] for one in fleet["arriving"]]
+            kept = [met(one, wanted)[0] for one in fleet["arriving"]]
             style = "-o" if fleet["prefill"] else "--s"
-            panel.plot(rates, met, style, label=fleet["name"], markersize=4)
+            panel.plot(rates, kept, style, label=fleet["name"], markersize=4)
         longest = max((one for line in panel.lines for one in line.get_xdata()), default=1.0)
         panel.plot([0, longest], [0, longest], ":", color="grey", label="all that arrive")
         panel.set_title(

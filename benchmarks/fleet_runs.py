@@ -41,6 +41,16 @@ class Variant:
         return f"{self.prefill}P{self.decode}D over {self.connector}, {size}"
 
 
+@dataclass(frozen=True, slots=True)
+class Kills:
+    """Workers that are killed one after the other, evenly spaced, while requests arrive."""
+
+    shape: Shape
+    rate: float
+    seconds: float
+    workers: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
     """What a fleet is put under, in this order; nothing is left out where there are none."""
@@ -49,8 +59,25 @@ class Loads:
     alone_count: int = 20
     closed: Sequence[tuple[Shape, int]] = ()  # and how many at once
     arriving: Sequence[tuple[Shape, float]] = ()  # and requests a second
+    kills: Kills | None = None  # last, as nobody starts them again
     warm_s: float = 3.0
     seconds: float = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """What became of requests while workers were killed."""
+
+    window: Window
+    workers: dict[str, float]  # when each was killed, on the monotonic clock
+
+    def rows(self) -> dict[str, Any]:
+        """Plain values; how many requests were running at one of the kills stands beside them."""
+        ends = [(one.sent, one.ended or float("inf")) for one in self.window.requests]
+        running = sum(
+            any(sent < at < ended for at in self.workers.values()) for sent, ended in ends
+        )
+        return {"workers": list(self.workers), "running": running, **asdict(figures(self.window))}
 
 
 @dataclass(slots=True)
@@ -63,6 +90,7 @@ class Outcome:
     closed: dict[tuple[str, int], Window] = field(default_factory=dict)
     arriving: dict[tuple[str, float], Window] = field(default_factory=dict)
     busy: dict[str, list[float]] = field(default_factory=dict)  # of each GPU, by load
+    killed: Killed | None = None
 
     def everyone(self) -> list[Taken]:
         """All requests."""
@@ -90,6 +118,7 @@ class Outcome:
                 for (shape, rate), window in self.arriving.items()
             ],
             "links": links(self.everyone()),
+            "killed": self.killed.rows() if self.killed else None,
         }
 
 
@@ -120,15 +149,15 @@ def run(
     with Fleet(settings) as fleet, Busy(gpus) as busy:
         outcome.ready_s = fleet.ready_s
         _say(variant, f"ready in {fleet.ready_s:.0f} s")
-        asyncio.run(_put_under(fleet.address, config, loads, outcome, busy))
+        asyncio.run(_put_under(fleet, config, loads, outcome, busy))
     return outcome
 
 
 async def _put_under(
-    address: str, config: ModelConfig, loads: Loads, outcome: Outcome, busy: Busy
+    fleet: Fleet, config: ModelConfig, loads: Loads, outcome: Outcome, busy: Busy
 ) -> None:
     words = min(config.mask_token_id, *config.eos_token_ids)
-    async with client_of(address, words, config.block_size) as client:
+    async with client_of(fleet.address, words, config.block_size) as client:
         await _warm(client, loads)
         for shape in loads.alone:
             outcome.alone[str(shape)] = _well(await client.alone(shape, loads.alone_count))
@@ -142,6 +171,24 @@ async def _put_under(
             outcome.arriving[str(shape), rate] = window
             outcome.busy[f"{shape} {rate}/s"] = busy.shares(window.begin, window.end)
             _tell(outcome.variant, f"{shape} at {rate:g}/s", window)
+        if loads.kills:
+            outcome.killed = await _kill_under(fleet, client, loads.kills)
+            _tell(outcome.variant, f"{loads.kills.workers} killed", outcome.killed.window)
+
+
+async def _kill_under(fleet: Fleet, client: Client, kills: Kills) -> Killed:
+    times: dict[str, float] = {}
+
+    async def kill() -> None:
+        for worker in kills.workers:
+            await asyncio.sleep(kills.seconds / (len(kills.workers) + 1))
+            times[worker] = time.monotonic()
+            await asyncio.to_thread(fleet.kill, worker)
+
+    killing = asyncio.create_task(kill())
+    window = await client.arriving(kills.shape, kills.rate, kills.seconds, seed=99)
+    await killing
+    return Killed(window, times)
 
 
 async def _warm(client: Client, loads: Loads) -> None:
@@ -154,7 +201,7 @@ async def _warm(client: Client, loads: Loads) -> None:
 
 
 def _well(requests: list[Taken]) -> list[Taken]:
-    if all(one.failure for one in requests):
+    if requests and all(one.failure for one in requests):
         raise RuntimeError(f"no request ended well: {requests[0].failure}")
     return requests
 
@@ -199,7 +246,7 @@ def _config(
     return FleetConfig(
         prefill=variant.prefill,
         decode=variant.decode,
-        connector=variant.connector if variant.prefill else "loopback",
+        connector=variant.connector if variant.prefill else "zmq",
         model=model,
         worker_flags=(
             *("--page-size", str(PAGE_SIZE), "--max-model-len", str(pages * PAGE_SIZE)),

@@ -24,7 +24,8 @@ from effuse.benchmarks.gpu_models import MODELS, random_model
 from effuse.benchmarks.gpu_serve import HandedOver
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.cli.figures import percentile
-from effuse.decode_worker.device_build import make_stepper
+from effuse.config.decoding import Stopping
+from effuse.decode_worker.build import make_stepper
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.models.part import Part
 from effuse.models.transformer import Transformer
@@ -107,21 +108,28 @@ class Alone:
     def _listen(self) -> None:
         """Opens the spare pages to a sender."""
         self._end = End("receiver", "nixl", self._paged.memory)
-        say()
+        say(**self._end.hello())
+
+    def _spare(self, handoffs: int, pages: int) -> None:
+        """Spare pages that so many handoffs, far enough apart, take in turns."""
+        say(targets=self._targets(handoffs, pages))
 
     def _reserve(self, handoffs: int, pages: int) -> None:
-        """Reservations of spare pages, which handoffs far enough apart take in turns."""
+        """Reservations of them."""
         assert self._end is not None
-        first, slots = self._limits.num_pages, SPARE_PAGES // pages
-        names = [f"arriving {next(self._names)}" for _ in range(handoffs)]
         say(
             reservations=[
-                self._end.expect(
-                    name, [first + (at % slots) * pages + page for page in range(pages)]
-                )
-                for at, name in enumerate(names)
+                self._end.expect(f"arriving {next(self._names)}", target)
+                for target in self._targets(handoffs, pages)
             ]
         )
+
+    def _targets(self, handoffs: int, pages: int) -> list[list[int]]:
+        first, slots = self._limits.num_pages, SPARE_PAGES // pages
+        return [
+            [first + (number % slots) * pages + page for page in range(pages)]
+            for number in range(handoffs)
+        ]
 
     def _steps(self, prompt: int, answer: int, at_once: int, seconds: float) -> None:
         """Time of a step, and how many handoffs came meanwhile; the load goes on from call to
@@ -137,7 +145,9 @@ class Alone:
         engine = decode_engine(self._paged, self._limits, self._stepper, forward)
         draw = self._messages(prompt, answer)
         first = [
-            msgspec.structs.replace(next(draw), max_tokens=max(1, answer * number // at_once))
+            msgspec.structs.replace(
+                next(draw), stopping=Stopping(max_tokens=max(1, answer * number // at_once))
+            )
             for number in range(1, at_once + 1)
         ]
         load = ClosedLoad(engine, first, at_once, then=draw)

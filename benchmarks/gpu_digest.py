@@ -22,8 +22,7 @@ from torch import Tensor
 
 from effuse.benchmarks.gpu_record import write_record
 from effuse.benchmarks.gpu_timing import median_us
-from effuse.kernels.pages_digests import piece_bytes_of, piece_digests
-from effuse.kernels.pages_digests_key import digest_key
+from effuse.kernels.pages_digests import digest_key, piece_bytes_of, piece_digests
 
 # Layers of a page, and bytes of a layer's share of it: 32 tokens in bf16.
 PAGES = {"dream": (28, 64 << 10), "llada": (32, 512 << 10)}

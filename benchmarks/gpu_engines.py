@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from effuse.decode_worker import scheduler as decode_scheduler
 from effuse.decode_worker.boundary import Boundary
-from effuse.decode_worker.device_engine import DeviceDecodeEngine
+from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_stepper import DeviceStepper
-from effuse.decode_worker.engine import Forward
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.executor import HostExecutor
 from effuse.decode_worker.intake import Intake
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
@@ -26,8 +27,9 @@ from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
-from effuse.prefill_worker.flight import mark_of
+from effuse.prefill_worker.executor import mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
+from effuse.worker.engine_core import Forward
 
 _MOST_S = 3600.0
 _NAME = "benchmark"
@@ -114,7 +116,7 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
 
 def decode_engine(
     parts: Paged, limits: decode_scheduler.DecodeLimits, stepper: DeviceStepper, forward: Forward
-) -> DeviceDecodeEngine:
+) -> DecodeEngine:
     """A decode worker's engine with device steps; prompts are prefilled in it, by `forward`. Pages
     beyond those of `limits` are left to others."""
     config, model = parts.model.config, parts.model
@@ -126,13 +128,12 @@ def decode_engine(
         lease_s=_MOST_S,
     )
     hidden_size = config.hidden_size if config.shift_logits else None
-    return DeviceDecodeEngine(
-        forward,
+    return DecodeEngine(
+        DeviceExecutor(HostExecutor(forward), stepper),
         pool,
         Intake(config, limits),
         HandoffReceiver(pool, None, identity),
         Boundary(hidden_size=hidden_size, dtype=model.dtype, device=model.device),
-        stepper,
         now=time.monotonic,
         max_request_s=_MOST_S,
     )

@@ -1,13 +1,13 @@
 """`python -m effuse.benchmarks.gpu_handoff`: pages from GPU to GPU, beside the bare transports.
 
 Two processes, each seeing one GPU of those that EFFUSE_GPUS names (0,1 or 0; none: the CPU). Pages
-of the Dream-7B shape lie scattered in both pools and are final; a handoff is timed as an engine
-sees it, from saying so to hearing the receiver's word that all of it is verified, digests included;
-the reservation was known 5 ms before. Beside it, in turns between the same two processes: a bare
-NIXL write of the same pages from prepared lists, to the receiver's answer, both ends polling
-without a pause, in the faster of two ways, a descriptor a page or one for each of its groups of
-layers; for ZMQ a bare push of as many bytes of host memory. With --busy our connectors poll without
-a pause, too. Prints a table and writes JSON.
+of the Dream-7B shape lie scattered in both pools; a handoff is timed as an engine sees it, from the
+moment that they are final to hearing the receiver's word that all of it is verified, digests
+included; it was asked for 5 ms before, as by an engine whose forward is queued. Beside it, in turns
+between the same two processes: a bare NIXL write of the same pages from prepared lists, to the
+receiver's answer, both ends polling without a pause, in the faster of two ways, a descriptor a page
+or one for each of its groups of layers; for ZMQ a bare push of as many bytes of host memory. With
+--busy our connectors poll without a pause, too. Prints a table and writes JSON.
 """
 
 from __future__ import annotations

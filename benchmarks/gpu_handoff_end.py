@@ -11,7 +11,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,11 @@ class End:
         return ZmqTransport(self._memory)
 
     def _hello(self) -> None:
-        say(**({} if self._bare is None else self._bare.hello()))
+        say(**self.hello())
+
+    def hello(self) -> dict[str, str]:
+        """How the bare agent is reached, if there is one."""
+        return {} if self._bare is None else self._bare.hello()
 
     def _meet(self, **peer: str) -> None:
         say(**({} if self._bare is None else self._bare.meet(**peer)))
@@ -110,21 +114,22 @@ class End:
     def _push(self, reservation: str, pages: Sequence[int]) -> None:
         if self._memory.device.type == "cuda":
             torch.cuda.synchronize()
-        # As where a reservation comes while the prompt is computed.
-        self._connector.push_pages(_given(reservation), (), 0)
+        # As the engine does: all is asked for when the forward is queued, and final when it ends.
+        ended: list[bool] = []
+        self._begin_push(reservation, pages, lambda: bool(ended))
         time.sleep(KNOWN_BEFORE_S)
         begin = time.perf_counter()
-        self._begin_push(reservation, pages)
+        ended.append(True)
         pushed = self._await()
         assert isinstance(pushed, Pushed), pushed
         say(seconds=time.perf_counter() - begin)
 
-    def _push_many(self, reservations: list[str], pages: Sequence[int], every_s: float) -> None:
+    def _push_many(self, reservations: list[str], source: Sequence[int], every_s: float) -> None:
         """The same pages again and again, one push beginning `every_s` after the other."""
         begin = time.monotonic()
         for number, reservation in enumerate(reservations):
             time.sleep(max(0.0, begin + number * every_s - time.monotonic()))
-            self._begin_push(reservation, pages)
+            self._begin_push(reservation, source)
         seconds: list[float] = []
         while len(seconds) < len(reservations):
             pushed = self._await()
@@ -132,15 +137,17 @@ class End:
             seconds.append(pushed.seconds)
         say(seconds=seconds)
 
-    def _begin_push(self, reservation: str, pages: Sequence[int]) -> None:
-        given = _given(reservation)
+    def _begin_push(
+        self, reservation: str, pages: Sequence[int], is_final: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Asks for a push of pages that are final once `is_final` says so."""
+        given, layout = _given(reservation), self._memory.layout
         boundary = BoundaryState(
-            prompt_len=len(pages) * self._memory.layout.page_size,
-            prompt_digest=bytes(16),
-            tail_token_ids=(),
+            prompt_len=len(pages) * layout.page_size, prompt_digest=bytes(16), tail_token_ids=()
         )
-        self._connector.push_pages(given, pages, 0)
-        self._connector.finish(given, lambda: boundary)
+        num_groups = layout.num_groups
+        self._connector.push_pages(given, pages, 0, lambda: num_groups if is_final() else 0)
+        self._connector.finish(given, lambda: boundary if is_final() else None)
 
     def _write(self, source: Sequence[int], target: Sequence[int], parts: int) -> None:
         assert self._bare is not None
@@ -149,6 +156,17 @@ class End:
     def _answer(self) -> None:
         assert self._bare is not None
         say(**self._bare.answer())
+
+    def _write_many(
+        self, source: Sequence[int], targets: Sequence[Sequence[int]], every_s: float
+    ) -> None:
+        """Bare writes of the same pages, one beginning `every_s` after the other."""
+        assert self._bare is not None
+        begin, seconds = time.monotonic(), []
+        for number, target in enumerate(targets):
+            time.sleep(max(0.0, begin + number * every_s - time.monotonic()))
+            seconds.append(self._bare.write_alone(source, target))
+        say(seconds=seconds)
 
     def _await(self) -> object:
         while not self._events:
@@ -173,23 +191,25 @@ class Bare:
     def hello(self) -> dict[str, str]:
         """How it is reached."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        return {"metadata": metadata, "address": str(self._memory.address)}
+        address, num_pages = str(self._memory.address), str(self._memory.num_pages)
+        return {"metadata": metadata, "address": address, "num_pages": num_pages}
 
-    def meet(self, metadata: str, address: str) -> dict[str, str]:
+    def meet(self, metadata: str, address: str, num_pages: str) -> dict[str, str]:
         """Gets to know the other one; says how this one is reached."""
         peer = self._agent.add_remote_agent(base64.b64decode(metadata))
         self._peer = peer.decode() if isinstance(peer, bytes) else str(peer)
+        ends = (
+            ("", self._memory.address, self._memory.num_pages),
+            (self._peer, int(address), int(num_pages)),
+        )
         self._lists = {
-            parts: [
-                self._prepare(owner, base, parts)
-                for owner, base in (("", self._memory.address), (self._peer, int(address)))
-            ]
+            parts: [self._prepare(*end, parts) for end in ends]
             for parts in (1, self._memory.layout.num_groups)
         }
         return self.hello()
 
-    def _prepare(self, owner: str, base: int, parts: int) -> object:
-        size, count = self._memory.page_bytes // parts, self._memory.num_pages * parts
+    def _prepare(self, owner: str, base: int, num_pages: int, parts: int) -> object:
+        size, count = self._memory.page_bytes // parts, num_pages * parts
         described = np.array([[base, size, 0, size, count]], dtype=np.uint64)
         return self._agent.prep_xfer_dlist(owner, described, self._kind)
 
@@ -210,6 +230,17 @@ class Bare:
         seconds = time.perf_counter() - begin
         agent.release_xfer_handle(handle)
         return {"seconds": seconds, "post_s": posted - begin}
+
+    def write_alone(self, source: Sequence[int], target: Sequence[int]) -> float:
+        """Writes pages that nobody hears of; seconds."""
+        begin = time.perf_counter()
+        (own, theirs), agent = self._lists[1], self._agent
+        handle = agent.make_prepped_xfer("WRITE", own, _units(source, 1), theirs, _units(target, 1))
+        state = agent.transfer(handle)
+        while state != "DONE":
+            state = agent.check_xfer_state(handle)
+        agent.release_xfer_handle(handle)
+        return time.perf_counter() - begin
 
     def answer(self) -> dict[str, float]:
         """Waits for a write and answers it."""

@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 
+from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.config import ModelConfig
@@ -21,8 +22,6 @@ from effuse.worker.messages import (
     Committed,
     Finished,
     Reserved,
-    Sampling,
-    Settings,
     StartDecode,
     Verified,
 )
@@ -63,22 +62,17 @@ def requests(
     """Random prompts of these lengths; nothing ends an answer but its length."""
     draw = np.random.default_rng(len(lengths))
     # At 1 no block is forced to advance beside the acceptance script.
-    settings = Settings(
+    settings = DecodeSettings(
         algorithm="d2f",
         window=window,
-        confidence_threshold=0.9,
-        block_add_threshold=0.1,
         full_activation_threshold=1.0,
-        score="confidence",
-        remasking="low_confidence_dynamic",
         denoising_steps=config.block_size,
     )
     return [
         StartDecode(
             attempt=AttemptId(name, 1, name),
             prompt_token_ids=tuple(draw.integers(0, config.mask_token_id, length).tolist()),
-            max_tokens=max_tokens,
-            stop_token_ids=(),
+            stopping=Stopping(max_tokens=max_tokens),
             sampling=Sampling(seed=int(draw.integers(2**63))),
             settings=settings,
             writer=None,

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from effuse.benchmarks.gpu_read_triton import read_once
 from effuse.benchmarks.gpu_timing import Call, median_us, medians_us
-from effuse.kernels.norm import rms_norm, rms_norm_residual
-from effuse.kernels.pages import gather_pages, load_kv, scatter_pages, store_kv
+from effuse.kernels.pages import load_kv, store_kv
 from effuse.kernels.pages_distinct import distinct_views
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.sampling import RowSampling, Score, sample_confidence
-from effuse.kernels.swiglu import swiglu
+from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
+from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence
 
 CUDA = torch.device("cuda")
 VOCABULARY = 152_064
-HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM, LAYERS = 3584, 18_944, 28, 4, 128, 28
+HIDDEN, INNER, Q_HEADS, KV_HEADS, HEAD_DIM = 3584, 18_944, 28, 4, 128
 ROWS = 4096
 PAGE_SIZE = 32
 SETS = 4  # inputs that are rotated
@@ -33,12 +32,12 @@ class Mode:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    score: Score = Score.CONFIDENCE
+    score: ScoreCode = ScoreCode.CONFIDENCE
 
 
 MODES = {
     "greedy": Mode(),
-    "entropy": Mode(score=Score.NEG_ENTROPY),
+    "entropy": Mode(score=ScoreCode.NEG_ENTROPY),
     "drawn": Mode(temperature=1.0),
     "top-p 0.9, drawn": Mode(temperature=1.0, top_p=0.9),
     "top-k 50, drawn": Mode(temperature=1.0, top_k=50),
@@ -137,10 +136,9 @@ def measure_rows() -> list[Moved]:
 
 
 def measure_pages() -> list[Moved]:
-    """Rotary, store and load over 4096 rows, all of them stored; whole pages of all layers."""
+    """Rotary, store and load over 4096 rows, all of them stored."""
     row = KV_HEADS * HEAD_DIM * 2
     heads = Q_HEADS * HEAD_DIM * 2
-    page = LAYERS * 2 * PAGE_SIZE * row
     found = []
     for layout in ("unified", "distinct"):
         found += [
@@ -160,11 +158,7 @@ def measure_pages() -> list[Moved]:
                 lambda layout=layout: _load(layout),  # type: ignore[misc]
             ),
         ]
-    return [
-        *found,
-        _moved("gather of 64 pages", 2 * 64 * page, _gather),
-        _moved("scatter of 64 pages", 2 * 64 * page, _scatter),
-    ]
+    return found
 
 
 def _moved(name: str, num_bytes: int, make: Callable[[], Call]) -> Moved:
@@ -211,26 +205,10 @@ def _load(layout: str) -> Call:
     return lambda: load_kv(*cache, slots)
 
 
-def _gather() -> Call:
-    memory, chosen = _pool(256), torch.randperm(256, device=CUDA)[:64]
-    out = torch.empty_like(memory[:64])
-    return lambda: gather_pages(memory, chosen, out)
-
-
-def _scatter() -> Call:
-    memory, chosen = _pool(256), torch.randperm(256, device=CUDA)[:64]
-    pages = memory[:64].clone()
-    return lambda: scatter_pages(pages, memory, chosen)
-
-
 def _heads() -> tuple[Tensor, Tensor, Tensor]:
     fused = _random(ROWS, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
     q, k, v = torch.split(fused, [Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
     return q, k, v
-
-
-def _pool(pages: int) -> Tensor:
-    return _random(pages, LAYERS, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM)
 
 
 def _cache(layout: str) -> tuple[Tensor, Tensor]:

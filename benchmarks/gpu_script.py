@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import StepPlan
+from effuse.decode_worker.sequence import HostCandidates
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.step_advance_triton import START
 from effuse.kernels.step_slots import Column, SlotTable

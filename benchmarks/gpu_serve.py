@@ -31,14 +31,14 @@ from effuse.benchmarks.gpu_pace import MEAN, Pacer
 from effuse.benchmarks.gpu_record import busy_share, kernel_classes, write_record
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.prefill_rivals import bare_prefill
+from effuse.config.decoding import Stopping
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_buckets import Integers, bucket
-from effuse.decode_worker.device_engine import DeviceDecodeEngine
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
-from effuse.decode_worker.settings import Stopping
 from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import BoundaryState
@@ -104,7 +104,7 @@ class HandedOver:
             origin=config.block_origin(prompt_len),
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
-            stopping=Stopping.of(1, []),
+            stopping=Stopping(max_tokens=1),
         )
         self._state = BoundaryState(
             prompt_len=prompt_len,
@@ -124,7 +124,9 @@ def replacing(
     have 1, 2, .. `at_once` times an equal part of `answer` tokens, all others `answer`."""
     messages = requests(config, [prompt_len] * count, window, answer)
     first = [
-        msgspec.structs.replace(message, max_tokens=max(1, answer * number // at_once))
+        msgspec.structs.replace(
+            message, stopping=Stopping(max_tokens=max(1, answer * number // at_once))
+        )
         for number, message in enumerate(messages[:at_once], start=1)
     ]
     return first + messages[at_once:]
@@ -207,7 +209,7 @@ class Bench:
         print("\n".join(lines), flush=True)
         return lines
 
-    def _engine(self) -> tuple[DeviceDecodeEngine, CountingRunner]:
+    def _engine(self) -> tuple[DecodeEngine, CountingRunner]:
         prompts = CountingRunner(self.paged.runner, [])
         return decode_engine(self.paged, self._limits, self.stepper, prompts), prompts
 

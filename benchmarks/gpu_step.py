@@ -27,6 +27,7 @@ from effuse.benchmarks.gpu_record import longest_kernels, profiled, waits, waits
 from effuse.benchmarks.gpu_script import Dealer, deal
 from effuse.benchmarks.gpu_serve import HandedOver, replacing
 from effuse.benchmarks.gpu_timing import MarkedStepper, Run, fill, next_step, run_marked
+from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.device_buckets import Integers
@@ -34,14 +35,6 @@ from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
-from effuse.decode_worker.settings import (
-    Algorithm,
-    DecodeSettings,
-    Remasking,
-    Sampling,
-    Score,
-    Stopping,
-)
 from effuse.kernels.step_slots import RecordColumn, SlotLayout
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
@@ -234,14 +227,10 @@ class Bench:
         """A request in mid-answer, its blocks at all stages, 0 to 7 steps on from others, drawn."""
         config = self.model.config
         settings = DecodeSettings(
-            algorithm=Algorithm.D2F,
+            algorithm="d2f",
             window=WINDOW,
-            confidence_threshold=0.9,
-            block_add_threshold=0.1,
             # At 1 no block is forced to advance beside the script.
             full_activation_threshold=0.95 if pace >= WINDOW else 1.0,
-            score=Score.CONFIDENCE,
-            remasking=Remasking.LOW_CONFIDENCE_DYNAMIC,
             denoising_steps=layout.block_size,
         )
         prompt = np.random.default_rng(slot).integers(0, config.mask_token_id, context).tolist()
@@ -250,7 +239,7 @@ class Bench:
             origin=context,
             block_size=layout.block_size,
             mask_token_id=config.mask_token_id,
-            stopping=Stopping.of(ANSWER, []),
+            stopping=Stopping(max_tokens=ANSWER),
         )
         sequence.store(context)
         for _ in range(RAMP_STEPS + int(np.random.default_rng([7, slot]).integers(8))):

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cast(Command, module).main(words[1:])
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has left, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

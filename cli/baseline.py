@@ -1,4 +1,4 @@
-"""The two rivals of `effuse bench --baseline`, in this process, on the prompts the fleet was given.
+"""The two baselines of `effuse bench --baseline`, in this process, on the fleet's prompts.
 
 Single-process D2F is the same engine without fleet, wire and handoff; vanilla denoising is what
 the published base models do. Loads weights, so it is imported only when asked for.
@@ -6,13 +6,19 @@ the published base models do. Loads weights, so it is imported only when asked f
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from effuse.cli.evaluate import Way, settings_of
+import torch
+
 from effuse.cli.figures import Run, Sample
-from effuse.cli.local import Ask, LocalAnswer, LocalEngine, pick_device
-from effuse.cli.vanilla import run_vanilla
-from effuse.models.weights import load_model
+from effuse.cli.vanilla import Ask, run_vanilla
+from effuse.client.params import Params
+from effuse.config.decoding import DEFAULT_MAX_TOKENS
+from effuse.decode_worker.config import DecodeConfig
+from effuse.models.weights import DTYPES, load_model
+from effuse.offline.llm import LLM
+from effuse.worker.config import Dtype
 
 
 class Baseline:
@@ -22,49 +28,69 @@ class Baseline:
         self,
         directory: Path,
         adapter: Path | None,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[tuple[int, ...]],
+        params: Params,
         *,
-        way: Way,
-        max_tokens: int,
         concurrency: int,
     ) -> None:
-        device, dtype = pick_device()
-        self._model = load_model(directory, adapter=adapter, device=device, dtype=dtype)
-        settings = settings_of(way, self._model.config.block_size)
-        self._max_model_len = self._model.config.max_position_embeddings
-        rooms = [self._max_model_len - len(prompt) for prompt in prompts]
+        """params: of these max_tokens, window and confidence_threshold are heeded. Raises
+        CheckpointError and TokenizerError."""
+        most = params.max_tokens or DEFAULT_MAX_TOKENS
+        self._directory, self._adapter, self._concurrency = directory, adapter, concurrency
+        self._on_gpu = torch.cuda.is_available()
+        self._dtype: Dtype = "bfloat16" if self._on_gpu else "float32"
+        self._llm = LLM(
+            directory,
+            adapter=adapter,
+            device="cuda" if self._on_gpu else "cpu",
+            dtype=self._dtype,
+            max_num_seqs=concurrency,
+            # No more than is needed: the fleet may be on the same GPU.
+            num_pages=concurrency * _pages_of(max(map(len, prompts)) + most),
+        )
+        rooms = [self._llm.model.max_model_len - len(prompt) for prompt in prompts]
         self._asks = [
-            Ask(prompt_token_ids=tuple(prompt), max_tokens=min(max_tokens, room), settings=settings)
+            Ask(prompt_token_ids=prompt, max_tokens=min(most, room))
             for prompt, room in zip(prompts, rooms, strict=True)
             if room > 0
         ]
+        self._params = replace(params, model=None, algorithm="d2f")
         self._too_long = len(prompts) - len(self._asks)  # a fleet refuses them
-        self._concurrency = concurrency
 
     def size(self) -> tuple[int, int]:
         """Requests, and tokens that vanilla denoising writes for them."""
         return len(self._asks), sum(ask.max_tokens for ask in self._asks)
 
     def single_process(self, on_done: Callable[[], None]) -> Run:
-        """The same engine, prefilling for itself."""
-        engine = LocalEngine(
-            self._model, max_num_seqs=self._concurrency, max_model_len=self._max_model_len
-        )
+        """The same engine, prefilling for itself. It is gone afterwards, and its memory free."""
+        prompts = [ask.prompt_token_ids for ask in self._asks]
+        params = [replace(self._params, max_tokens=ask.max_tokens) for ask in self._asks]
         began = time.monotonic()
-        answers = engine.run(self._asks, on_done)
-        return self._run("single-process D2F", time.monotonic() - began, answers)
+        with self._llm as llm:
+            answers = llm.generate(prompts, params, progress=lambda _, __: on_done())
+        total_s = time.monotonic() - began
+        del self._llm, llm
+        samples = [
+            Sample(len(one.token_ids), one.stats.forward_passes, one.first_block_s, one.total_s)
+            for one in answers
+        ]
+        return Run("single-process D2F", total_s, samples, failed=self._too_long)
 
     def vanilla(self, on_token: Callable[[], None]) -> Run:
         """The whole canvas at every step, one token a forward; `on_token` is called for each."""
-        began = time.monotonic()
-        answers = run_vanilla(
-            self._model, self._asks, max_num_seqs=self._concurrency, on_token=on_token
+        device = torch.device("cuda" if self._on_gpu else "cpu")
+        model = load_model(
+            self._directory, adapter=self._adapter, device=device, dtype=DTYPES[self._dtype]
         )
-        return self._run("vanilla denoising", time.monotonic() - began, answers)
-
-    def _run(self, name: str, total_s: float, answers: Sequence[LocalAnswer]) -> Run:
+        began = time.monotonic()
+        answers = run_vanilla(model, self._asks, max_num_seqs=self._concurrency, on_token=on_token)
+        total_s = time.monotonic() - began
         samples = [
-            Sample(len(one.token_ids), one.forward_passes, one.first_block_s, one.total_s)
+            Sample(len(one.token_ids), one.forward_passes, one.total_s, one.total_s)
             for one in answers
         ]
-        return Run(name, total_s, samples, failed=self._too_long)
+        return Run("vanilla denoising", total_s, samples, failed=self._too_long)
+
+
+def _pages_of(num_tokens: int) -> int:
+    return -(-num_tokens // DecodeConfig.page_size)

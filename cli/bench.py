@@ -29,8 +29,8 @@ from effuse.cli.arguments import (
     target,
     whole,
 )
-from effuse.cli.client import ask, explain
 from effuse.cli.figures import Run, Sample, as_json, table
+from effuse.cli.generate import ask, explain
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.client.answer import StreamBroken
 from effuse.client.options import DEFAULT_TARGET
@@ -48,7 +48,7 @@ RULE = "tokens: those before the end-of-sequence id; latency from sending to the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class BenchJob:
     """What to send, where, and what to compare it with."""
 
     prompts: tuple[str, ...]
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(run.failed for run in runs) else 0
 
 
-def parse(argv: Sequence[str]) -> Job:
+def parse(argv: Sequence[str]) -> BenchJob:
     """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
     parser = command("bench", "Send a dataset's prompts to a running fleet; print what it took.")
     add = parser.add_argument
@@ -118,8 +118,8 @@ def _unknown_to_baseline(params: Params) -> set[str]:
     return {name for name, value in asdict(params).items() if value not in (None, ())} - _BASELINE
 
 
-def _job(found: argparse.Namespace) -> Job:
-    return Job(
+def _job(found: argparse.Namespace) -> BenchJob:
+    return BenchJob(
         prompts=tuple(read_prompts(found.dataset)[: found.limit]),
         params=params_from(found),
         target=found.target,
@@ -153,7 +153,7 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-async def run_fleet(job: Job, on_done: Callable[[], None]) -> Run:
+async def run_fleet(job: BenchJob, on_done: Callable[[], None]) -> Run:
     """Send every prompt, `concurrency` at a time, and gather what came back."""
     waiting = iter(job.prompts)
     samples: list[Sample] = []
@@ -185,24 +185,16 @@ async def run_fleet(job: Job, on_done: Callable[[], None]) -> Run:
     return Run("fleet", total_s, samples, failed=len(failures))
 
 
-def load_baseline(job: Job) -> "Baseline":
+def load_baseline(job: BenchJob) -> "Baseline":
     """Weights and prompts of the two rivals. Raises BaselineError."""
     # These bring torch, so only where they are asked for.
     from effuse.cli.baseline import Baseline
-    from effuse.cli.evaluate import Way
     from effuse.models.config_keys import CheckpointError
 
-    params = job.params
-    window = 4 if params.window is None else params.window
-    threshold = 0.9 if params.confidence_threshold is None else params.confidence_threshold
     try:
+        prompts = asyncio.run(_encode(job))
         return Baseline(
-            job.model_dir,
-            job.adapter,
-            asyncio.run(_encode(job)),
-            way=Way("D2F", "d2f", window, threshold),
-            max_tokens=params.max_tokens or 256,
-            concurrency=job.concurrency,
+            job.model_dir, job.adapter, prompts, job.params, concurrency=job.concurrency
         )
     except (CheckpointError, TokenizerError) as error:
         raise BaselineError(str(error)) from error
@@ -217,10 +209,10 @@ def run_baseline(rivals: "Baseline", progress: Progress) -> list[Run]:
     ]
 
 
-async def _encode(job: Job) -> list[list[int]]:
+async def _encode(job: BenchJob) -> list[tuple[int, ...]]:
     tokenizer = Tokenizer.load(job.model_dir)
     try:
-        return [await tokenizer.encode(prompt) for prompt in job.prompts]
+        return [tuple(await tokenizer.encode(prompt)) for prompt in job.prompts]
     finally:
         tokenizer.close()
 

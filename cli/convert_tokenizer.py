@@ -54,9 +54,11 @@ def convert(checkpoint: Path, class_name: str | None) -> Path:
             "--tokenizer-class names another class"
         ) from error
     if not read.is_fast:
-        raise ConversionError(f"{type(read).__name__} has no form as tokenizer.json")
+        raise ConversionError(f"{type(read).__name__} cannot be written as tokenizer.json")
     backend = read.backend_tokenizer
     if backend.decode(backend.encode(_SAMPLE, add_special_tokens=False).ids) != _SAMPLE:
-        raise ConversionError("text does not come back as it was: the result would be wrong")
+        raise ConversionError(
+            "a sample that was encoded and decoded is not the same text; the file would be wrong"
+        )
     backend.save(str(path))
     return path

@@ -14,8 +14,8 @@ import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import command, whole
-from effuse.cli.client import ask, explain
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.generate import ask, explain
 from effuse.cli.gpus import gpus_here
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, StreamBroken
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         fleet.stop()
     console.print(f"\n{right} of {demo.problems} answers are right.", style="bold")
     if right < demo.problems:
-        console.print(apology(demo.problems - right, demo.seed), markup=False)
+        console.print(explain_errors(demo.problems - right, demo.seed), markup=False)
     return 0 if right == demo.problems else 1
 
 
@@ -113,8 +113,8 @@ async def solve(console: Console, address: str, demo: Demo) -> int:
     return right
 
 
-def apology(wrong: int, seed: int) -> str:
-    """What there is to say of a run with wrong answers."""
+def explain_errors(wrong: int, seed: int) -> str:
+    """What is printed after a run with wrong answers, and how to repeat it."""
     usual = "The bundled model is small: about 1 in 700 problems that it never saw goes wrong."
     doubt = "More than one at a time is rare enough to suspect a fault in effuse."
     again = f"`effuse demo --seed {seed}` draws the same problems again; the exit status is 1."

@@ -4,85 +4,86 @@ Accuracy of the bundled model under five ways of decoding, by the engine that se
 tokens each forward gives. Only tokens before the end-of-sequence id count.
 """
 
-import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Final
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from effuse.cli.arguments import command, directory, whole
-from effuse.cli.local import Ask, LocalAnswer, LocalEngine, pick_device
 from effuse.cli.scores import Outcome, judge, table
-from effuse.models.config_keys import CheckpointError
-from effuse.models.transformer import Transformer
-from effuse.models.weights import DTYPES, load_model
-from effuse.placement.records import Algorithm
+from effuse.client.answer import Answer
+from effuse.client.params import Params
+from effuse.models.weights import DTYPES
+from effuse.offline.llm import LLM
 from effuse.problems.problem import Problem, problem
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
-from effuse.worker.messages import Settings
+from effuse.worker.config import Dtype
 
 _MAX_TOKENS = 176
 
 
+WAYS: Final = {  # the rest as published with D2F and SDAR
+    "one token per forward": Params(
+        max_tokens=_MAX_TOKENS, algorithm="block_diffusion", confidence_threshold=1.0
+    ),
+    "block diffusion, 0.9": Params(
+        max_tokens=_MAX_TOKENS, algorithm="block_diffusion", confidence_threshold=0.9
+    ),
+    "D2F, 0.9, window 2": Params(
+        max_tokens=_MAX_TOKENS, algorithm="d2f", confidence_threshold=0.9, window=2
+    ),
+    "D2F, 0.9, window 4": Params(
+        max_tokens=_MAX_TOKENS, algorithm="d2f", confidence_threshold=0.9, window=4
+    ),
+    "D2F, 0.8, window 4": Params(
+        max_tokens=_MAX_TOKENS, algorithm="d2f", confidence_threshold=0.8, window=4
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A row of the table."""
-
-    name: str
-    algorithm: Algorithm
-    window: int
-    threshold: float
-
-
-WAYS = (
-    Way("one token per forward", "block_diffusion", 1, 1.0),
-    Way("block diffusion, 0.9", "block_diffusion", 1, 0.9),
-    Way("D2F, 0.9, window 2", "d2f", 2, 0.9),
-    Way("D2F, 0.9, window 4", "d2f", 4, 0.9),
-    Way("D2F, 0.8, window 4", "d2f", 4, 0.8),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
+class EvalJob:
     """What to measure."""
 
     model: Path
     seed: int
     count: int
     batch: int
-    dtype: str
+    dtype: Dtype
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     job = parse(argv)
-    device, _ = pick_device()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model = load_model(job.model, device=device, dtype=DTYPES[job.dtype])
         tokenizer = Tokenizer.load(job.model)
-    except (CheckpointError, TokenizerError) as error:
+        llm = LLM(job.model, dtype=job.dtype, max_num_seqs=job.batch)
+    except (ValueError, TokenizerError) as error:
         print(f"effuse eval: {error}", file=sys.stderr)
         return 2
     problems = [problem(job.seed, index, "held_out") for index in range(job.count)]
-    prompts = asyncio.run(_encode(tokenizer, problems))
+    prompts = [each.prompt for each in problems]
     rows = []
-    with Progress(console=Console(stderr=True)) as progress:
-        for way in WAYS:
-            task = progress.add_task(way.name, total=job.count)
-            answers = answer_all(model, prompts, way, job.batch, partial(progress.advance, task))
-            rows.append((way.name, _judge_all(problems, answers, tokenizer)))
+    with llm, Progress(console=Console(stderr=True)) as progress:
+        for name, params in WAYS.items():
+            task = progress.add_task(name, total=job.count)
+            answers = llm.generate(
+                prompts, params, progress=lambda *_, task=task: progress.advance(task)
+            )
+            rows.append((name, judge_all(problems, answers, tokenizer)))
     tokenizer.close()
-    print(f"{job.count} held-out problems, seed {job.seed}, {device.type}, {job.dtype}")
+    print(f"{job.count} held-out problems, seed {job.seed}, {device}, {job.dtype}")
     print(table(rows))
     return 0
 
 
-def parse(argv: Sequence[str]) -> Job:
+def parse(argv: Sequence[str]) -> EvalJob:
     """The measurement that the flags describe; exits with status 2 on bad ones."""
     parser = command("eval", "Print the bundled model's accuracy and tokens per forward.")
     add = parser.add_argument
@@ -93,7 +94,7 @@ def parse(argv: Sequence[str]) -> Job:
     add("--batch", type=whole(1), default=64, metavar="N", help="problems at a time (default: 64)")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and KV (default: float32)")
     found = parser.parse_args(argv)
-    return Job(
+    return EvalJob(
         model=found.model,
         seed=found.seed,
         count=found.count,
@@ -102,46 +103,11 @@ def parse(argv: Sequence[str]) -> Job:
     )
 
 
-async def _encode(tokenizer: Tokenizer, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
-    return [tuple(await tokenizer.encode(each.prompt)) for each in problems]
-
-
-def answer_all(
-    model: Transformer,
-    prompts: Sequence[tuple[int, ...]],
-    way: Way,
-    batch: int,
-    on_done: Callable[[], None],
-) -> list[LocalAnswer]:
-    """Every prompt's answer under one way of decoding."""
-    longest = max(len(prompt) for prompt in prompts)
-    engine = LocalEngine(model, max_num_seqs=batch, max_model_len=longest + _MAX_TOKENS)
-    settings = settings_of(way, model.config.block_size)
-    asks = [
-        Ask(prompt_token_ids=prompt, max_tokens=_MAX_TOKENS, settings=settings)
-        for prompt in prompts
-    ]
-    return engine.run(asks, on_done)
-
-
-def settings_of(way: Way, block_size: int) -> Settings:
-    """A way of decoding in the engine's terms; the rest as published with D2F and SDAR."""
-    return Settings(
-        algorithm=way.algorithm,
-        window=way.window,
-        confidence_threshold=way.threshold,
-        block_add_threshold=0.1,
-        full_activation_threshold=0.95,
-        score="confidence",
-        remasking="low_confidence_dynamic",
-        denoising_steps=block_size,
-    )
-
-
-def _judge_all(
-    problems: Sequence[Problem], answers: Sequence[LocalAnswer], tokenizer: Tokenizer
+def judge_all(
+    problems: Sequence[Problem], answers: Sequence[Answer], tokenizer: Tokenizer
 ) -> list[Outcome]:
+    """Each answer beside its problem, in the same order."""
     return [
-        judge(each, answer.token_ids, answer.commits, answer.forward_passes, tokenizer.decode)
+        judge(each, answer.token_ids, answer.commits, answer.stats.forward_passes, tokenizer.decode)
         for each, answer in zip(problems, answers, strict=True)
     ]

@@ -53,7 +53,7 @@ class FleetConfig:
 
     prefill: int = 1  # prefill workers; 0 lets decode workers prefill for themselves
     decode: int = 1  # decode workers
-    connector: str = "zmq"  # how KV pages move: zmq, nixl or loopback
+    connector: str = "zmq"  # how KV pages move: zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
     adapter: Path | None = None  # LoRA adapter directory beside it
     host: str = "127.0.0.1"  # address every process listens on

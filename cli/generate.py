@@ -1,31 +1,36 @@
 """`effuse generate`: sends prompts to a running fleet and prints the answers.
 
-Text goes to standard output as it becomes final; figures and errors go to standard error.
+Text goes to standard output as it becomes final; figures and errors go to standard error. `ask`,
+which sends one request and shows each of its events, also serves the demo and `bench`.
 """
 
 import argparse
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 from rich.console import Console
 
 from effuse.cli.arguments import command, is_unicode, seconds, target, text
-from effuse.cli.client import ask, explain
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.watch import watch
-from effuse.client.answer import Answer, Event, StreamBroken
+from effuse.client.answer import Answer, Event, Gathering, StreamBroken
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, make_request
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
+from effuse.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerateJob:
     """What to ask for, and how to show it."""
 
     prompts: tuple[str, ...]
@@ -51,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> Job:
+def parse(argv: Sequence[str]) -> GenerateJob:
     """The job that the flags describe; exits with status 2 on bad ones."""
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
@@ -72,11 +77,11 @@ def parse(argv: Sequence[str]) -> Job:
     return _job(parser, parser.parse_args(argv))
 
 
-def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Job:
+def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> GenerateJob:
     prompts = tuple(_read_input(parser) if one == "-" else one for one in found.prompt)
     if found.request_id is not None and len(prompts) > 1:
         parser.error(f"--request-id: expected one prompt, got {len(prompts)}")
-    return Job(
+    return GenerateJob(
         prompts=prompts,
         params=params_from(found),
         target=found.target,
@@ -96,7 +101,7 @@ def _read_input(parser: argparse.ArgumentParser) -> str:
     return given
 
 
-async def run(job: Job) -> None:
+async def run(job: GenerateJob) -> None:
     """Ask for the prompts, one after the other."""
     async with connect(job.target, keepalive=None) as channel:
         stub = generation_stub(channel)
@@ -110,6 +115,28 @@ async def run(job: Job) -> None:
                 print()
             if job.stats:
                 print(figures(answer), file=sys.stderr)
+
+
+def _ignore(_: Event) -> None:
+    return
+
+
+async def ask(
+    stub: "GenerationServiceAsyncStub",
+    request: generation_pb2.GenerateRequest,
+    *,
+    timeout_s: float,
+    on_event: Callable[[Event], None] = _ignore,
+) -> Answer:
+    """Send `request` and gather its answer; `on_event` sees every event as it comes.
+
+    Raises grpc.aio.AioRpcError with the server's status, and StreamBroken.
+    """
+    gathering = Gathering()
+    async for event in stub.GenerateStream(request, timeout=timeout_s):
+        on_event(event)
+        gathering.take(event)
+    return gathering.answer(request.request_id)
 
 
 def _print_text(event: Event) -> None:
@@ -127,3 +154,8 @@ def figures(answer: Answer) -> str:
         f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), "
         f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all"
     )
+
+
+def explain(error: grpc.aio.AioRpcError) -> str:
+    """The status and its message on one line."""
+    return f"{error.code().name}: {error.details() or 'no details'}"

@@ -1,4 +1,4 @@
-"""Which worker of a fleet stands on which GPU, as a function of values; and which GPUs there are.
+"""Which GPU each worker of a fleet gets, as a function of values; and which GPUs there are.
 
 A GPU is named as in CUDA_VISIBLE_DEVICES, by its number or by its id (GPU-.. or MIG-..), and is
 passed on under that name. Nothing here imports torch, which takes seconds and may start CUDA.
@@ -54,7 +54,9 @@ def assign(
     allowed = list(dict.fromkeys(named.values())) if gpus is None else list(gpus)
     _check_names(allowed)
     if outside := [gpu for gpu in named.values() if gpu not in allowed]:
-        raise ValueError(f"{_label(outside[0])} is not one of the fleet's: {', '.join(allowed)}")
+        raise ValueError(
+            f"{_label(outside[0])} is not among the GPUs of the fleet: {', '.join(allowed)}"
+        )
     if not allowed or (len(workers) > len(allowed) and not sharing):
         raise ValueError(_too_few(prefill, decode, allowed))
     on = Counter(named.values())
@@ -80,7 +82,9 @@ def fleet_gpus(
     asked = tuple(dict.fromkeys(named)) if gpus is None else tuple(gpus)
     by_number = all(gpu.isdigit() for gpu in here)
     if missing := [one for one in asked if one not in here and (one.isdigit() or not by_number)]:
-        raise ValueError(f"{_label(missing[0])} is not one of those here: {', '.join(here)}")
+        raise ValueError(
+            f"{_label(missing[0])} is not on this machine, which has {', '.join(here)}"
+        )
     return asked
 
 

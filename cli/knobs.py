@@ -1,11 +1,23 @@
 """The settings of a request as flags. One that is not given leaves the choice to the server."""
 
 import argparse
+from collections.abc import Callable
 
-from effuse.cli.arguments import number, text, whole
+from effuse.cli.arguments import text, whole
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES, Params
+from effuse.config.decoding import (
+    DENOISING_STEPS,
+    MAX_TOKENS,
+    SEED,
+    TEMPERATURE,
+    THRESHOLD,
+    TOP_K,
+    TOP_P,
+    WINDOW,
+    Bounds,
+)
 
-_UINT32 = 2**32 - 1  # what the wire holds
+_TOKEN_ID = whole(0, 2**32 - 1)  # what the wire holds
 
 
 def add_knobs(parser: argparse.ArgumentParser) -> None:
@@ -17,24 +29,50 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="model to ask for, where the fleet serves several",
     )
-    add("--max-tokens", type=whole(1, _UINT32), metavar="N", help="most tokens to generate")
+    add("--max-tokens", type=within(MAX_TOKENS), metavar="N", help="most tokens to generate")
     add("--stop", action="append", type=text, default=[], metavar="TEXT",
         help="text that ends the answer")  # fmt: skip
-    add("--stop-token-id", action="append", default=[], type=whole(0, _UINT32), metavar="ID",
+    add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
         help="token that ends the answer")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
-    add("--temperature", type=number(0), metavar="T", help="0 is greedy (default: 0)")
-    add("--top-p", type=number(0, 1, open_left=True), metavar="P", help="nucleus (default: 1)")
-    add("--top-k", type=whole(0, _UINT32), metavar="K", help="likeliest tokens kept; 0 keeps all")
-    add("--seed", type=whole(0, 2**64 - 1), metavar="N", help="same seed, same answer")
+    add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy (default: 0)")
+    add("--top-p", type=within(TOP_P), metavar="P", help="nucleus (default: 1)")
+    add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
+    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer")
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
-    add("--window", type=whole(1, 64), metavar="N", help="most blocks in flight with masks (D2F)")
-    add("--confidence-threshold", type=number(0, 1), metavar="P", help="write above this")
-    add("--block-add-threshold", type=number(0, 1), metavar="R", help="append a block from here")
-    add("--full-activation-threshold", type=number(0, 1), metavar="R", help="force progress here")
+    add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")
+    add("--confidence-threshold", type=within(THRESHOLD), metavar="P", help="write above this")
+    add(
+        "--block-add-threshold",
+        type=within(THRESHOLD),
+        metavar="R",
+        help="append a block from here",
+    )
+    add(
+        "--full-activation-threshold",
+        type=within(THRESHOLD),
+        metavar="R",
+        help="force progress here",
+    )
     add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
     add("--remasking", choices=REMASKINGS, help="order of filling (block diffusion)")
-    add("--denoising-steps", type=whole(1, _UINT32), metavar="N", help="steps a block takes")
+    add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N", help="steps a block takes")
+
+
+def within(bounds: Bounds) -> Callable[[str], float]:
+    """The type of a flag whose number lies within `bounds`."""
+    kind: type[float] = int if bounds.is_whole else float
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {bounds.form}, got {text!r}") from None
+        if value not in bounds:
+            raise argparse.ArgumentTypeError(f"expected {bounds.form}, got {text}")
+        return value
+
+    return parse
 
 
 def params_from(found: argparse.Namespace) -> Params:

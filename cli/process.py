@@ -1,4 +1,5 @@
-"""One child process of a fleet: logs to a file, stops by a deadline, never outlives its parent.
+"""The child processes of a fleet: each logs to a file, stops by a deadline, never outlives its
+parent; and their logs, shown as one stream.
 
 Knows nothing of roles, addresses or readiness; `fleet.py` does.
 """
@@ -8,19 +9,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self, TextIO
 
 _TAIL_BYTES = 1 << 16
+_POLL_S = 0.1
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
-# option 1), and leaves if the parent died before that was asked.
+# option 1), and exits if the parent died before that was asked.
 _LAUNCH = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
+    sys.exit("the parent process has ended")
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
@@ -126,3 +130,41 @@ def stop_all(processes: Sequence[Process], grace_s: float) -> None:
             process.wait(max(0.0, deadline - time.monotonic()))
     for process in processes:
         process.clear()
+
+
+class LogFollower:
+    """Copies what is appended to `*.log` in a directory to `out`, until the context ends; each line
+    is led by its process's name."""
+
+    def __init__(self, directory: Path, out: TextIO) -> None:
+        self._directory = directory
+        self._out = out
+        # What an earlier fleet has left there is not shown again.
+        self._read = {log: log.stat().st_size for log in directory.glob("*.log")}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="logs")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def copy_new(self) -> None:
+        """Copy every whole line that was added since the last time."""
+        for log in sorted(self._directory.glob("*.log")):
+            with log.open("rb") as file:
+                file.seek(self._read.get(log, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._read[log] = self._read.get(log, 0) + len(whole) + len(newline)
+            if newline:
+                for line in whole.decode(errors="replace").split("\n"):
+                    print(f"{log.stem:<10} | {line}", file=self._out)
+        self._out.flush()
+
+    def _run(self) -> None:
+        while not self._over.wait(_POLL_S):
+            self.copy_new()
+        self.copy_new()

@@ -31,7 +31,7 @@ _HEADINGS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 where a decode worker is ready, 1 where none is or nobody answers."""
+    """Run the command; 0 where a decode worker is ready, 1 where none is or no router answers."""
     asked = parse(argv)
     try:
         with Client(asked.target, timeout_s=asked.timeout, max_attempts=1) as client:
@@ -107,7 +107,7 @@ def _summary(workers: Sequence[model_pb2.Worker]) -> str:
         f"{sum(worker.role == role for worker in ready)} {name}" for role, name in _ROLES.items()
     ]
     told = f"{' and '.join(counts)} workers are ready"
-    return told if any(map(_can_answer, workers)) else f"{told}: nobody can answer a request"
+    return told if any(map(_can_answer, workers)) else f"{told}: no worker can answer a request"
 
 
 def _can_answer(worker: model_pb2.Worker) -> bool:

@@ -18,8 +18,7 @@ from typing import NoReturn
 from effuse.cli.arguments import command, directory, redis_url, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
-from effuse.cli.logs import LogFollower
-from effuse.cli.process import Process
+from effuse.cli.process import LogFollower, Process
 from effuse.config.flags import add_flags
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -62,9 +61,9 @@ class FlagGroups:
 
 
 class Restarts:
-    """When a process that has ended is started again: at once, and if it ends again before it was
-    well for a minute, after 1, 2, 4 .. 60 s. Each by itself: what is well is left alone. Times are
-    seconds of one clock."""
+    """When a process that has ended is started again: at once, and if it ends again within a minute
+    of being ready, after 1, 2, 4 .. 60 s. Each process is counted by itself. Times are seconds of
+    one clock."""
 
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
@@ -72,7 +71,8 @@ class Restarts:
         self._back_at: dict[str, float] = {}
 
     def ended(self, name: str, now: float) -> float | None:
-        """Notes an end; how long it is waited for now, None where it is waited for already."""
+        """Records that a process has ended. Returns seconds until it is started again; None where
+        that is planned already."""
         if name in self._due:
             return None
         if now - self._back_at.get(name, now) > _WELL_S:
@@ -84,14 +84,14 @@ class Restarts:
         return pause_s
 
     def due(self, now: float) -> list[str]:
-        """Those to be started now; each is named once."""
+        """Names of the processes to be started now; each is returned once."""
         names = [name for name, at in self._due.items() if at <= now]
         for name in names:
             del self._due[name]
         return names
 
     def back(self, name: str, now: float) -> None:
-        """Notes that one is ready."""
+        """Records that a process is ready again."""
         self._back_at[name] = now
 
 
@@ -131,7 +131,8 @@ def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) 
         return _words_of(wanted, rest, groups.all())
 
     asked = _asks_for_gpus(found)
-    # Who names a GPU that cannot be used is told so, not served by the CPU; their --device wins.
+    # Named GPUs mean --device cuda, so that one that cannot be used is an error, and the CPU does
+    # not compute in its place. A --device that was given comes later and wins.
     device = ("--device", "cuda") if asked else ()
     return FleetConfig(
         prefill=found.prefill,
@@ -236,11 +237,11 @@ def _check_flags(
     rest: Sequence[str],
     groups: Sequence[FlagGroup],
 ) -> argparse.Namespace:
-    """Let `parser` know these flags too, so that help and errors show all that is taken; what all
-    flags say, or the end with status 2."""
+    """Adds these flags to `parser`, so that help and errors show every flag that is taken. Returns
+    the values of all; exits with status 2 on a bad one."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
-            parser.error(f"{flag}: the fleet gives each process its own")
+            parser.error(f"{flag}: not a flag of `effuse up`, which sets it for each process")
     for group in groups:
         add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
     found = parser.parse_args(argv)
@@ -255,7 +256,8 @@ def _check_flags(
 def _words_of(
     wanted: Sequence[FlagGroup], rest: Sequence[str], groups: Sequence[FlagGroup]
 ) -> tuple[str, ...]:
-    """The words of `rest` that are the wanted groups': what the other groups' flags leave."""
+    """The words of `rest` that belong to the wanted groups: those that no other
+    group's flag takes."""
     others = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for group in groups:
         if group not in wanted:
@@ -309,7 +311,7 @@ def _report(process: Process, pause_s: float) -> None:
 
 
 def greeting(fleet: Fleet) -> str:
-    """What is said of a fleet that is ready, on one line."""
+    """The line that says that the fleet is ready, and where."""
     config = fleet.config
     places = "".join(f", {name} on {gpu}" for name, gpu in fleet.gpus.items())
     return (

@@ -1,19 +1,40 @@
 """Vanilla denoising: no cache, one token a forward, every forward over the whole canvas. Greedy.
 
-What the published base models do, and the rival of `effuse bench --baseline`. Models that attend
+What the published base models do, and a baseline of `effuse bench --baseline`. Models that attend
 to everything may write anywhere; block-causal ones only into the first block that has masks, since
 they never saw a later one behind an empty one.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
-from effuse.cli.local import PAGE_SIZE, Ask, LocalAnswer, layout_of
+from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.models.part import Part, PartSampling
+from effuse.models.part import Part
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
+
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One prompt, and how many tokens to write behind it."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class Written:
+    """What came of it. Nothing is final before `total_s`, in seconds from `began_s` on."""
+
+    began_s: float
+    token_ids: list[int] = field(default_factory=list)
+    forward_passes: int = 0
+    total_s: float = 0.0
 
 
 class _Canvas:
@@ -21,7 +42,7 @@ class _Canvas:
 
     def __init__(self, ask: Ask, model: Transformer) -> None:
         config = model.config
-        self.answer = LocalAnswer(began_s=time.monotonic())
+        self.answer = Written(began_s=time.monotonic())
         self._prompt_len = len(ask.prompt_token_ids)
         self._ids = [*ask.prompt_token_ids, *[config.mask_token_id] * ask.max_tokens]
         self._masked = list(range(self._prompt_len, len(self._ids)))
@@ -41,7 +62,7 @@ class _Canvas:
             num_stored=0,
             block_origin=self._origin,
             candidates=open_masks,
-            sampling=PartSampling(denoise_counts=[self.answer.forward_passes] * len(open_masks)),
+            denoise_counts=[self.answer.forward_passes] * len(open_masks),
         )
 
     def _open_masks(self) -> list[int]:
@@ -59,8 +80,6 @@ class _Canvas:
             return False
         self.answer.token_ids = list(self._before_stop())
         self.answer.total_s = time.monotonic() - self.answer.began_s
-        self.answer.first_block_s = self.answer.total_s  # nothing is final before the end
-        self.answer.commits = [(len(self.answer.token_ids), self.answer.forward_passes)]
         return True
 
     def _before_stop(self) -> Iterator[int]:
@@ -72,18 +91,22 @@ class _Canvas:
 
 def run_vanilla(
     model: Transformer, asks: Sequence[Ask], *, max_num_seqs: int, on_token: Callable[[], None]
-) -> list[LocalAnswer]:
+) -> list[Written]:
     """Answer every request, `max_num_seqs` at a time; answers are in their order.
 
     `on_token` is called for each token written.
     """
     config = model.config
-    memory = PageMemory(layout_of(model), 1, model.device)  # nothing is ever stored in it
+    dtype = str(model.dtype).removeprefix("torch.")
+    layout = KVLayout(
+        "unified", config.num_layers, config.num_kv_heads, config.head_dim, _PAGE_SIZE, dtype
+    )
+    memory = PageMemory(layout, 1, model.device)  # nothing is ever stored in it
     runner = ModelRunner(
-        model, memory.layer_views(), page_size=PAGE_SIZE, block_size=config.block_size
+        model, memory.layer_views(), page_size=_PAGE_SIZE, block_size=config.block_size
     )
     waiting = iter(asks)
-    answers: list[LocalAnswer] = []
+    answers: list[Written] = []
     running: list[_Canvas] = []
     while True:
         joining = [_Canvas(ask, model) for ask in islice(waiting, max_num_seqs - len(running))]

@@ -23,6 +23,8 @@ class Answer:
 
     text: str
     token_ids: tuple[int, ...]  # empty where they were not asked for
+    # (tokens, forward passes) of the answer so far, at each commit; empty of a unary call.
+    commits: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
     usage: pb.Usage
     stats: pb.GenerationStats  # as the server saw it
@@ -37,6 +39,7 @@ class Answer:
         return cls(
             text=response.text,
             token_ids=tuple(response.token_ids),
+            commits=(),
             finish_reason=_REASONS.get(response.finish_reason, "unknown"),
             usage=response.usage,
             stats=response.stats,
@@ -60,6 +63,7 @@ class Gathering:
         self._first_block_s: float | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._commits: list[tuple[int, int]] = []
         self._finished: Event | None = None
 
     def take(self, event: Event) -> str:
@@ -72,6 +76,8 @@ class Gathering:
             self._first_block_s = self._now() - self._began
         self._texts.append(event.commit.text)
         self._token_ids += event.commit.token_ids
+        tokens = event.commit.token_offset + event.commit.num_tokens
+        self._commits.append((tokens, event.commit.forward_passes))
         return event.commit.text
 
     def answer(self, request_id: str = "") -> Answer:
@@ -83,6 +89,7 @@ class Gathering:
         return Answer(
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
+            commits=tuple(self._commits),
             finish_reason=_REASONS.get(finished.finish_reason, "unknown"),
             usage=finished.usage,
             stats=finished.stats,

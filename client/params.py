@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Final, TypeVar
 
+from effuse.config.decoding import Algorithm, Remasking, Score
 from effuse.v1 import generation_pb2 as pb
 
 Value = TypeVar("Value")
-Algorithm = Literal["d2f", "block_diffusion"]
-Remasking = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
-Score = Literal["confidence", "margin", "neg_entropy"]
 Prompt = str | Sequence[int]
 """Text, or token ids that are used as they are."""
 
-ALGORITHMS = {"d2f": pb.ALGORITHM_D2F, "block_diffusion": pb.ALGORITHM_BLOCK_DIFFUSION}
-REMASKINGS = {
+ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
+    "d2f": pb.ALGORITHM_D2F,
+    "block_diffusion": pb.ALGORITHM_BLOCK_DIFFUSION,
+}
+REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
     "low_confidence_static": pb.REMASKING_LOW_CONFIDENCE_STATIC,
     "sequential": pb.REMASKING_SEQUENTIAL,
 }
-SCORES = {
+SCORES: Final[Mapping[Score, pb.Score]] = {
     "confidence": pb.SCORE_CONFIDENCE,
     "margin": pb.SCORE_MARGIN,
     "neg_entropy": pb.SCORE_NEG_ENTROPY,
@@ -94,7 +95,7 @@ def make_request(
     )
 
 
-def _named(what: str, name: str | None, known: dict[str, Value]) -> Value | None:
+def _named(what: str, name: str | None, known: Mapping[Any, Value]) -> Value | None:
     if name is None:
         return None
     if name not in known:

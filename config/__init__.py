@@ -1,1 +1,1 @@
-"""A process's config, one frozen value: its command line, and the checks that all configs share."""
+"""What a process is told at its start, and a decoder with a request: frozen values and checks."""

@@ -6,9 +6,8 @@ in `denoise.py`.
 
 import numpy as np
 
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, Sequence
-from effuse.decode_worker.settings import DecodeSettings, Remasking
+from effuse.config.decoding import DecodeSettings
+from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, Sequence
 
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
@@ -25,9 +24,9 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
 def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
     """Indices into the block's candidates that are written in this step, by the remasking rule."""
     share = min(step_share(block, settings.denoising_steps), len(candidates))
-    if settings.remasking is Remasking.SEQUENTIAL:
+    if settings.remasking == "sequential":
         return np.arange(share, dtype=np.intp)
-    if settings.remasking is Remasking.LOW_CONFIDENCE_DYNAMIC:
+    if settings.remasking == "low_confidence_dynamic":
         above = np.flatnonzero(candidates.confidences > settings.confidence_threshold)
         if len(above) >= share:
             return above

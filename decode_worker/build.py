@@ -1,32 +1,50 @@
-"""Makes a decode engine from its config; run as the engine's process by the front.
+"""Makes a decode engine, from its config or from parts that are there; run as the engine's process
+by the front.
 
 Only wires parts to each other.
 """
 
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 
+from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.config import DecodeConfig
-from effuse.decode_worker.device_build import make_engine
+from effuse.decode_worker.device_buckets import bucket
+from effuse.decode_worker.device_executor import DeviceExecutor
+from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
+from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.executor import Executor, HostExecutor
+from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kernels.step_slots import SlotLayout
+from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.models.transformer import LayerKV, Transformer
 from effuse.worker.assembly import Assembly, assemble
+from effuse.worker.engine_core import Forward
 from effuse.worker.engine_process import Engine, main
 
 
-def build(config: DecodeConfig, incarnation: str) -> Engine:
-    """An engine that is ready to serve. Raises ValueError where the config is at fault."""
+def build(config: DecodeConfig, incarnation: str, *, connects: bool = True) -> Engine:
+    """An engine that is ready to serve. Without a connector it prefills every prompt itself and
+    listens nowhere. Raises ValueError where the config is at fault."""
     parts = assemble(config, incarnation, "decode", config.default_algorithm)
     limits = _limits(config, parts)
-    parts.connector.start()
-    core = _core(config, incarnation, parts, limits)
-    return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
+    connector = parts.connect() if connects else None
+    core = _core(config, incarnation, parts, limits, connector)
+    return Engine(core, parts.ready, wakes=() if connector is None else (connector.fileno(),))
 
 
 def _core(
-    config: DecodeConfig, incarnation: str, parts: Assembly, limits: DecodeLimits
+    config: DecodeConfig,
+    incarnation: str,
+    parts: Assembly,
+    limits: DecodeLimits,
+    connector: Connector | None,
 ) -> DecodeEngine:
     model = parts.model
     identity = ReceiverIdentity(
@@ -35,7 +53,7 @@ def _core(
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
-    handoffs = HandoffReceiver(parts.pool, parts.connector, identity)
+    handoffs = HandoffReceiver(parts.pool, connector, identity)
     return make_engine(
         model,
         parts.memory.layer_views(),
@@ -62,7 +80,65 @@ def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
         num_pages=parts.memory.num_pages,
         page_size=parts.memory.layout.page_size,
         block_size=parts.model.config.block_size,
+        max_window=config.max_window,
+        max_stop_ids=config.max_stop_ids,
     )
+
+
+def make_engine(
+    model: Transformer,
+    kv: Sequence[LayerKV],
+    forward: Forward,
+    pool: PagePool,
+    limits: DecodeLimits,
+    handoffs: HandoffReceiver,
+    *,
+    on_device: bool,
+    now: Callable[[], float],
+    max_request_s: float,
+) -> DecodeEngine:
+    """A decode engine over the pages `kv`, its graphs captured where it denoises `on_device`."""
+    config = model.config
+    executor: Executor = HostExecutor(forward)
+    if on_device:
+        executor = DeviceExecutor(HostExecutor(forward), make_stepper(model, kv, limits))
+    return DecodeEngine(
+        executor,
+        pool,
+        Intake(config, limits),
+        handoffs,
+        Boundary(
+            hidden_size=config.hidden_size if config.shift_logits else None,
+            dtype=model.dtype,
+            device=model.device,
+        ),
+        now=now,
+        max_request_s=max_request_s,
+    )
+
+
+def make_stepper(
+    model: Transformer,
+    kv: Sequence[LayerKV],
+    limits: DecodeLimits,
+    *,
+    uses_graphs: bool = True,
+    adjust: Adjust | None = None,
+) -> DeviceStepper:
+    """A stepper with a slot for every request that may hold pages, its graphs captured."""
+    layout = SlotLayout(
+        limits.max_num_seqs,
+        limits.block_size,
+        max_window=limits.max_window,
+        max_stops=limits.max_stop_ids,
+        max_pages=limits.pages_for(limits.max_model_len),
+    )
+    buffers = StepBuffers.empty(model, layout, bucket(limits.max_num_batched_tokens))
+    step = DeviceStep(model, kv, buffers, page_size=limits.page_size, adjust=adjust)
+    stepper = DeviceStepper(step, uses_graphs=uses_graphs)
+    counts = range(1, limits.max_num_batched_tokens + 1)
+    stepper.prepare(counts, counts, range(limits.max_model_len + 1))
+    return stepper
 
 
 if __name__ == "__main__":

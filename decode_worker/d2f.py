@@ -6,9 +6,14 @@ the order of a step is in `denoise.py`.
 
 import numpy as np
 
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
-from effuse.decode_worker.settings import DecodeSettings
+from effuse.config.decoding import DecodeSettings
+from effuse.decode_worker.sequence import (
+    Block,
+    BlockPhase,
+    HostCandidates,
+    IndexArray,
+    Sequence,
+)
 
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:

@@ -12,10 +12,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker import block_diffusion, d2f
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockPhase, IntArray, Sequence
-from effuse.decode_worker.settings import Algorithm, DecodeSettings
+from effuse.decode_worker.sequence import (
+    Block,
+    BlockPhase,
+    HostCandidates,
+    IndexArray,
+    IntArray,
+    Sequence,
+)
 
 
 class Rules(Protocol):
@@ -62,9 +68,9 @@ class StepOutcome:
 def rules_of(settings: DecodeSettings) -> Rules:
     """The rules of the settings' algorithm."""
     match settings.algorithm:
-        case Algorithm.D2F:
+        case "d2f":
             return d2f
-        case Algorithm.BLOCK_DIFFUSION:
+        case "block_diffusion":
             return block_diffusion
 
 

@@ -51,7 +51,7 @@ def context_classes(contexts: range) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Of one step."""
+    """What one step may need room for."""
 
     rows: int
     candidates: int

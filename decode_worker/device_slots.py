@@ -1,23 +1,21 @@
 """A sequence as a row of the device's slot table, and a record of the device as what it says.
 
 Pure numpy. The row is written when a request joins; from then on the device's state machine goes
-on and its records are all that the host reads.
+on and its records are all that the host reads. The host's sequence follows them: the choice was
+made on the device, the rest of a step is `denoise.py`'s own, so that commits, drafts and resuming
+know no difference.
 """
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from effuse.decode_worker.sequence import Sequence
-from effuse.decode_worker.settings import (
-    Algorithm,
-    DecodeSettings,
-    Remasking,
-    Sampling,
-    Score,
-)
+from effuse.config.decoding import Algorithm, DecodeSettings, Remasking, Sampling
+from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
+from effuse.decode_worker.device_buckets import Integers
+from effuse.decode_worker.sequence import Block, Sequence
+from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.step_slots import (
     NUM_COLUMNS,
     NUM_RECORD_COLUMNS,
@@ -28,22 +26,20 @@ from effuse.kernels.step_slots import (
     Status,
 )
 
-Row = npt.NDArray[np.int32]
-
-_ALGORITHMS = (Algorithm.D2F, Algorithm.BLOCK_DIFFUSION)
-_REMASKINGS = (
-    Remasking.LOW_CONFIDENCE_DYNAMIC,
-    Remasking.LOW_CONFIDENCE_STATIC,
-    Remasking.SEQUENTIAL,
+# As a slot's columns number them.
+_ALGORITHMS: tuple[Algorithm, ...] = ("d2f", "block_diffusion")
+_REMASKINGS: tuple[Remasking, ...] = (
+    "low_confidence_dynamic",
+    "low_confidence_static",
+    "sequential",
 )
-_SCORES = (Score.CONFIDENCE, Score.MARGIN, Score.NEG_ENTROPY)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What a step left in one slot: its state with the next step opened, and what it did."""
 
-    values: Row  # [record_width]
+    values: Integers  # [record_width]
     layout: SlotLayout
 
     def column(self, column: RecordColumn) -> int:
@@ -69,29 +65,58 @@ class Record:
         return self.start + self.column(RecordColumn.NUM_SETTLED) * self.layout.block_size
 
     @property
-    def tokens(self) -> Row:
+    def tokens(self) -> Integers:
         """Of all blocks in flight from `start` on, -1 for a mask."""
         begin = NUM_RECORD_COLUMNS + 3 * self.layout.ring
         return self.values[begin : begin + self.num_rows]
 
     @property
-    def full(self) -> Row:
+    def full(self) -> Integers:
         """1 for each block in flight that must advance."""
         return self._blocks(0)
 
     @property
-    def counts(self) -> Row:
+    def counts(self) -> Integers:
         """Forwards that have denoised each block in flight."""
         return self._blocks(1)
 
     @property
-    def written(self) -> Row:
+    def written(self) -> Integers:
         """1 for each block in flight that lost masks in this step."""
         return self._blocks(2)
 
-    def _blocks(self, part: int) -> Row:
+    def _blocks(self, part: int) -> Integers:
         begin = NUM_RECORD_COLUMNS + part * self.layout.ring
         return self.values[begin : begin + self.column(RecordColumn.NUM_BLOCKS)]
+
+
+def apply_record(sequence: Sequence, plan: StepPlan, record: Record) -> StepOutcome:
+    """`denoise.apply_step` with the device's choice: `record` is of the step that `plan` opened."""
+    assert sequence.step_open
+    sequence.step_open = False
+    sequence.store(plan.num_stored)
+    assert record.start == sequence.in_flight_start, "the device stored what the plan stores"
+    written: list[Block] = []
+    num_semi_writes = 0
+    for block in sequence.blocks:
+        if not block.masks_left:
+            continue
+        block.denoise_count += 1
+        num_written = _take_over(sequence, block, record)
+        if num_written:
+            written.append(block)
+            num_semi_writes += 0 if block.full else num_written
+    return settle_step(sequence, written, num_semi_writes)
+
+
+def _take_over(sequence: Sequence, block: Block, record: Record) -> int:
+    """Writes the block's tokens that the record shows and the sequence masks; how many."""
+    span = slice(block.start, block.end)
+    shown = record.tokens[block.start - record.start : block.end - record.start]
+    positions = ((shown >= 0) & sequence.masked[span]).nonzero()[0]
+    if len(positions):
+        sequence.write(block, positions + block.start, shown[positions].astype(np.int64))
+    return len(positions)
 
 
 def slot_row(
@@ -103,10 +128,12 @@ def slot_row(
     generation: int,
     pages: Ids[int],
     page_size: int,
-) -> Row:
+) -> Integers:
     """The row [width] of a sequence whose step is open and whose cache is complete."""
     assert sequence.step_open, "a sequence joins with its step opened"
-    assert row_fits(layout, sequence, settings), "others are denoised from the host"
+    stops = sorted(sequence.stopping.stop_token_ids)
+    assert settings.most_active <= layout.max_window, "intake refuses wider ones"
+    assert len(stops) <= layout.max_stops, "intake refuses more of them"
     row = np.zeros(layout.width, dtype=np.int32)
     _put_settings(row, sequence, settings, sampling)
     row[Column.STATUS] = Status.RUNNING
@@ -117,7 +144,6 @@ def slot_row(
     row[Column.NUM_MASKS] = sum(block.masks_left for block in sequence.blocks)
     row[Column.STOP_SEEN] = sequence.stop_seen
     _put_blocks(row, layout, sequence)
-    stops = sorted(sequence.stopping.stop_token_ids)
     row[layout.stops_at : layout.storable_at] = -1
     row[layout.stops_at : layout.stops_at + len(stops)] = stops
     row[layout.storable_at] = len(pages) * page_size
@@ -125,15 +151,8 @@ def slot_row(
     return row
 
 
-def row_fits(layout: SlotLayout, sequence: Sequence, settings: DecodeSettings) -> bool:
-    """False where a request needs more than a row of the slot table holds."""
-    window = settings.window if settings.algorithm is Algorithm.D2F else 1
-    num_stops = len(sequence.stopping.stop_token_ids)
-    return window <= layout.max_window and num_stops <= layout.max_stops
-
-
 def _put_settings(
-    row: Row, sequence: Sequence, settings: DecodeSettings, sampling: Sampling
+    row: Integers, sequence: Sequence, settings: DecodeSettings, sampling: Sampling
 ) -> None:
     row[Column.PROMPT_LEN] = sequence.prompt_len
     row[Column.ORIGIN] = sequence.origin
@@ -144,7 +163,7 @@ def _put_settings(
     row[Column.WINDOW] = settings.window
     row[Column.STEPS] = settings.denoising_steps
     row[Column.TOP_K] = sampling.top_k
-    row[Column.SCORE] = _SCORES.index(settings.score)
+    row[Column.SCORE] = ScoreCode.named(settings.score)
     real = row.view(np.float32)
     real[Column.CONFIDENCE] = settings.confidence_threshold
     real[Column.ADD] = settings.block_add_threshold
@@ -155,7 +174,7 @@ def _put_settings(
     row[[Column.SEED_LOW, Column.SEED_HIGH]] = seed
 
 
-def _put_blocks(row: Row, layout: SlotLayout, sequence: Sequence) -> None:
+def _put_blocks(row: Integers, layout: SlotLayout, sequence: Sequence) -> None:
     size, ring = layout.block_size, layout.ring
     blocks = row[NUM_COLUMNS : layout.tokens_at].reshape(len(BlockColumn), ring)
     tokens = row[layout.tokens_at : layout.masked_at].reshape(ring, size)

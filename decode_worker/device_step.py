@@ -14,9 +14,8 @@ from torch import Tensor
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
 from effuse.kernels.step_advance import advance
-from effuse.kernels.step_last_rows import exchange_boundaries, gather_rows
 from effuse.kernels.step_plan import plan_step
-from effuse.kernels.step_rows import StepRows
+from effuse.kernels.step_rows import StepRows, exchange_boundaries, gather_rows
 from effuse.kernels.step_slots import Control, SlotLayout, SlotTable
 from effuse.models.transformer import LayerKV, Transformer
 

@@ -1,7 +1,7 @@
 """Launches device steps ahead of the host: graphs by bucket, records through pinned memory.
 
 Owns what crosses between host and device: rows of joining requests, limits, records and the events
-that say when those may be read. Who joins and what a record means is the engine's matter.
+that say when those may be read. Who joins and what a record means is `device_executor.py`'s.
 """
 
 from collections import deque
@@ -60,6 +60,11 @@ class DeviceStepper:
     @property
     def layout(self) -> SlotLayout:
         return self._step.buffers.table.layout
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._step.page_size
 
     @property
     def num_ahead(self) -> int:
@@ -145,7 +150,7 @@ class DeviceStepper:
     def _context_class(self, rows: int, context: int) -> int:
         """Only small launches split the cache, so larger ones do with a single class."""
         layout = self.layout
-        most = layout.max_pages * self._step.page_size
+        most = layout.max_pages * self.page_size
         return context_class(min(context, most) if rows < _ROWS_THAT_SPLIT else most)
 
     def _run(self, rows: int, candidates: int, context: int) -> None:

@@ -3,19 +3,13 @@
 Checks values against the model and the engine's limits; nothing is reserved and nothing is kept.
 """
 
-from collections.abc import Sequence as Ids
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.scheduler import DecodeLimits, check_fits
-from effuse.decode_worker.sequence import Sequence
-from effuse.decode_worker.settings import (
-    Algorithm,
-    DecodeSettings,
-    RequestError,
-    Sampling,
-    Stopping,
-)
+from effuse.decode_worker.sequence import RequestError, Sequence
 from effuse.models.config import ModelConfig
 from effuse.worker.messages import Resume, StartDecode
 
@@ -29,49 +23,34 @@ class Intake:
 
     def make_request(self, message: StartDecode, *, arrival: int, now: float) -> Request:
         """A request that can finish here. Raises RequestError with what is wrong."""
-        settings = self._settings(message)
+        self._check_steps(message.settings)
         request = Request(
             attempt=message.attempt,
             arrival=arrival,
             arrived_s=now,
             sequence=self._sequence(message),
-            settings=settings,
-            sampling=Sampling(
-                temperature=message.sampling.temperature,
-                top_p=message.sampling.top_p,
-                top_k=message.sampling.top_k,
-                seed=message.sampling.seed,
-            ),
+            settings=message.settings,
+            sampling=message.sampling,
             writer=message.writer,
             drafts=message.drafts,
         )
-        _check_window(request)
+        _check_window(request, self.limits)
+        _check_stops(request, self.limits)
         check_fits(request.footprint(), self.limits)
         return request
 
-    def _settings(self, message: StartDecode) -> DecodeSettings:
-        asked = message.settings
-        if asked.denoising_steps > self.limits.block_size:
+    def _check_steps(self, settings: DecodeSettings) -> None:
+        if settings.denoising_steps > self.limits.block_size:
             raise RequestError(
                 f"denoising_steps must be at most the block size {self.limits.block_size}, "
-                f"got {asked.denoising_steps}"
+                f"got {settings.denoising_steps}"
             )
-        return DecodeSettings.from_names(
-            algorithm=asked.algorithm,
-            window=asked.window,
-            confidence_threshold=asked.confidence_threshold,
-            block_add_threshold=asked.block_add_threshold,
-            full_activation_threshold=asked.full_activation_threshold,
-            score=asked.score,
-            remasking=asked.remasking,
-            denoising_steps=asked.denoising_steps,
-        )
 
     def _sequence(self, message: StartDecode) -> Sequence:
         prompt = message.prompt_token_ids
-        self._check_length(len(prompt), message.max_tokens)
+        self._check_length(len(prompt), message.stopping.max_tokens)
         self._check_ids("prompt_token_ids", prompt)
-        self._check_ids("stop_token_ids", message.stop_token_ids)
+        self._check_ids("stop_token_ids", message.stopping.stop_token_ids)
         resume = message.resume or Resume(committed_token_ids=(), frontier=())
         self._check_ids("committed_token_ids", resume.committed_token_ids)
         for block in resume.frontier:
@@ -83,7 +62,7 @@ class Intake:
             origin=self.model.block_origin(len(prompt)),
             block_size=self.limits.block_size,
             mask_token_id=self.model.mask_token_id,
-            stopping=Stopping.of(message.max_tokens, message.stop_token_ids),
+            stopping=message.stopping,
         )
 
     def _check_length(self, prompt_len: int, max_tokens: int) -> None:
@@ -95,7 +74,7 @@ class Intake:
                 f"{prompt_len + max_tokens} tokens; max_model_len is {most}"
             )
 
-    def _check_ids(self, name: str, token_ids: Ids[int]) -> None:
+    def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.model.vocab_size:
             raise RequestError(
                 f"{name} must lie in 0..{self.model.vocab_size - 1}, "
@@ -103,10 +82,24 @@ class Intake:
             )
 
 
-def _check_window(request: Request) -> None:
-    window = request.settings.window if request.settings.algorithm is Algorithm.D2F else 1
-    if request.sequence.num_active > window:
+def _check_window(request: Request, limits: DecodeLimits) -> None:
+    most_active = request.settings.most_active
+    if most_active > limits.max_window:
+        raise RequestError(
+            f"the window must be at most this worker's max_window {limits.max_window}, "
+            f"got {most_active}"
+        )
+    if request.sequence.num_active > most_active:
         raise RequestError(
             f"the frontier holds {request.sequence.num_active} blocks; "
-            f"the settings allow {window} in flight"
+            f"the settings allow {most_active} in flight"
+        )
+
+
+def _check_stops(request: Request, limits: DecodeLimits) -> None:
+    num_stops = len(request.sequence.stopping.stop_token_ids)
+    if num_stops > limits.max_stop_ids:
+        raise RequestError(
+            f"stop ids, end-of-sequence ids included, must be at most this worker's "
+            f"max_stop_ids {limits.max_stop_ids}, got {num_stops}"
         )

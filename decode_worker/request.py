@@ -1,17 +1,19 @@
-"""One attempt at a request inside the engine: its sequence, its pages, its counters.
+"""One attempt at a request inside the engine: its sequence, its pages, its counters; and the queues
+in which it is.
 
 Data with derived properties; what happens to it is decided by the scheduler and done by the engine.
 """
 
+from bisect import insort
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from effuse.config.decoding import DecodeSettings, Sampling
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import Sequence
-from effuse.decode_worker.settings import Algorithm, DecodeSettings, Sampling
 from effuse.kvtransfer.messages import AttemptId, PageRef
 
 
@@ -54,14 +56,25 @@ class Request:
             self.plan = denoise.open_step(self.sequence, self.settings)
         return self.plan
 
+    def close_step(self) -> StepPlan:
+        """The plan of the denoise step whose forward has ended; the next one may be opened."""
+        plan = self.open_step()
+        self.plan = None
+        self.forward_passes += 1
+        return plan
+
     def pages_to_begin(self, limits: DecodeLimits) -> int:
         """Pages it needs before its first forward here, or before its writer may push."""
         if self.needs_remote:
             return limits.pages_for(self.sequence.first_block_start)
         return limits.pages_for(self.sequence.in_flight_start)
 
-    def demand(self, limits: DecodeLimits) -> Demand:
-        """What it wants of the next step; opens its denoise step."""
+    def demand(self, limits: DecodeLimits, *, runs_ahead: bool = False) -> Demand:
+        """What it wants of the next step; opens its denoise step.
+
+        With `runs_ahead` a second step is launched before this one is read, and pages are wanted
+        for both.
+        """
         to_prefill = self.num_to_prefill
         if to_prefill:
             return Demand(
@@ -71,13 +84,16 @@ class Request:
                 pages_held=len(self.pages),
                 pages_wanted=limits.pages_for(self.sequence.in_flight_start),
             )
-        plan = self.open_step()
+        plan, sequence = self.open_step(), self.sequence
+        end = plan.start + plan.num_stored
+        if runs_ahead:
+            end = max(end, min(sequence.in_flight_end, sequence.last_block_start))
         return Demand(
             rows=plan.end - plan.start,
             whole=True,
             least=0,
             pages_held=len(self.pages),
-            pages_wanted=limits.pages_for(plan.start + plan.num_stored),
+            pages_wanted=limits.pages_for(end),
         )
 
     def preempt(self) -> None:
@@ -90,14 +106,13 @@ class Request:
     def footprint(self) -> Footprint:
         """The most it can ever need."""
         sequence = self.sequence
-        window = self.settings.window if self.settings.algorithm is Algorithm.D2F else 1
         num_blocks = (sequence.last_block_end - sequence.first_block_start) // sequence.block_size
         return Footprint(
             prompt_len=sequence.prompt_len,
             max_tokens=sequence.stopping.max_tokens,
             most_cached=sequence.last_block_start,
             # All of a full window may settle in one step and ride along with one new block.
-            most_rows=min(window + 1, num_blocks) * sequence.block_size,
+            most_rows=min(self.settings.most_active + 1, num_blocks) * sequence.block_size,
             first_chunk=sequence.origin,
         )
 
@@ -106,3 +121,52 @@ class Request:
         sequence = self.sequence
         unsplittable = max(0, sequence.origin - sequence.committed_len)
         return unsplittable or sequence.block_size
+
+
+class RequestQueues:
+    """Every request of an engine, by transfer id and in exactly one of three queues, which are in
+    the order of arrival. Who moves is the scheduler's decision, pages are the pool's."""
+
+    def __init__(self) -> None:
+        self.by_transfer: dict[str, Request] = {}
+        self.waiting: list[Request] = []  # hold no pages
+        self.receiving: dict[str, Request] = {}  # a remote writer fills their pages
+        self.running: list[Request] = []  # oldest first
+
+    @property
+    def num_holding(self) -> int:
+        """Requests that hold pages."""
+        return len(self.receiving) + len(self.running)
+
+    def add(self, request: Request) -> None:
+        """A request arrives, behind all others."""
+        self.by_transfer[request.attempt.transfer_id] = request
+        self.waiting.append(request)
+
+    def start_receiving(self, request: Request) -> None:
+        """A waiting request's pages are open to its writer."""
+        self.waiting.remove(request)
+        self.receiving[request.attempt.transfer_id] = request
+
+    def start_running(self, request: Request) -> None:
+        """A request has what it needs to take part in steps."""
+        if self.receiving.pop(request.attempt.transfer_id, None) is None:
+            self.waiting.remove(request)
+        insort(self.running, request, key=_arrival)
+
+    def put_back(self, request: Request) -> None:
+        """A running request waits again, before all younger ones."""
+        self.running.remove(request)
+        insort(self.waiting, request, key=_arrival)
+
+    def remove(self, request: Request) -> None:
+        """A request has ended."""
+        transfer_id = request.attempt.transfer_id
+        del self.by_transfer[transfer_id]
+        if self.receiving.pop(transfer_id, None) is None:
+            queue = self.running if request in self.running else self.waiting
+            queue.remove(request)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival

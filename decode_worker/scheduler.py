@@ -6,9 +6,10 @@ still holds pages that it needs; those writers have a lease.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from effuse.decode_worker.settings import RequestError
+from effuse.decode_worker.config import DecodeConfig
+from effuse.decode_worker.sequence import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +22,14 @@ class DecodeLimits:
     num_pages: int
     page_size: int  # tokens
     block_size: int  # tokens
+    max_window: int = DecodeConfig.max_window  # blocks with masks that one request has in flight
+    max_stop_ids: int = DecodeConfig.max_stop_ids
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("max_num_seqs", self.max_num_seqs),
-            ("max_model_len", self.max_model_len),
-            ("num_pages", self.num_pages),
-            ("page_size", self.page_size),
-            ("block_size", self.block_size),
-        ):
+        for field in fields(self):
+            value = getattr(self, field.name)
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise ValueError(f"{field.name} must be at least 1, got {value}")
         if self.max_num_batched_tokens < 2 * self.block_size:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than "

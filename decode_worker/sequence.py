@@ -1,4 +1,5 @@
-"""The token state of one generation: ids, the bitmap of masks, and the blocks in flight.
+"""The token state of one generation: ids, the bitmap of masks, the blocks in flight, and what a
+forward proposes for their masks.
 
 Pure data on numpy: no torch, no pages, no policy. Which block is appended, which mask is written
 and when a block settles is decided in `denoise.py`. Masks are a bitmap; no id is ever taken for
@@ -13,13 +14,18 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from effuse.decode_worker.settings import RequestError, Stopping
+from effuse.config.decoding import Stopping
 from effuse.worker import messages
 
 IntArray = npt.NDArray[np.int64]
+IndexArray = npt.NDArray[np.intp]
 BoolArray = npt.NDArray[np.bool_]
 
 _MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the randomness' counter
+
+
+class RequestError(ValueError):
+    """The request cannot be served as it was sent; the message says what was expected."""
 
 
 class BlockPhase(Enum):
@@ -46,6 +52,35 @@ class Block:
         """Share of the masks it was born with that are written, as float32."""
         written = self.masks_at_birth - self.masks_left
         return float(np.float32(written / self.masks_at_birth))
+
+
+@dataclass(frozen=True, slots=True)
+class HostCandidates:
+    """Proposals for masked positions in ascending order; three arrays of one length."""
+
+    tokens: npt.NDArray[np.int64]
+    confidences: npt.NDArray[np.float32]
+    scores: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def part(self, start: int, end: int) -> "HostCandidates":
+        """The candidates [start, end) of these, as views."""
+        return HostCandidates(
+            self.tokens[start:end], self.confidences[start:end], self.scores[start:end]
+        )
+
+    def best(self, count: int) -> IndexArray:
+        """Indices of the `count` highest scores, ascending; ties go to the lowest position."""
+        if count == 1:
+            return np.asarray([self.scores.argmax()], dtype=np.intp)
+        by_score = np.argsort(-self.scores, kind="stable")
+        return np.sort(by_score[:count])
+
+    def is_finite(self) -> bool:
+        """False where the model gave NaN or infinity for any of them."""
+        return bool(np.isfinite(self.confidences).all() and np.isfinite(self.scores).all())
 
 
 class Sequence:

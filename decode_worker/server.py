@@ -15,7 +15,7 @@ from effuse.protos.errors import Bug, InvalidRequest
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import peer, wire
-from effuse.worker.attempts import Attempt
+from effuse.worker.attempts import OpenAttempt
 from effuse.worker.failures import deadline_passed, to_error
 from effuse.worker.front import Role
 from effuse.worker.messages import (
@@ -35,7 +35,6 @@ from effuse.worker.shell import Shell
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]"
 _RehearseContext: TypeAlias = "grpc.aio.ServicerContext[pb.RehearseRequest, pb.RehearseResponse]"
 _REHEARSAL_S = 30.0  # longest that pages are lent
-_MOST_TOKENS = (1 << 31) - 1
 _MOST_TOGETHER = 64  # events in one message
 
 
@@ -43,7 +42,7 @@ _MOST_TOGETHER = 64  # events in one message
 class _Stream:
     """What is known of one Decode call while it runs."""
 
-    attempt: Attempt
+    attempt: OpenAttempt
     writer: wire.Writer | None  # the prefill worker that pushes; None prefills here
     began_at: float
     is_relayed: bool = False  # the reservation is known outside
@@ -122,16 +121,16 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
     async def _relay(self, stream: _Stream, context: _Context) -> None:
         while True:
             event = await stream.attempt.next_event()
-            response = self._take(stream, event)
+            response = self._handle_event(stream, event)
             # A message costs each side more than an event: what one step has said goes in one.
             while len(response.then) < _MOST_TOGETHER and (more := stream.attempt.next_ready()):
                 event = more
-                response.then.append(self._take(stream, more))
+                response.then.append(self._handle_event(stream, more))
             await context.write(response)
             if isinstance(event, Finished):
                 return
 
-    def _take(self, stream: _Stream, event: CoreEvent) -> pb.DecodeResponse:
+    def _handle_event(self, stream: _Stream, event: CoreEvent) -> pb.DecodeResponse:
         self._note(stream, event)
         return _response(event)
 
@@ -173,14 +172,11 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
 
 def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
     """Reads a request; raises `InvalidRequest` naming the field at fault."""
-    if not 1 <= request.max_tokens <= _MOST_TOKENS:
-        raise InvalidRequest.of("max_tokens", f"expected 1 or more, got {request.max_tokens}")
     writer = writer_of(request)
     return StartDecode(
         attempt=wire.attempt_id(request.attempt),
         prompt_token_ids=wire.prompt(request.prompt_token_ids),
-        max_tokens=request.max_tokens,
-        stop_token_ids=tuple(request.stop_token_ids),
+        stopping=wire.stopping(request),
         sampling=wire.sampling(request.sampling),
         settings=wire.settings(request.settings),
         writer=None if writer is None else writer.incarnation,

@@ -1,4 +1,4 @@
-"""`make k8s-try`: the 1P1D overlay on whatever cluster KUBECONFIG names, once, and away again.
+"""`make k8s-try`: brings the 1P1D overlay up on the cluster that KUBECONFIG names, and removes it.
 
 A namespace of its own under the restricted pod-security level, every Deployment available, one
 fresh problem through a port-forward answered rightly with its KV moved between pods, and nothing
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from effuse.cli.client import ask
+from effuse.cli.generate import ask
 from effuse.client.answer import Answer
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import check, problem
@@ -66,7 +66,7 @@ def main() -> int:
     except AttemptError as error:
         print(f"make k8s-try: {error}", file=sys.stderr)
         return 1
-    print("nothing is left of it")
+    print("everything was removed again")
     return 0
 
 
@@ -113,7 +113,7 @@ def attempt(cluster: Cluster, overlay: Path, connector: str) -> None:
 
 @contextlib.contextmanager
 def namespace(cluster: Cluster) -> Iterator[None]:
-    """A fresh namespace under the restricted level; on leaving it is gone with all it held."""
+    """A fresh namespace under the restricted level; deleted on leaving, with all that it holds."""
     levels = "".join(
         f"    pod-security.kubernetes.io/{mode}: restricted\n" for mode in ("enforce", "warn")
     )
@@ -166,7 +166,7 @@ def port_forward(cluster: Cluster) -> Iterator[str]:
             assert forward.stdout is not None
             line = forward.stdout.readline()
             if (match := FORWARDING.search(line)) is None:
-                raise AttemptError(f"port-forward said {line!r}")
+                raise AttemptError(f"kubectl port-forward did not name a port: {line!r}")
             yield f"127.0.0.1:{match[1]}"
         finally:
             forward.terminate()
@@ -183,7 +183,7 @@ async def solve(address: str) -> tuple[Answer, bool]:
 
 
 def diagnosis(cluster: Cluster) -> str:
-    """What the cluster says of a failed attempt."""
+    """Pods, events and the last log lines of a failed attempt."""
     told = []
     for words in (
         ("get", "pods", "--output=wide"),

@@ -151,7 +151,7 @@ def _keys_by_sequence(
 
 
 def _row_index(cache: Tensor, plan: GatherPlan) -> Tensor | None:
-    """Where `_as_rows` has the planned tokens, head by head; None if it cannot see the memory so.
+    """Where `_as_rows` has the planned tokens, head by head; None if the strides do not allow it.
 
     One index_select of whole rows is several times faster than indexing by page and offset.
     """

@@ -104,7 +104,7 @@ def block_end(position: int, block_origin: int, block_size: int) -> int:
 def _on_device(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
     """Columns as int32, brought to the device in a single copy; each begins at 16 bytes.
 
-    Wherever that differs Triton takes a launch for another kernel, and compiles it.
+    Triton compiles a kernel anew for pointers of another alignment.
     """
     packed: list[int] = []
     begins: list[int] = []

@@ -3,6 +3,7 @@
 
 Tiles of cached tokens alone go page by page through the bulk copy engine, where the pages allow
 it; the tile where cached tokens end, and in-flight rows, go in pieces of 16 bytes a thread.
+The two ends of `early_start` stand here too, since Gluon has no words of its own for them.
 """
 
 from triton.experimental import gluon
@@ -139,3 +140,19 @@ def _copy_pieces(
     # Each thread adds an arrival that its copies make; the last one lets the phase end.
     async_copy.mbarrier_arrive(full)
     mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def await_kernel_before():
+    """Go on once the kernel before has ended and what it wrote can be read."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def allow_kernel_after():
+    """Let the kernel after this one begin, once every program has said so or has ended."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

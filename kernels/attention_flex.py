@@ -1,8 +1,8 @@
-"""Attention by torch's FlexAttention over gathered keys: a second opinion, and a rival to measure.
+"""Attention by torch's FlexAttention over gathered keys: to check results and speed against.
 
 The unified layout only. Cached tokens are copied out of their pages in front of each sequence's
 own rows, and visibility becomes a block mask whose blocks are counted, not evaluated. Chosen with
-`--attention flex`; `attention` is what is made for the purpose.
+`--attention flex`; `attention` is the operator to serve with.
 """
 
 import warnings

@@ -18,9 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from effuse.kernels.attention_copies_gluon import produce
+from effuse.kernels.attention_copies_gluon import (
+    allow_kernel_after,
+    await_kernel_before,
+    produce,
+)
 from effuse.kernels.attention_splits_triton import tokens_per_split
-from effuse.kernels.early_start_gluon import allow_kernel_after, await_kernel_before
 
 ROWS = gl.constexpr(64)
 

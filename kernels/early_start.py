@@ -9,7 +9,7 @@ import torch
 
 
 def may_start_early(device: torch.device) -> bool:
-    """Whether kernels on this device can (Hopper and later); so they are compiled without one."""
+    """Whether this device supports it: Hopper and later, and `meta`, to compile for without one."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (9, 0)
     return device.type == "meta"

@@ -1,4 +1,4 @@
-"""A number that says how far a device is, written where the host can read it without asking."""
+"""A device's progress as a number in memory that the host reads without waiting for the device."""
 
 from torch import Tensor
 

@@ -10,17 +10,35 @@ against an attacker: xxh3 is not cryptographic.
 
 from __future__ import annotations
 
+import struct
 from itertools import repeat
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages_digests_key import KEY_WORDS, SEED_WORD, STRIPE_BYTES
-
+STRIPE_BYTES = 64
 MOST_PIECE_BYTES = 16384
 # Shorter inputs take other paths through xxh3 than the one that the kernel computes.
 LEAST_PIECE_BYTES = 256
+
+# Where in a key its parts begin, in words of 64 bits.
+SECRET_WORD, LAST_WORD, MERGE_WORD, START_WORD, SEED_WORD, KEY_WORDS = 0, 24, 32, 40, 48, 49
+
+# The constants of xxh3's specification: its primes and its secret.
+_PRIMES_32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIMES_64 = (
+    *(0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+    *(0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5),
+)
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
 
 
 def piece_bytes_of(layer_bytes: int) -> int:
@@ -38,6 +56,27 @@ def piece_bytes_of(layer_bytes: int) -> int:
     return piece_bytes if piece_bytes >= LEAST_PIECE_BYTES else layer_bytes
 
 
+def digest_key(seed: int) -> Tensor:
+    """What `piece_digests` needs of a seed in 0 .. 2**64 - 1: [49] int64 on the CPU.
+
+    Made once for a seed and copied to the pages' device. It holds the seed's secret (24 words),
+    the secret's words for the last stripe and for the end (8 each), the first accumulators (8) and
+    the seed. Raises ValueError for another seed.
+    """
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"a seed must be within 0..2**64 - 1, got {seed}")
+    words = [
+        (word + (-seed if index % 2 else seed)) % 2**64
+        for index, word in enumerate(struct.unpack("<24Q", _SECRET))
+    ]
+    secret = struct.pack("<24Q", *words)
+    p64, p32 = _PRIMES_64, _PRIMES_32
+    start = (p32[2], p64[0], p64[1], p64[2], p64[3], p32[1], p64[4], p32[0])
+    last, merge = struct.unpack_from("<8Q", secret, 121), struct.unpack_from("<8Q", secret, 11)
+    key = [*words, *last, *merge, *start, seed]
+    return torch.tensor([_signed(word) for word in key], dtype=torch.int64)
+
+
 def piece_digests(
     pages: Tensor,
     page_ids: Tensor,
@@ -53,7 +92,7 @@ def piece_digests(
     ``pages`` [num_pages, elements] of any dtype has contiguous rows, each a page; ``page_ids`` [N]
     int32 or int64 may come in any order and repeat; ``key`` is `digest_key`'s; ``out``, if given,
     is what is filled and returned. All lie on one device; on a GPU nothing waits for the host, and
-    nobody notices an id outside the pool. The range begins at ``first_byte`` of a page and is
+    an id outside the pool is not detected. The range begins at ``first_byte`` of a page and is
     ``num_bytes`` long, by default all that is left of it. A digest has the bits of the unsigned
     number that ``xxhash.xxh3_64_intdigest(piece, seed)`` is.
 
@@ -75,6 +114,50 @@ def piece_digests(
     _check(pages, page_ids, key, out, shape)
     if pages.device.type == "cpu":
         return out.copy_(_on_host(pages, page_ids, key, piece_bytes, first_byte, shape[1]))
+    _check_stripes(pages, piece_bytes, first_byte)
+    from effuse.kernels import pages_digests_triton
+
+    return pages_digests_triton.launch(pages, page_ids, key, piece_bytes, first_byte, out)
+
+
+class PoolDigests:
+    """`piece_digests` of one GPU's pool on one stream, for whom the host's time counts.
+
+    The pool is checked once and the kernel looked up once; what a call brings is not checked. Not
+    for several threads at once.
+    """
+
+    def __init__(self, pages: Tensor, piece_bytes: int, stream: torch.cuda.Stream) -> None:
+        """``pages`` and ``piece_bytes`` as `piece_digests` has them. Raises ValueError as it does,
+        and for pages that are not on a GPU."""
+        from effuse.kernels.pages_digests_triton import Launcher
+
+        if pages.device.type != "cuda" or pages.dim() != 2 or pages.stride(1) != 1:
+            raise ValueError(f"rows on a GPU are needed, got {pages.shape} on {pages.device}")
+        _check_stripes(pages, piece_bytes, 0)
+        self._launch = Launcher(pages, piece_bytes, stream)
+
+    def take(
+        self,
+        page_ids: Tensor,
+        key: Tensor,
+        out: Tensor,
+        *,
+        num_ids: int,
+        first_byte: int,
+        num_pieces: int,
+    ) -> None:
+        """Queues the digests of ``num_pieces`` pieces, from ``first_byte`` of each page on, of the
+        first ``num_ids`` pages of ``page_ids`` [at least num_ids] int32.
+
+        They go to the begin of ``out`` [at least num_ids * num_pieces] int64, page by page. Both
+        lie on the GPU or in pinned memory of the host, which saves their copies.
+        """
+        self._launch(page_ids, key, out, num_ids, first_byte, num_pieces)
+
+
+def _check_stripes(pages: Tensor, piece_bytes: int, first_byte: int) -> None:
+    """Raises ValueError where the kernel could not read such pieces."""
     stride = pages.stride(0) * pages.element_size()
     if piece_bytes < LEAST_PIECE_BYTES or any(
         count % STRIPE_BYTES for count in (piece_bytes, first_byte, stride)
@@ -84,9 +167,6 @@ def piece_digests(
             f"{STRIPE_BYTES} are needed, got pieces of {piece_bytes} from byte {first_byte} on of "
             f"pages {stride} bytes apart"
         )
-    from effuse.kernels import pages_digests_triton
-
-    return pages_digests_triton.launch(pages, page_ids, key, piece_bytes, first_byte, out)
 
 
 def _is_whole(page_bytes: int, piece_bytes: int, first_byte: int, num_bytes: int) -> bool:
@@ -127,3 +207,8 @@ def _on_host(
         pieces = rows[page_id].reshape(count, piece_bytes)
         digests[:] = list(map(xxhash.xxh3_64_intdigest, pieces, seeds))
     return torch.from_numpy(found.view(np.int64))
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same bits."""
+    return word - 2**64 if word >= 2**63 else word

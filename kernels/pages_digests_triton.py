@@ -9,12 +9,14 @@ two of its stripes add to one pair of accumulators, and only sums and scrambles 
 Bytes: every piece read once, in loads of 16 bytes. The rounds after those in work are under way.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.pages_digests_key import LAST_WORD, MERGE_WORD, START_WORD, STRIPE_BYTES
+from effuse.kernels.pages_digests import LAST_WORD, MERGE_WORD, START_WORD, STRIPE_BYTES
 
 # Rounds that are loaded together.
 AHEAD = 4
@@ -52,6 +54,39 @@ def launch(
             enable_fp_fusion=True,
         )
     return out
+
+
+class Launcher:
+    """Launches of one pool's digests on one stream, as `PoolDigests` says.
+
+    Looking the kernel up by its arguments, as Triton does in every launch, takes the host longer
+    than launching it: so it is kept from the first launch on.
+    """
+
+    def __init__(self, pages: Tensor, piece_bytes: int, stream: torch.cuda.Stream) -> None:
+        self._words = pages.view(torch.int64)
+        self._page_stripes = self._words.stride(0) // 8
+        self._piece_stripes = piece_bytes // STRIPE_BYTES
+        self._stream = stream
+        self._kernel: Any = None
+
+    def __call__(
+        self,
+        page_ids: Tensor,
+        key: Tensor,
+        out: Tensor,
+        num_ids: int,
+        first_byte: int,
+        num_pieces: int,
+    ) -> None:
+        grid = num_ids * num_pieces, 1, 1
+        sizes = self._page_stripes, first_byte // STRIPE_BYTES, num_pieces
+        arguments = (self._words, page_ids, key, out, *sizes, self._piece_stripes, AHEAD)
+        if self._kernel is not None:
+            self._kernel[grid](*arguments, stream=self._stream.cuda_stream)
+            return
+        with torch.cuda.stream(self._stream):
+            self._kernel = _digest_kernel[grid](*arguments, num_warps=1, enable_fp_fusion=True)
 
 
 @triton.jit(

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIECE = 4096  # elements of a page that one program copies
-
 
 def launch_store(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
@@ -61,35 +59,6 @@ def launch_load(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor
             enable_fp_fusion=True,
         )
     return k, v
-
-
-def launch_scatter(pages: Tensor, memory: Tensor, page_ids: Tensor) -> None:
-    """Copy contiguous ``pages`` [N, ...] to their places in contiguous ``memory``."""
-    if len(pages):
-        elements = pages[0].numel()
-        _scatter_kernel[(len(pages), triton.cdiv(elements, PIECE))](
-            pages,
-            memory,
-            page_ids,
-            elements,
-            PIECE=PIECE,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-
-
-@triton.jit
-def _scatter_kernel(pages, memory, page_ids, elements, PIECE: tl.constexpr):
-    """One piece of one page."""
-    page = tl.program_id(0).to(tl.int64)
-    place = tl.load(page_ids + page).to(tl.int64)
-    element = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    mask = element < elements
-    tl.store(
-        memory + place * elements + element,
-        tl.load(pages + page * elements + element, mask=mask),
-        mask=mask,
-    )
 
 
 @triton.jit

@@ -7,6 +7,7 @@ decided by the decode worker, not here.
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,12 +15,17 @@ from torch import Tensor
 from effuse.kernels.sampling_philox import gumbel_noise
 
 
-class Score(IntEnum):
+class ScoreCode(IntEnum):
     """What ranks candidates when no confidence passes the threshold; larger is better."""
 
     CONFIDENCE = 0
     MARGIN = 1
     NEG_ENTROPY = 2
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The code of confidence, margin or neg_entropy. Raises KeyError."""
+        return cls[name.upper()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class RowSampling:
     answer_index: Tensor  # [R] int32 or int64
     position: Tensor  # [R] int32 or int64, absolute position of the token
     denoise_count: Tensor  # [R] int32 or int64, earlier forwards that denoised its block
-    score: Tensor  # [R] int8, a `Score`
+    score: Tensor  # [R] int8, a `ScoreCode`
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +147,11 @@ def _noise(sampling: RowSampling, rows: Tensor, vocab_size: int) -> Tensor:
 
 def _scores(probability: Tensor, confidence: Tensor, kind: Tensor) -> Tensor:
     score = confidence.clone()
-    margin = (kind == Score.MARGIN).nonzero().squeeze(1)
+    margin = (kind == ScoreCode.MARGIN).nonzero().squeeze(1)
     if margin.numel():
         top = probability[margin].topk(2, dim=-1).values
         score[margin] = top[:, 0] - top[:, 1]
-    entropy = (kind == Score.NEG_ENTROPY).nonzero().squeeze(1)
+    entropy = (kind == ScoreCode.NEG_ENTROPY).nonzero().squeeze(1)
     if entropy.numel():
         chosen = probability[entropy]
         negative = torch.special.xlogy(chosen, chosen).sum(dim=-1)
@@ -166,7 +172,8 @@ def _row_ref(
     )
     probability = _softmax_ref([value[token] for token in order])
     if probability[0] == 0:
-        return min(order), 0.0, float("-inf") if sampling.score[row] == Score.NEG_ENTROPY else 0.0
+        is_entropy = sampling.score[row] == ScoreCode.NEG_ENTROPY
+        return min(order), 0.0, float("-inf") if is_entropy else 0.0
     kept = _kept_ref(probability, sampling.top_p[row])
     kept = min(kept, int(sampling.top_k[row]) or kept)
     total = sum(probability[:kept])
@@ -196,9 +203,9 @@ def _softmax_ref(descending: list[float]) -> list[float]:
 
 
 def _score_ref(probability: list[float], confidence: float, kind: int) -> float:
-    if kind == Score.MARGIN:
+    if kind == ScoreCode.MARGIN:
         return probability[0] - (probability[1] if len(probability) > 1 else 0.0)
-    if kind == Score.NEG_ENTROPY:
+    if kind == ScoreCode.NEG_ENTROPY:
         values = torch.tensor(probability, dtype=torch.float64)
         return float(torch.special.xlogy(values, values).sum())
     return confidence

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from effuse.kernels.sampling_tiles import Tile
+from effuse.kernels.sampling_shared_triton import Tile
 
 # `_ordered(-inf)`
 ORDER_OF_MINUS_INF = tl.constexpr(-2139095041)

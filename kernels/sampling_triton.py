@@ -28,8 +28,13 @@ from effuse.kernels.sampling_filters_triton import (
     tile_offsets,
     top_of_lanes,
 )
-from effuse.kernels.sampling_philox_triton import gumbel_of_high_bits, words_of_quads
-from effuse.kernels.sampling_tiles import SamplingShape, Tile, sampling_shape
+from effuse.kernels.sampling_shared_triton import (
+    SamplingShape,
+    Tile,
+    gumbel_of_high_bits,
+    sampling_shape,
+    words_of_quads,
+)
 
 MARGIN = tl.constexpr(1)
 NEG_ENTROPY = tl.constexpr(2)

@@ -1,5 +1,9 @@
 """The rows of a denoise step, as `plan_step` lays them out and the forward takes them: buffers that
-every step fills anew.
+every step fills anew, and the rows that leave its last layer.
+
+A step needs hidden rows of its candidates and, for models that shift their logits, of each slot's
+last stored position. That one is kept as the slot's boundary, from which the first position in
+flight is predicted. `plan_step` says which rows those are.
 """
 
 from __future__ import annotations
@@ -87,3 +91,36 @@ class StepRows:
 def sequences_in(layout: SlotLayout, num_rows: int) -> int:
     """Most slots that a bucket of `num_rows` can hold."""
     return max(1, min(layout.num_slots, num_rows // layout.block_size))
+
+
+def gather_rows(
+    mixed: Tensor, residual: Tensor, wanted: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows `wanted` [R] and then `kept` [S] (-1: any row) of mixed [T, Q] and residual [T, H]."""
+    if mixed.is_cuda:
+        from effuse.kernels import step_rows_triton
+
+        return step_rows_triton.launch_gather(mixed, residual, wanted, kept)
+    rows = torch.cat([wanted, kept.clamp(min=0)])
+    return mixed.index_select(0, rows), residual.index_select(0, rows)
+
+
+def exchange_boundaries(
+    hidden: Tensor, boundary_slots: Tensor, kept: Tensor, boundary: Tensor
+) -> None:
+    """Between hidden [R + S, H] of `gather_rows` and boundary [S, H], in place.
+
+    Row i takes the boundary of slot `boundary_slots` [R] where that is not -1; slot s takes row
+    R + s where `kept` [S] is not -1. No slot does both: one that stores has its first candidate
+    behind what it stores.
+    """
+    if hidden.is_cuda:
+        from effuse.kernels import step_rows_triton
+
+        step_rows_triton.launch_exchange(hidden, boundary_slots, kept, boundary)
+        return
+    count = len(boundary_slots)
+    vectors = boundary.index_select(0, boundary_slots.clamp(min=0))
+    takes, keeps = (boundary_slots >= 0)[:, None], (kept >= 0)[:, None]
+    boundary.copy_(torch.where(keeps, hidden[count:], boundary))
+    hidden[:count] = torch.where(takes, vectors, hidden[:count])

@@ -2,7 +2,7 @@
 
 A row holds counters, settings, the blocks in flight (a ring by their place on the block grid),
 stop ids and the page list, so that a request joins by one copy. What the numbers mean to a step is
-`plan_step` and `advance`; who gets a slot is the decode worker's matter.
+`plan_step` and `advance`; the decode worker decides who gets a slot.
 """
 
 from dataclasses import dataclass

@@ -20,8 +20,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from effuse.kernels.pages_digests import piece_bytes_of, piece_digests
-from effuse.kernels.pages_digests_key import digest_key
+from effuse.kernels.pages_digests import (
+    PoolDigests,
+    digest_key,
+    piece_bytes_of,
+    piece_digests,
+)
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Manifest, encode
@@ -74,12 +78,13 @@ class HostDigester:
         return _OnHost(lambda: self._take(page_ids, groups, seed))
 
     def _take(self, page_ids: Sequence[int], groups: range, seed: int) -> PieceDigests:
-        found = _piece_digests(
+        found = piece_digests(
             self._pages,
             torch.tensor(page_ids, dtype=torch.int64),
             _key_of(seed),
-            self._layout,
-            groups,
+            piece_bytes=piece_bytes_of(self._layout.layer_bytes),
+            first_byte=groups.start * self._layout.group_bytes,
+            num_bytes=len(groups) * self._layout.group_bytes,
         )
         return found.numpy()
 
@@ -95,70 +100,66 @@ class _OnHost:
 class DeviceDigester:
     """Digests of pages on a GPU, on the pool's stream for transfers, which waits for nobody.
 
-    Its buffers are kept: while each job made its own, beginning one took the host of an H200 0.3 to
-    0.4 ms.
+    What a job asks and finds lies in pinned memory of the host that is kept, and that the kernel
+    itself reads and writes: a handoff waits for its host twice, and copies, new buffers and views
+    of them took five times as long as the launch.
     """
 
     def __init__(self, memory: PageMemory) -> None:
-        self._pages = memory.byte_rows()
         self._layout = memory.layout
         self._device = memory.device
         self._stream = memory.stream
+        piece_bytes = piece_bytes_of(memory.layout.layer_bytes)
+        self._pool = PoolDigests(memory.byte_rows(), piece_bytes, memory.stream)
         self._keys: dict[int, Tensor] = {}  # by seed, on the device
         self._free: list[_Buffers] = []
 
     def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
         """Of these groups of layers of these pages, behind what was queued on the stream."""
-        shape = len(page_ids), len(groups) * pieces_in_group(self._layout)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            buffers = self._buffers(shape[0], shape[0] * shape[1])
-            ids, found = buffers.device_ids[: shape[0]], buffers.device_found[: shape[0] * shape[1]]
-            buffers.ids.numpy()[: shape[0]] = page_ids
-            ids.copy_(buffers.ids[: shape[0]], non_blocking=True)
-            out = found.view(shape)
-            _piece_digests(self._pages, ids, self._key(seed), self._layout, groups, out)
-            buffers.found[: found.numel()].copy_(found, non_blocking=True)
-            buffers.done.record(self._stream)
-        return _OnDevice(buffers, shape, self._free)
+        num_ids, num_pieces = len(page_ids), len(groups) * pieces_in_group(self._layout)
+        buffers = self._buffers(num_ids, num_ids * num_pieces)
+        buffers.ids_on_host[:num_ids] = page_ids
+        self._pool.take(
+            buffers.ids,
+            self._key(seed),
+            buffers.found,
+            num_ids=num_ids,
+            first_byte=groups.start * self._layout.group_bytes,
+            num_pieces=num_pieces,
+        )
+        buffers.done.record(self._stream)
+        return _OnDevice(buffers, (num_ids, num_pieces), self._free)
 
     def _key(self, seed: int) -> Tensor:
         key = self._keys.get(seed)
         if key is None:
             if len(self._keys) >= MOST_KEYS:
                 self._keys.clear()
-            key = self._keys[seed] = _key_of(seed).pin_memory().to(self._device, non_blocking=True)
+            with torch.cuda.stream(self._stream):
+                key = _key_of(seed).pin_memory().to(self._device, non_blocking=True)
+            self._keys[seed] = key
         return key
 
     def _buffers(self, num_ids: int, num_found: int) -> _Buffers:
         """Free ones that are large enough; too small ones are given up."""
         while self._free:
             buffers = self._free.pop()
-            if len(buffers.ids) >= num_ids and len(buffers.found) >= num_found:
+            if buffers.num_ids >= num_ids and buffers.num_found >= num_found:
                 return buffers
-        return _Buffers.empty(num_ids, num_found, self._device)
+        return _Buffers(num_ids, num_found)
 
 
-@dataclass(frozen=True, slots=True)
 class _Buffers:
-    """What one job at a time needs, on the host pinned."""
+    """What one job at a time needs: page ids [num_ids] int32 and digests [num_found] int64."""
 
-    ids: Tensor  # int32
-    device_ids: Tensor
-    found: Tensor  # int64
-    device_found: Tensor
-    done: torch.cuda.Event
-
-    @classmethod
-    def empty(cls, num_ids: int, num_found: int, device: torch.device) -> _Buffers:
-        """With room for at least so many. Made on the stream that uses them."""
-        num_ids, num_found = (1 << (count - 1).bit_length() for count in (num_ids, num_found))
-        return cls(
-            ids=torch.empty(num_ids, dtype=torch.int32, pin_memory=True),
-            device_ids=torch.empty(num_ids, dtype=torch.int32, device=device),
-            found=torch.empty(num_found, dtype=torch.int64, pin_memory=True),
-            device_found=torch.empty(num_found, dtype=torch.int64, device=device),
-            done=torch.cuda.Event(),  # type: ignore[no-untyped-call]
-        )
+    def __init__(self, num_ids: int, num_found: int) -> None:
+        """With room for at least so many."""
+        self.num_ids, self.num_found = (1 << (n - 1).bit_length() for n in (num_ids, num_found))
+        self.ids = torch.empty(self.num_ids, dtype=torch.int32, pin_memory=True)
+        self.found = torch.empty(self.num_found, dtype=torch.int64, pin_memory=True)
+        self.ids_on_host: npt.NDArray[np.int32] = self.ids.numpy()
+        self.found_on_host: PieceDigests = self.found.numpy()
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
@@ -171,7 +172,7 @@ class _OnDevice:
     def poll(self) -> PieceDigests | None:
         if self.found is None and self.buffers.done.query():  # type: ignore[no-untyped-call]
             rows, columns = self.shape
-            self.found = self.buffers.found.numpy()[: rows * columns].reshape(self.shape).copy()
+            self.found = self.buffers.found_on_host[: rows * columns].reshape(self.shape).copy()
             self.free.append(self.buffers)
         return self.found
 
@@ -179,25 +180,6 @@ class _OnDevice:
 @functools.lru_cache(maxsize=MOST_KEYS)
 def _key_of(seed: int) -> Tensor:
     return digest_key(seed)
-
-
-def _piece_digests(
-    pages: Tensor,
-    page_ids: Tensor,
-    key: Tensor,
-    layout: KVLayout,
-    groups: range,
-    out: Tensor | None = None,
-) -> Tensor:
-    return piece_digests(
-        pages,
-        page_ids,
-        key,
-        piece_bytes=piece_bytes_of(layout.layer_bytes),
-        first_byte=groups.start * layout.group_bytes,
-        num_bytes=len(groups) * layout.group_bytes,
-        out=out,
-    )
 
 
 def page_digests(pieces: PieceDigests) -> tuple[bytes, ...]:

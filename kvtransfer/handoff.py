@@ -138,7 +138,7 @@ SENDER: Mapping[tuple[S, F], tuple[S, tuple[G, ...]]] = {
 }
 
 
-class IllegalTransition(RuntimeError):
+class IllegalHandoffEvent(RuntimeError):
     """Our own mistake: an event that cannot happen in this state."""
 
 
@@ -164,10 +164,10 @@ class Machine(Generic[StateT, EventT, DoT]):
         self._story: deque[str] = deque(maxlen=STORY_LENGTH)
 
     def handle(self, event: EventT, now: float) -> tuple[DoT, ...]:
-        """Moves on; says what is to be done, in order. Raises IllegalTransition."""
+        """Moves on; says what is to be done, in order. Raises IllegalHandoffEvent."""
         found = self._table.get((self.state, event))
         if found is None:
-            raise IllegalTransition(
+            raise IllegalHandoffEvent(
                 f"{event.name} cannot happen in {self.state.name}; so far: {self.story()}"
             )
         self._story.append(f"+{now - self.started:.3f}s {self.state.name} {event.name}")

@@ -117,7 +117,6 @@ class NixlTransport:
         on_device = memory.device.type == "cuda"
         self.chunk_bytes = DEVICE_BYTES if on_device else HOST_CHUNK_BYTES
         self.window_bytes = DEVICE_BYTES if on_device else HOST_WINDOW_BYTES
-        self.num_malformed = 0
         self._memory = memory
         self._layout = memory.layout
         self._kind = "VRAM" if on_device else "DRAM"
@@ -234,7 +233,6 @@ class NixlTransport:
             try:
                 answer = decode_to_sender(data)
             except MalformedMessage:
-                self.num_malformed += 1
                 continue
             if peer is not None:
                 heard.append(FromReceiver(peer, answer))
@@ -243,7 +241,6 @@ class NixlTransport:
                 try:
                     message = decode_to_receiver(data)
                 except MalformedMessage:
-                    self.num_malformed += 1
                     continue
                 heard.append(FromWriter(message, (), NixlReply(receiving, source_of(message))))
         return heard

@@ -47,8 +47,6 @@ TRANSITIONS: dict[tuple[PageState, PageEvent], PageState] = {
     (PageState.COMMITTED, PageEvent.RELEASE): PageState.FREE,
 }
 
-_ENTRY = (PageEvent.RESERVE, PageEvent.TAKE)
-
 
 class PageError(RuntimeError):
     """Our own mistake with a page: an illegal transition, or a stale reference."""

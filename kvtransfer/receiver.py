@@ -44,7 +44,7 @@ class HandoffFailed:
 
 
 @dataclass(slots=True)
-class _Handoff:
+class _Incoming:
     reservation: Reservation
     machine: ReceiverMachine
 
@@ -63,7 +63,7 @@ class HandoffReceiver:
         self._identity = identity
         self._digest_seed = secrets.randbits(63)
         self._time = 0.0  # when the caller last said what time it is
-        self._handoffs: dict[str, _Handoff] = {}  # oldest first
+        self._handoffs: dict[str, _Incoming] = {}  # oldest first
 
     @property
     def can_receive(self) -> bool:
@@ -98,7 +98,7 @@ class HandoffReceiver:
         self._time = now
         reservation = self._reservation(attempt, pages, self._connector.describe())
         machine = Machine(RECEIVER, ReceiverState.RESERVED, now, self._identity.lease_s)
-        self._handoffs[attempt.transfer_id] = _Handoff(reservation, machine)
+        self._handoffs[attempt.transfer_id] = _Incoming(reservation, machine)
         for do in machine.handle(ReceiverEvent.OFFERED, now):
             if do is ReceiverDo.OPEN_PAGES:
                 self._pool.open(pages)

@@ -38,7 +38,7 @@ SendReport = Pushed | PushFailed | Ended
 
 
 @dataclass(slots=True)
-class _Handoff:
+class _Outgoing:
     attempt: AttemptId
     machine: SenderMachine
     reservation: Reservation | None = None
@@ -57,7 +57,7 @@ class HandoffSender:
         self._connector = connector
         self._reservation_s = reservation_s
         self._now = now
-        self._handoffs: dict[str, _Handoff] = {}
+        self._handoffs: dict[str, _Outgoing] = {}
         self._reports: list[SendReport] = []
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class HandoffSender:
         """A prompt will be computed; its pages wait for a reservation."""
         assert attempt.transfer_id not in self._handoffs, attempt
         machine = Machine(SENDER, SenderState.COMPUTING, self._now(), math.inf)
-        self._handoffs[attempt.transfer_id] = _Handoff(attempt, machine)
+        self._handoffs[attempt.transfer_id] = _Outgoing(attempt, machine)
 
     def reservation(self, transfer_id: str) -> Reservation | None:
         """Where this handoff goes, once that is known."""
@@ -114,7 +114,7 @@ class HandoffSender:
         reports, self._reports = self._reports, []
         return reports
 
-    def _hear(self, handoff: _Handoff, event: ConnectorEvent) -> None:
+    def _hear(self, handoff: _Outgoing, event: ConnectorEvent) -> None:
         match event:
             case Pushed():
                 self._handle(handoff, SenderEvent.ACKNOWLEDGED, event)
@@ -142,7 +142,7 @@ class HandoffSender:
             self._handle(handoff, SenderEvent.EXPIRED, failed)
 
     def _handle(
-        self, handoff: _Handoff, event: SenderEvent, report: SendReport | None = None
+        self, handoff: _Outgoing, event: SenderEvent, report: SendReport | None = None
     ) -> None:
         transfer_id = handoff.attempt.transfer_id
         for do in handoff.machine.handle(event, self._now()):
@@ -161,7 +161,7 @@ class HandoffSender:
                     assert report is not None, event
                     self._reports.append(report)
 
-    def _push(self, handoff: _Handoff) -> None:
+    def _push(self, handoff: _Outgoing) -> None:
         assert handoff.reservation is not None, "pages go nowhere yet"
         for pages, num_final in handoff.ready:
             self._connector.push_pages(handoff.reservation, pages, handoff.num_pushed, num_final)

@@ -72,7 +72,6 @@ class ZmqListener:
         self.monitor = self.socket.get_monitor_socket(_WATCHED)
         self.socket.bind(bind)
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self.num_cut = 0
         self._most_waiting = (queued + 1) * message_bytes + SLACK_BYTES
         self._connections: dict[int, Connection] = {}  # by ZMQ's descriptor
 
@@ -131,7 +130,6 @@ class ZmqListener:
             waiting = connection.num_received() - connection.num_taken
             if waiting > self._most_waiting:
                 LOG.warning("cut a connection that sent %d bytes without an end", waiting)
-                self.num_cut += 1
                 connection.cut()
                 connection.twin.close()
                 del self._connections[descriptor]

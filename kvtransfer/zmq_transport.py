@@ -100,7 +100,6 @@ class ZmqTransport:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.chunk_bytes = max(CHUNK_BYTES, memory.page_bytes)
-        self.num_malformed = 0
         self._memory = memory
         self._bind = f"tcp://{host}:{port or '*'}"
         self._advertised = advertised_host or host
@@ -219,8 +218,7 @@ class ZmqTransport:
         try:
             message = decode_to_receiver(first)
         except MalformedMessage:
-            self.num_malformed += 1  # nobody to answer: the sender did not name itself
-            return
+            return  # nobody to answer: the sender did not name itself
         heard.append(FromWriter(message, payload, received.sender))
 
     def _hear_peer(self, peer: ZmqPeer, heard: list[Heard]) -> None:

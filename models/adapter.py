@@ -1,7 +1,7 @@
 """A LoRA adapter directory as PEFT publishes it, and the weight change that it amounts to.
 
 Plain LoRA on linear layers (Hu et al., arXiv 2106.09685), optionally rank-stabilised. Every other
-PEFT option is refused by name: an option read over would be a silently different model.
+PEFT option is refused by name: an overlooked option would silently give another model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def open_adapter(
 ) -> Iterator[Adapter]:
     """Open an adapter for a model whose tensors have the names and shapes of `base`.
 
-    Raises CheckpointError naming a target module that the model has not, a missing, wrongly
+    Raises CheckpointError naming a target module that the model lacks, a missing, wrongly
     shaped or leftover factor, or an option that is not supported.
     """
     keys = ConfigKeys.read(directory / CONFIG_FILE)

@@ -141,7 +141,7 @@ class SafeSlice(Protocol):
 
 
 class SafeFile(Protocol):
-    """An open safetensors file, which has no types of its own."""
+    """What is used of an open safetensors file; the library has no types for it."""
 
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> SafeSlice: ...

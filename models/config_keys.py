@@ -11,7 +11,8 @@ from pathlib import Path
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or adapter directory is not what it must be; the message says where."""
+    """A checkpoint or adapter directory is incomplete, contradictory or not supported; the message
+    names the file and the key or tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""How many groups of layers of a forward have stored their K and V, to be seen at any time.
+"""Follows how many groups of layers of a running forward have stored their K and V.
 
 On a GPU the forwards themselves say so: behind each group's last store a kernel writes the
 forward's number into pinned memory, in a CUDA graph as well as outside. On the CPU a forward counts
-as it goes, for whoever looks from another thread.
+as it goes, for readers on other threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from effuse.kernels.marks import write_mark
 
 
 class LayerMarks:
-    """For one model on one device, whose forwards follow one another."""
+    """Progress of one model on one device, whose forwards run one after the other."""
 
     def __init__(self, num_layers: int, num_groups: int, device: torch.device) -> None:
         if num_layers % num_groups:

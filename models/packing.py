@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from effuse.models.part import Part, PartSampling
+from effuse.models.part import Part
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -41,7 +41,7 @@ def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedP
     """Lay out parts. With `shift`, position p is predicted by the row of p - 1.
 
     Raises ValueError for a candidate outside its part's rows, or one that needs a boundary or
-    sampling settings that the part does not carry.
+    a denoise count that the part does not carry.
     """
     first_rows = np.cumsum([0, *(len(part.token_ids) for part in parts)])
     candidate_rows: list[Integers] = []
@@ -74,7 +74,7 @@ def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedP
 def join_aligned(arrays: Sequence[Integers]) -> tuple[Integers, list[slice]]:
     """All arrays in one, and where each lies in it: beginning at 16 bytes, whatever their lengths.
 
-    Wherever that differs Triton takes a launch for another kernel, and compiles it.
+    Triton compiles a kernel anew for pointers of another alignment.
     """
     begins = np.cumsum([0, *(-(-len(array) // 2) * 2 for array in arrays)]).tolist()
     joined = np.zeros(begins[-1], np.int64)
@@ -121,23 +121,26 @@ def _sampling(parts: Sequence[Part]) -> tuple[Integers, Floats]:
     asking = [part for part in parts if len(part.candidates) > 0]
     if not asking:
         return np.empty((6, 0), np.int64), np.empty((2, 0), np.float32)
-    settings = [_settings(part) for part in asking]
+    for part in asking:
+        _check_counts(part)
     counts = [len(part.candidates) for part in asking]
-    per_part = [[s.top_k, s.seed - (s.seed >> 63 << 64), s.answer_index, s.score] for s in settings]
-    top_k, seed, answer_index, score = np.repeat(np.array(per_part, np.int64), counts, axis=0).T
+    per_part = np.array([_integers(part) for part in asking], np.int64)
+    top_k, seed, answer_index, score = np.repeat(per_part, counts, axis=0).T
     position = np.concatenate([np.asarray(part.candidates, np.int64) for part in asking])
-    denoise = np.concatenate([np.asarray(s.denoise_counts, np.int64) for s in settings])
-    real = np.array([[s.temperature, s.top_p] for s in settings], np.float32)
+    denoise = np.concatenate([np.asarray(part.denoise_counts, np.int64) for part in asking])
+    real = np.array([[p.sampling.temperature, p.sampling.top_p] for p in asking], np.float32)
     integers = np.stack([top_k, seed, answer_index, position, denoise, score])
     return integers, np.ascontiguousarray(np.repeat(real, counts, axis=0).T)
 
 
-def _settings(part: Part) -> PartSampling:
-    if part.sampling is None:
-        raise ValueError("a part with candidates needs sampling settings")
-    if len(part.sampling.denoise_counts) != len(part.candidates):
+def _integers(part: Part) -> tuple[int, int, int, int]:
+    """Its integers, one for each candidate; the seed as the int64 of the same bits."""
+    seed = part.sampling.seed
+    return part.sampling.top_k, seed - (seed >> 63 << 64), part.answer_index, part.score
+
+
+def _check_counts(part: Part) -> None:
+    if len(part.denoise_counts) != len(part.candidates):
         raise ValueError(
-            f"{len(part.sampling.denoise_counts)} denoise counts for "
-            f"{len(part.candidates)} candidates"
+            f"{len(part.denoise_counts)} denoise counts for {len(part.candidates)} candidates"
         )
-    return part.sampling

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
+from effuse.config.decoding import Sampling
+from effuse.kernels.sampling import ScoreCode
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartSampling:
-    """How a part's candidates are drawn.
-
-    `score` is 0 confidence, 1 margin, 2 negative entropy; `top_k` 0 keeps all tokens; `seed` is an
-    unsigned 64-bit number; `denoise_counts` runs parallel to the part's candidates.
-    """
-
-    denoise_counts: Sequence[int]
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    score: int = 0
-    answer_index: int = 0
+GREEDY: Final = Sampling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +24,12 @@ class Part:
     num_stored: int  # the first num_stored rows have their K and V stored
     block_origin: int
     candidates: Sequence[int] = ()  # absolute positions that want a candidate
+    denoise_counts: Sequence[int] = ()  # parallel to candidates: forwards that denoised its block
     boundary: Tensor | None = None  # [H] hidden row of position start - 1 (shifting models)
     keep_boundary: bool = False  # return the hidden row of position start + num_stored - 1
-    sampling: PartSampling | None = None  # needed where there are candidates
+    sampling: Sampling = GREEDY
+    score: ScoreCode = ScoreCode.CONFIDENCE
+    answer_index: int = 0  # tells answers apart that have a seed in common
 
 
 @dataclass(frozen=True, slots=True)

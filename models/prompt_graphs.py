@@ -50,7 +50,7 @@ class PromptGraphs:
         self._pool = torch.cuda.graph_pool_handle() if uses_graphs else None
 
     def takes(self, parts: Sequence[Part]) -> bool:
-        """Whether a forward over these parts can go this way."""
+        """Whether these parts can run as one of the graphs."""
         num_rows = sum(len(part.token_ids) for part in parts)
         return (
             len(parts) <= MOST_SEQUENCES
@@ -98,7 +98,7 @@ class PromptGraphs:
         return graph, hidden
 
     def _forward(self, rows: int, num_seqs: int) -> Tensor:
-        """Over the first `rows` rows of the inputs; those in no sequence mean nothing."""
+        """Over the first `rows` rows of the inputs; rows of no sequence are padding."""
         inputs = self._inputs
         num_wanted = num_seqs if self._model.config.shift_logits else 0
         stored = None if self._marks is None else self._marks.stored
@@ -119,7 +119,7 @@ class PromptGraphs:
         return self._inputs.attention(rows, num_seqs, *sizes)
 
     def _attention_of_cpu(self, rows: int) -> AttentionBatch:
-        """The same batch; here the rows of no sequence have to be one of their own."""
+        """The same batch for the CPU, where padding has to be a sequence of its own."""
         inputs = self._inputs
         lengths = inputs.cu_seqlens.diff().tolist()
         lengths.append(rows - sum(lengths))
@@ -202,7 +202,7 @@ class _Inputs:
         self._fill_sequences(wanted[MOST_SEQUENCES:].view(np.int32), parts)
         source = torch.from_numpy(staged)
         if self.copied.device.type != "cpu":
-            source = source.pin_memory()  # from a cache that knows when the copy has ended
+            source = source.pin_memory()  # PyTorch does not reuse it before the copy has ended
         self.copied.copy_(source, non_blocking=True)
 
     def _fill_sequences(self, narrow: np.ndarray, parts: Sequence[Part]) -> None:

@@ -1,8 +1,8 @@
 """One forward over parts of many sequences: rows in, candidates out. Used by both workers.
 
 Packs parts into tensors, gathers the hidden rows that candidates need (for shifting models the row
-before each, or the boundary vector), and samples them from one head product. Which rows to run and
-what becomes of candidates is the workers' business.
+before each, or the boundary vector), and samples them from one head product. The workers decide
+which rows to run and what becomes of candidates.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.sampling import RowSampling, sample_confidence
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import PackedParts, join_aligned, pack_parts
-from effuse.models.part import Part, PartResult, PartSampling
+from effuse.models.part import Part, PartResult
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
 
-__all__ = ["ModelRunner", "Part", "PartResult", "PartSampling"]
+__all__ = ["ModelRunner", "Part", "PartResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,9 @@ class ModelRunner:
         self._marks = marks
 
     def progress(self) -> Callable[[], int]:
-        """To be asked, from any thread, how many groups of layers the next forward has stored."""
-        assert self._marks is not None, "this runner's forwards do not say"
+        """A function that any thread may call: how many groups of layers the next forward has
+        stored."""
+        assert self._marks is not None, "this runner was made without marks"
         return self._marks.begin()
 
     @torch.inference_mode()

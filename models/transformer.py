@@ -19,9 +19,8 @@ from torch.nn import functional
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
-from effuse.kernels.norm import rms_norm, rms_norm_residual
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.swiglu import swiglu
+from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
 from effuse.models.config import ModelConfig
 
 # fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.
@@ -117,14 +116,14 @@ class Transformer:
         `stored` is called with each layer's number once its K and V are stored, or queued to be.
         """
         rows = _Rows(positions, attention, slot_mapping)
-        normed, residual = self._but_last(token_ids, kv, rows, stored or _unheard)
+        normed, residual = self._but_last(token_ids, kv, rows, stored or _ignore)
         layer, number = self.weights.layers[-1], len(self.weights.layers) - 1
         if last_rows is not None and len(last_rows) == 0:
             self._store_only(layer, normed, kv[-1], rows)
-            (stored or _unheard)(number)
+            (stored or _ignore)(number)
             return normed[:0]
         mixed = self._attend(layer, normed, kv[-1], rows)
-        (stored or _unheard)(number)
+        (stored or _ignore)(number)
         if last_rows is not None:
             mixed, residual = mixed[last_rows], residual[last_rows]
         return self.finish(mixed, residual)
@@ -144,7 +143,7 @@ class Transformer:
         Fills `mixed` [T, Q] and `residual` [T, H]; `finish` makes hidden rows of any of them.
         """
         rows = _Rows(positions, attention, slot_mapping)
-        normed, before = self._but_last(token_ids, kv, rows, _unheard)
+        normed, before = self._but_last(token_ids, kv, rows, _ignore)
         mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
         residual.copy_(before)
 
@@ -216,13 +215,13 @@ class Transformer:
         return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
 
 
-def _unheard(_: int) -> None:
-    """Nobody wants to know which layers are stored."""
+def _ignore(_: int) -> None:
+    """Takes the number of a stored layer where the caller does not follow them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What every layer needs to know of the packed rows."""
+    """What every layer reads of the packed rows."""
 
     positions: Tensor
     attention: AttentionBatch
@@ -239,7 +238,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:
-    """Both halves [2, rows, out] fp32 of the sum that x [rows, in] times weight [out, in] is."""
+    """x [rows, in] times weight [out, in] as two partial sums over `in`: [2, rows, out] fp32."""
     half = x.shape[1] // 2
     return torch.bmm(
         x.view(len(x), 2, half).transpose(0, 1),

@@ -1,16 +1,19 @@
 """From a checkpoint directory, and optionally a LoRA adapter beside it, to a transformer.
 
 Checks that every tensor is there, merges adapters in fp32, and lays q, k, v and gate, up side by
-side so that each is one product. Names and files are `checkpoint.py`.
+side so that each is one product. Also takes the digest by which two workers know that they hold the
+same weights. Names and files are `checkpoint.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from effuse.kernels.attention import block_attention
@@ -28,12 +31,10 @@ from effuse.models.checkpoint import (
 )
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError, ConfigKeys
-from effuse.models.digest import weights_digest
 from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
 
-__all__ = ["DTYPES", "load_model", "select_dtype", "weights_digest"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CHUNK_BYTES = 1 << 22
 
 
 def load_model(
@@ -79,6 +80,21 @@ def select_dtype(name: str, path: Path | str) -> torch.dtype:
             f"dtype {name!r} is not supported; accepted: auto, {', '.join(DTYPES)}"
         )
     return DTYPES[name]
+
+
+def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
+    """xxh3-128 in hex over names and bytes of config.json and all safetensors files, and the same
+    of the adapter directory, so that workers that loaded different files never agree. Reads every
+    byte once: seconds for 16 GB in the page cache. Raises CheckpointError for a missing file."""
+    digest = xxhash.xxh3_128()
+    for directory, config in _directories(path, adapter):
+        if not (directory / config).is_file():
+            raise CheckpointError(f"{directory / config}: no such file")
+        for file in (directory / config, *sorted(directory.glob("*.safetensors"))):
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            for chunk in _chunks(file):
+                digest.update(chunk)
+    return str(digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +153,15 @@ def _drop_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) ->
             "though the configuration ties them"
         )
     return TensorFiles({name: at for name, at in files.locations.items() if name != head})
+
+
+def _directories(path: Path | str, adapter: Path | str | None) -> Iterator[tuple[Path, str]]:
+    yield Path(path), "config.json"
+    if adapter is not None:
+        yield Path(adapter), "adapter_config.json"
+
+
+def _chunks(file: Path) -> Iterator[bytes]:
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            yield chunk

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from effuse.client.answer import Answer
 from effuse.client.params import Params, Prompt, make_request
+from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
@@ -23,7 +24,7 @@ from effuse.router.detokenizer import AnswerText
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
-from effuse.worker import wire
+from effuse.worker.config import Device, Dtype
 from effuse.worker.failures import to_error
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
@@ -33,19 +34,23 @@ _DEFAULTS = Params()
 
 
 class LLM:
-    """A model in this process. One thread at a time may use it."""
+    """A model in this process. One thread at a time may use it.
+
+    `model` says what it is: name, block size, context, vocabulary.
+    """
 
     def __init__(
         self,
         model: Path | str | None = None,
         *,
         adapter: Path | str | None = None,
-        device: Literal["auto", "cpu", "cuda"] = "auto",
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: Device = "auto",
+        dtype: Dtype = "auto",
         block_size: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        num_pages: int | None = None,
         gpu_memory_utilization: float = 0.9,
     ) -> None:
         """model: checkpoint directory, the bundled one where absent; the rest are a decode worker's
@@ -61,28 +66,33 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            num_pages=num_pages,
             gpu_memory_utilization=gpu_memory_utilization,
-            connector="loopback",
         )
         self._tokenizer = Tokenizer.load(directory)
-        engine = build(config, "offline")
-        self._core, self._model = engine.core, engine.ready.model
+        engine = build(config, "offline", connects=False)
+        self._core, self.model = engine.core, engine.ready.model
         self._most = max_num_seqs
         self._num_asked = 0
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params = _DEFAULTS,
+        params: Params | Sequence[Params] = _DEFAULTS,
         *,
         progress: Progress | None = None,
     ) -> list[Answer]:
         """The answers in the order of the prompts; one prompt gives a list of one.
 
-        Raises EffuseError for the first request that is wrong or fails; nothing is computed then,
-        or goes on.
+        params: of all prompts, or one for each. Raises EffuseError for the first request that is
+        wrong or fails; nothing is computed then, or goes on. Raises ValueError where there are not
+        as many params as prompts.
         """
-        batch = [self._check(prompt, params) for prompt in _listed(prompts)]
+        listed = _listed(prompts)
+        each = [params] * len(listed) if isinstance(params, Params) else params
+        if len(each) != len(listed):
+            raise ValueError(f"expected params for {len(listed)} prompts, got {len(each)}")
+        batch = [self._check(*pair) for pair in zip(listed, each, strict=True)]
         waiting, running = list(reversed(batch)), dict[str, _Running]()
         num_done = 0
         try:
@@ -101,7 +111,7 @@ class LLM:
         except BaseException:
             self._abort(running.values())
             raise
-        return [one.answer(self._model.name) for one in batch]
+        return [one.answer(self.model.name) for one in batch]
 
     def close(self) -> None:
         """Ends the tokenizer's threads and the engine; memory is freed with the object."""
@@ -116,9 +126,9 @@ class LLM:
 
     def _check(self, prompt: Prompt, params: Params) -> _Running:
         request = make_request(prompt, params)
-        if request.HasField("model") and request.model != self._model.name:
-            raise NotFound(f"model {request.model!r} is not the one here, {self._model.name!r}")
-        asked = validate(request, self._model, self._tokenizer.reserved_ids, is_stream=False)
+        if request.HasField("model") and request.model != self.model.name:
+            raise NotFound(f"model {request.model!r} is not the one here, {self.model.name!r}")
+        asked = validate(request, self.model, self._tokenizer.reserved_ids, is_stream=False)
         ids = asked.prompt_token_ids
         if asked.prompt is not None:
             ids = tuple(asyncio.run(self._tokenizer.encode(asked.prompt)))
@@ -127,10 +137,12 @@ class LLM:
         start = StartDecode(
             attempt=AttemptId(request_id=name, attempt=1, transfer_id=name),
             prompt_token_ids=ids,
-            max_tokens=fit(len(ids), asked.max_tokens, self._model),
-            stop_token_ids=asked.stop_token_ids,
-            sampling=wire.sampling(asked.sampling),
-            settings=wire.settings(asked.settings),
+            stopping=Stopping(
+                max_tokens=fit(len(ids), asked.max_tokens, self.model),
+                stop_token_ids=frozenset(asked.stop_token_ids),
+            ),
+            sampling=asked.sampling,
+            settings=asked.settings,
             writer=None,
         )
         return _Running(asked, start, AnswerText(self._tokenizer, asked.stops))
@@ -174,6 +186,7 @@ class _Running:
     text: AnswerText
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    commits: list[tuple[int, int]] = field(default_factory=list)
     began: float = 0.0
     first_block_s: float = 0.0
     total_s: float = 0.0
@@ -190,6 +203,7 @@ class _Running:
         self.pieces.append(self.text.push(event.token_ids))
         self.token_ids += event.token_ids
         self.forward_passes = event.forward_passes
+        self.commits.append((self.text.num_tokens, event.forward_passes))
         if self.text.is_stopped:
             self._end()
         return self.text.is_stopped
@@ -208,6 +222,7 @@ class _Running:
         return Answer(
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids[:tokens]),
+            commits=tuple(self.commits),
             finish_reason="length" if is_length else "stop",
             usage=pb.Usage(
                 prompt_tokens=len(self.start.prompt_token_ids), completion_tokens=tokens

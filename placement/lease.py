@@ -38,7 +38,7 @@ class Action(Enum):
     STOP = "stop"
 
 
-class IllegalTransition(Exception):
+class IllegalLeaseEvent(Exception):
     """An event that cannot happen in this state."""
 
     def __init__(self, state: LeaseState, event: LeaseEvent) -> None:
@@ -100,10 +100,10 @@ class Lease:
 
 
 def advance(lease: Lease, event: LeaseEvent, now: float) -> Lease:
-    """Returns the lease after `event`; raises `IllegalTransition` naming both."""
+    """Returns the lease after `event`; raises `IllegalLeaseEvent` naming both."""
     state = TRANSITIONS.get((lease.state, event))
     if state is None:
-        raise IllegalTransition(lease.state, event)
+        raise IllegalLeaseEvent(lease.state, event)
     return Lease(lease.times, state, now + _pause_s(lease.times, event))
 
 

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from effuse.config.decoding import Algorithm
+
 Role = Literal["prefill", "decode"]
-Algorithm = Literal["d2f", "block_diffusion"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 WorkerState = Literal["ready", "draining", "released"]
 PlacementState = Literal["running", "finished", "failed", "cancelled"]

@@ -8,7 +8,7 @@ import time
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.engine import PrefillEngine
-from effuse.prefill_worker.flight import mark_of
+from effuse.prefill_worker.executor import mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
@@ -18,21 +18,21 @@ def build(config: PrefillConfig, incarnation: str) -> Engine:
     """An engine that is ready to serve. Raises ValueError where the config is at fault."""
     parts = assemble(config, incarnation, "prefill", "d2f")
     limits = _limits(config, parts)
-    parts.connector.start()
+    connector = parts.connect()
     core = PrefillEngine(
         parts.runner,
         parts.model.config,
         parts.pool,
         parts.memory,
-        HandoffSender(parts.connector, reservation_s=config.reservation_s, now=time.monotonic),
+        HandoffSender(connector, reservation_s=config.reservation_s, now=time.monotonic),
         limits,
         parts.fingerprint,
         now=time.monotonic,
         max_request_s=config.max_request_s,
-        close=parts.connector.close,
+        close=connector.close,
         mark=mark_of(parts.model.device),
     )
-    return Engine(core, parts.ready, wakes=(parts.connector.fileno(),))
+    return Engine(core, parts.ready, wakes=(connector.fileno(),))
 
 
 def _limits(config: PrefillConfig, parts: Assembly) -> PrefillLimits:

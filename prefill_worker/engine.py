@@ -1,19 +1,14 @@
-"""The prefill engine: prompt in, KV pages out. One `step` is one forward over chunks of prompts.
+"""The prefill engine: prompt in, KV pages out. One `step` launches one forward.
 
-Owns the loop and the messages; what takes part is scheduler.py, how pages leave is kvtransfer's
-sender, and the forward is the model runner's. On a device one forward is launched while another
-runs, and neither is waited for: layers of pages leave as the forward itself says that they are
-stored. Never computes logits. Single-threaded.
+Owns the loop and the messages; what takes part is scheduler.py, forwards are executor.py's, and how
+pages leave is kvtransfer's sender. Never computes logits. Single-threaded.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from effuse.kvtransfer.connector import Pending, Pushed, PushFailed
+from effuse.kvtransfer.connector import Pushed, PushFailed
 from effuse.kvtransfer.layout import Fingerprint, mismatch
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, Reservation
@@ -21,34 +16,16 @@ from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.sender import Ended, HandoffSender
 from effuse.kvtransfer.tombstones import Tombstones
 from effuse.models.config import ModelConfig
-from effuse.models.part import Part, PartResult
 from effuse.placement.records import Load
 from effuse.prefill_worker import scheduler
-from effuse.prefill_worker.flight import Flight, Mark, PromptChunk, launched
-from effuse.prefill_worker.outbox import Outbox
+from effuse.prefill_worker.events import prefill_done, prompt_pushed, push_failed
+from effuse.prefill_worker.executor import Mark, PromptChunk, PromptExecutor, PromptForward
 from effuse.prefill_worker.prompt import Prompt
+from effuse.prefill_worker.rehearsal_sender import RehearsalSender
 from effuse.prefill_worker.scheduler import PrefillLimits, PromptRefused
-from effuse.prefill_worker.scratch import Scratch
 from effuse.worker import messages
-from effuse.worker.messages import CoreEvent, StartPrefill, ToEngine
-
-LOG = logging.getLogger(__name__)
-
-KEEP_ABORTED_S = 600.0
-MOST_FAILED_FORWARDS = 8  # in a row; then the device is taken for lost and the process ends
-MOST_FLIGHTS = 2  # forwards that were launched and have not ended
-
-
-class Forward(Protocol):
-    """The part of the model runner that the engine uses."""
-
-    def progress(self) -> Pending[int]:
-        """Says, from any thread, how many groups of layers the next forward has stored."""
-        ...
-
-    def run(self, parts: Sequence[Part]) -> list[PartResult]:
-        """One forward; results in the order of the parts."""
-        ...
+from effuse.worker.engine_core import KEEP_ABORTED_S, ForwardFailed, Outbox
+from effuse.worker.messages import CoreEvent, FailureCode, StartPrefill, ToEngine
 
 
 class PrefillEngine:
@@ -56,7 +33,7 @@ class PrefillEngine:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: PromptForward,
         model: ModelConfig,
         pool: PagePool,
         memory: PageMemory,
@@ -70,42 +47,39 @@ class PrefillEngine:
         mark: Mark | None = None,
     ) -> None:
         """`mark` says when queued forwards have ended; None where they have when they return."""
-        self._forward = forward
+        self._executor = PromptExecutor(
+            forward, memory, sender, needs_boundary=model.shift_logits, mark=mark
+        )
         self._model = model
         self._pool = pool
-        self._memory = memory
         self._sender = sender
         self._limits = limits
         self._fingerprint = fingerprint
         self._now = now
         self._max_request_s = max_request_s
         self._close = close
-        self._mark = mark
-        self._flights: deque[Flight] = deque()
         self._outbox = Outbox()
-        self._scratch = Scratch(pool, sender, self._outbox)
-        self._tombstones = Tombstones(KEEP_ABORTED_S)
+        self._rehearsals = RehearsalSender(pool, sender, self._outbox)
+        self._aborted = Tombstones(KEEP_ABORTED_S)
         self._prompts: dict[str, Prompt] = {}  # everything not ended, draining ones included
         self._waiting: list[Prompt] = []
         self._computing: list[Prompt] = []
         self._live: set[str] = set()  # transfers that have not failed or been aborted
         self._aborting: dict[str, bool] = {}  # transfers whose AbortDone is due: did they run
-        self._failed_forwards = 0
-        self._steps = 0
         self._kv_bytes = 0
 
     def step(self) -> bool:
-        """Hears of pushes, admits, launches a forward, and takes note of those that have ended."""
-        has_moved = self._hear() | self._admit()
-        chunks = self._take_chunks() if len(self._flights) < MOST_FLIGHTS else []
-        if chunks:
-            self._launch(chunks)
-        has_landed = self._land()
-        return has_moved or bool(chunks) or has_landed
+        """Takes in what became of pushes, admits, launches a forward, and says what ended ones have
+        computed. No forward is waited for."""
+        has_changed = self._end_late() | self._take_reports() | self._admit()
+        if self._executor.is_full:
+            return has_changed
+        has_launched = self._launch(self._schedule())
+        return self._apply_ended() or has_changed or has_launched
 
     def is_working(self) -> bool:
         """Whether a forward that was launched has not ended."""
-        return bool(self._flights)
+        return self._executor.is_running
 
     def handle(self, message: ToEngine) -> None:
         """Takes one message of the front."""
@@ -115,7 +89,7 @@ class PrefillEngine:
             case messages.PushTo(reservation=reservation):
                 self._push_to(reservation)
             case messages.PushRehearsal(reservation=reservation):
-                self._scratch.push(reservation, is_busy=bool(self._waiting))
+                self._rehearsals.push(reservation, is_busy=bool(self._waiting))
             case messages.Abort(attempt=attempt):
                 self._abort(attempt)
             case messages.StartDecode(attempt=attempt) | messages.StartRehearsal(attempt=attempt):
@@ -138,14 +112,14 @@ class PrefillEngine:
             free_pages=self._pool.num_free,
             quarantined_pages=self._pool.count(PageState.QUARANTINED),
             queued_tokens=sum(prompt.num_left for prompt in unfinished),
-            steps=self._steps,
+            steps=self._executor.num_forwards,
             kv_bytes=self._kv_bytes,
         )
 
     def audit(self) -> None:
         """Checks that every page is free or some prompt's. Raises AuditError."""
         held = [page for prompt in self._prompts.values() for page in prompt.pages]
-        self._pool.audit([*held, *self._scratch.pages()])
+        self._pool.audit([*held, *self._rehearsals.pages()])
 
     def close(self) -> None:
         """Stops the connector."""
@@ -155,15 +129,15 @@ class PrefillEngine:
 
     def _start(self, message: StartPrefill) -> None:
         attempt = message.attempt
-        if attempt.transfer_id in self._tombstones:
+        if attempt.transfer_id in self._aborted:
             self._outbox.failed(attempt, "ABORTED", "the attempt was aborted before it began")
         elif attempt.transfer_id in self._prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
         else:
-            self._join(message)
+            self._enqueue(message)
 
-    def _join(self, message: StartPrefill) -> None:
-        prompt = self._prompt(message)
+    def _enqueue(self, message: StartPrefill) -> None:
+        prompt = self._make_prompt(message)
         try:
             scheduler.check_prompt(
                 prompt.token_ids, prompt.num_paged, prompt.can_split, self._limits
@@ -177,7 +151,7 @@ class PrefillEngine:
         self._waiting.append(prompt)
         self._sender.begin(message.attempt)
 
-    def _prompt(self, message: StartPrefill) -> Prompt:
+    def _make_prompt(self, message: StartPrefill) -> Prompt:
         """A block-causal prompt is paged up to its last whole block, a bidirectional one wholly."""
         length = len(message.prompt_token_ids)
         can_split = self._model.prompt_attention == "causal_blocks"
@@ -194,7 +168,7 @@ class PrefillEngine:
     def _push_to(self, reservation: Reservation) -> None:
         transfer_id, attempt = reservation.transfer_id, reservation.attempt
         prompt = self._prompts.get(transfer_id)
-        if transfer_id in self._tombstones or (prompt and transfer_id not in self._live):
+        if transfer_id in self._aborted or (prompt and transfer_id not in self._live):
             return  # it has ended, and its front was told
         if prompt is None or prompt.attempt != attempt:
             self._outbox.failed(attempt, "INVALID_ARGUMENT", "no prompt of this attempt is here")
@@ -202,22 +176,19 @@ class PrefillEngine:
         found = mismatch(self._fingerprint, reservation.fingerprint)
         needed = self._limits.pages_for(prompt.num_paged)
         if found is not None:
-            self._give_up(prompt)
-            self._outbox.failed(attempt, "FAILED_PRECONDITION", str(found), field=found.name)
+            self._fail(prompt, "FAILED_PRECONDITION", str(found), field=found.name)
         elif self._sender.reservation(transfer_id) is not None:
-            self._give_up(prompt)
-            self._outbox.failed(attempt, "INVALID_ARGUMENT", "a second reservation came")
+            self._fail(prompt, "INVALID_ARGUMENT", "a second reservation came")
         elif len(reservation.pages) != needed:
-            self._give_up(prompt)
             text = f"the prompt fills {needed} pages, {len(reservation.pages)} are reserved"
-            self._outbox.failed(attempt, "INVALID_ARGUMENT", text)
+            self._fail(prompt, "INVALID_ARGUMENT", text)
         else:
             self._sender.address(reservation)
 
     def _abort(self, attempt: AttemptId) -> None:
         transfer_id = attempt.transfer_id
-        self._tombstones.add(transfer_id, self._now())
-        if self._scratch.abort(transfer_id):
+        self._aborted.add(transfer_id, self._now())
+        if self._rehearsals.abort(transfer_id):
             return
         prompt = self._prompts.get(transfer_id)
         if prompt is None:
@@ -226,17 +197,21 @@ class PrefillEngine:
         self._aborting.setdefault(transfer_id, transfer_id in self._live)
         self._give_up(prompt)
 
-    def _hear(self) -> bool:
-        """Takes in what the sender and the clock have brought. True if there was anything."""
-        late = self._late()
+    def _end_late(self) -> bool:
+        """Ends prompts that took too long; True if there were any."""
+        before = self._now() - self._max_request_s
+        late = [self._prompts[i] for i in self._live if self._prompts[i].arrived_s < before]
         for prompt in late:
-            self._give_up(prompt)
             text = f"the attempt ran longer than {self._max_request_s:g} s"
-            self._outbox.failed(prompt.attempt, "DEADLINE_EXCEEDED", text)
+            self._fail(prompt, "DEADLINE_EXCEEDED", text)
+        return bool(late)
+
+    def _take_reports(self) -> bool:
+        """Takes in what became of pushes; True if there was anything."""
         reports = self._sender.poll()
-        has_landed = self._land()  # what was pushed was computed: that is said first
+        has_applied = self._apply_ended()  # what was pushed was computed: that is said first
         for report in reports:
-            if self._scratch.take(report):
+            if self._rehearsals.take_report(report):
                 continue
             prompt = self._prompts[report.transfer_id]
             match report:
@@ -244,17 +219,13 @@ class PrefillEngine:
                     self._end(prompt)
                 case Pushed():
                     self._kv_bytes += report.num_bytes
-                    self._outbox.pushed(prompt.attempt, report)
+                    self._outbox.say(prompt_pushed(prompt.attempt, report))
                 case PushFailed():
-                    self._leave(prompt)
-                    self._outbox.missed(prompt.attempt, report)
-        return bool(reports or late) or has_landed
+                    self._leave_queues(prompt)
+                    self._outbox.say(push_failed(prompt.attempt, report))
+        return bool(reports) or has_applied
 
-    def _late(self) -> list[Prompt]:
-        before = self._now() - self._max_request_s
-        return [self._prompts[i] for i in self._live if self._prompts[i].arrived_s < before]
-
-    # One step.
+    # Before a forward: what takes part, and with which pages.
 
     def _admit(self) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
@@ -276,88 +247,45 @@ class PrefillEngine:
                 self._conclude(prompt)
         return count > 0
 
-    def _take_chunks(self) -> list[PromptChunk]:
-        chunks = scheduler.schedule(
+    def _schedule(self) -> list[PromptChunk]:
+        """Asks the scheduler who takes part, with how many tokens."""
+        sizes = scheduler.schedule(
             [(prompt.num_left, prompt.can_split) for prompt in self._computing],
             budget=self._limits.max_num_batched_tokens,
             block_size=self._limits.block_size,
         )
         return [
-            PromptChunk(prompt, self._part(prompt, size))
-            for prompt, size in zip(self._computing, chunks, strict=True)
+            PromptChunk(prompt, prompt.num_launched, prompt.num_launched + size)
+            for prompt, size in zip(self._computing, sizes, strict=True)
             if size
         ]
 
-    def _part(self, prompt: Prompt, size: int) -> Part:
-        start = prompt.num_launched
-        return Part(
-            token_ids=prompt.token_ids[start : start + size],
-            start=start,
-            pages=prompt.page_ids,
-            num_stored=size,
-            block_origin=prompt.block_origin,
-            keep_boundary=self._model.shift_logits and size == prompt.num_left,
-        )
-
-    def _launch(self, chunks: Sequence[PromptChunk]) -> None:
-        """Queues a forward, its pages handed on before: their layers leave while it runs."""
-        progress = self._forward.progress()
-        for chunk in chunks:
-            self._hand_on(chunk, progress)
-        results = self._run(chunks)
-        if not results:
-            return
-        flight = launched(chunks, [result.boundary for result in results], self._mark)
-        self._flights.append(flight)
-        for index, chunk in enumerate(chunks):
-            chunk.prompt.num_launched += chunk.part.num_stored
-            if not chunk.prompt.num_left:
-                transfer_id = chunk.prompt.attempt.transfer_id
-                self._sender.computed(transfer_id, flight.boundary(index))
-
-    def _hand_on(self, chunk: PromptChunk, progress: Pending[int]) -> None:
-        """Gives the sender the pages that this chunk makes final, the unused end of the last one
-        determined."""
-        prompt = chunk.prompt
-        end = chunk.part.start + chunk.part.num_stored
-        used = prompt.num_paged % self._limits.page_size
-        if used and end == prompt.num_paged:
-            self._memory.zero_tail(prompt.pages[-1].page_id, used)
-        pages = prompt.take_final_pages(end, self._limits.page_size)
-        if pages:
-            self._sender.pages_ready(prompt.attempt.transfer_id, pages, progress)
-
-    def _run(self, chunks: Sequence[PromptChunk]) -> list[PartResult]:
-        """One forward; where it fails, only what was in it fails, and the engine goes on."""
-        self._steps += 1
+    def _launch(self, chunks: Sequence[PromptChunk]) -> bool:
+        """Launches a forward; False where there is nothing to compute."""
+        if not chunks:
+            return False
         try:
-            results = self._forward.run([chunk.part for chunk in chunks])
-        except Exception:
-            LOG.exception("a forward over %d prompts failed", len(chunks))
-            self._failed_forwards += 1
-            if self._failed_forwards >= MOST_FAILED_FORWARDS:
-                raise
+            self._executor.launch(chunks)
+        except ForwardFailed as failure:
             for chunk in chunks:
-                self._give_up(chunk.prompt)
-                text = "the model failed in this step"
-                self._outbox.failed(chunk.prompt.attempt, "INTERNAL", text, retryable=True)
-            return []
-        self._failed_forwards = 0
-        return results
+                self._fail(chunk.prompt, "INTERNAL", str(failure), retryable=True)
+        return True
 
-    def _land(self) -> bool:
+    # After a forward.
+
+    def _apply_ended(self) -> bool:
         """Takes note of forwards that have ended; True if there were any."""
-        has_landed = False
-        while self._flights and self._flights[0].is_over():
-            has_landed = True
-            for chunk in self._flights.popleft().chunks:
+        has_applied = False
+        while self._executor.has_ended():
+            has_applied = True
+            for chunk in self._executor.read():
                 self._apply(chunk)
-        return has_landed
+        return has_applied
 
     def _apply(self, chunk: PromptChunk) -> None:
         prompt = chunk.prompt
-        prompt.num_computed += chunk.part.num_stored
-        if prompt.is_unread and not prompt.is_in_flight:
+        prompt.num_computed = chunk.end
+        if prompt.is_unread and not prompt.is_being_written:
             self._release(prompt)
         if prompt in self._computing and prompt.num_computed == prompt.num_paged:
             self._conclude(prompt)
@@ -365,17 +293,28 @@ class PrefillEngine:
     def _conclude(self, prompt: Prompt) -> None:
         """The prompt's KV is there."""
         self._computing.remove(prompt)
-        self._outbox.computed(prompt, self._now())
+        self._outbox.say(prefill_done(prompt, self._now()))
 
     # How it ends.
 
+    def _fail(
+        self,
+        prompt: Prompt,
+        code: FailureCode,
+        message: str,
+        *,
+        retryable: bool = False,
+        field: str | None = None,
+    ) -> None:
+        self._give_up(prompt)
+        self._outbox.failed(prompt.attempt, code, message, retryable=retryable, field=field)
+
     def _give_up(self, prompt: Prompt) -> None:
         """Nothing more of the prompt is computed or pushed; its pages wait until that has ended."""
-        self._leave(prompt)
+        self._leave_queues(prompt)
         self._sender.abort(prompt.attempt.transfer_id)
 
-    def _leave(self, prompt: Prompt) -> None:
-        """Takes a prompt out of the queues."""
+    def _leave_queues(self, prompt: Prompt) -> None:
         self._live.discard(prompt.attempt.transfer_id)
         if prompt in self._waiting:
             self._waiting.remove(prompt)
@@ -384,9 +323,9 @@ class PrefillEngine:
 
     def _end(self, prompt: Prompt) -> None:
         """Nothing reads the prompt's pages any more; a forward that writes them ends first."""
-        self._leave(prompt)
+        self._leave_queues(prompt)
         prompt.is_unread = True
-        if not prompt.is_in_flight:
+        if not prompt.is_being_written:
             self._release(prompt)
 
     def _release(self, prompt: Prompt) -> None:

@@ -26,7 +26,7 @@ class Prompt:
     num_computed: int = 0  # tokens whose KV is there
     num_ready: int = 0  # pages that the sender knows of
     pages: tuple[PageRef, ...] = ()
-    is_unread: bool = False  # its handoff is over: only a forward in flight may touch its pages
+    is_unread: bool = False  # its handoff is over: only a running forward may touch its pages
 
     @property
     def num_left(self) -> int:
@@ -34,8 +34,8 @@ class Prompt:
         return self.num_paged - self.num_launched
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether a forward that has not landed writes its pages."""
+    def is_being_written(self) -> bool:
+        """Whether a forward that has not ended writes its pages."""
         return self.num_launched > self.num_computed
 
     @property

@@ -24,7 +24,7 @@ from effuse.protos.stubs import decode_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
-from effuse.worker.attempts import Attempt
+from effuse.worker.attempts import OpenAttempt
 from effuse.worker.failures import to_error
 from effuse.worker.messages import Failed, PromptPushed, PushRehearsal
 from effuse.worker.shell import Shell
@@ -87,12 +87,12 @@ class Rehearsals:
                 *(own.worker_id, peer.worker_id, pause_s, text),
             )
         else:
-            self._take(own, peer, pushed)
+            self._note_rate(own, peer, pushed)
             self._publish(own)
             self._changed()
         return True
 
-    def _take(self, own: WorkerRecord, peer: WorkerRecord, pushed: PromptPushed) -> None:
+    def _note_rate(self, own: WorkerRecord, peer: WorkerRecord, pushed: PromptPushed) -> None:
         rate = pushed.bytes / max(pushed.push_s, 1e-9)
         link = Link(peer.worker_id, peer.incarnation, pushed.transport, rate)
         before = self._links.link_to(peer)
@@ -162,7 +162,7 @@ class Rehearsals:
                 shell.attempts.abandon(attempt)
                 shell.spawn(self._end(attempt))
 
-    async def _end(self, attempt: Attempt) -> None:
+    async def _end(self, attempt: OpenAttempt) -> None:
         try:
             await self._shell.end_in_engine(attempt, "the rehearsal ended")
         finally:

@@ -18,7 +18,7 @@ from effuse.protos.errors import Bug, EffuseError, InvalidRequest, Unreserved
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
-from effuse.worker.attempts import Attempt
+from effuse.worker.attempts import OpenAttempt
 from effuse.worker.failures import deadline_passed, to_error
 from effuse.worker.front import Role
 from effuse.worker.messages import (
@@ -39,7 +39,7 @@ _Requests: TypeAlias = AsyncIterator[pb.PrefillRequest]
 class _Stream:
     """What is known of one Prefill call while it runs."""
 
-    attempt: Attempt
+    attempt: OpenAttempt
     began_at: float
     is_reserved: bool = False
 
@@ -130,7 +130,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         except EffuseError as error:
             stream.attempt.fail(error)
 
-    async def _end(self, attempt: Attempt) -> None:
+    async def _end(self, attempt: OpenAttempt) -> None:
         """Ends an attempt whose stream broke off, failed or ran out of time."""
         try:
             await self._shell.end_in_engine(attempt, "the stream ended")

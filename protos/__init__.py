@@ -1,1 +1,1 @@
-"""The wire: contracts and their committed stubs, and the little needed to speak them."""
+"""The wire: contracts and their committed stubs, and the servers and channels that speak it."""

@@ -142,7 +142,7 @@ class Replaced(Refused):
 
 
 class Aborted(EffuseError):
-    """The attempt was ended before."""
+    """The attempt has been ended already."""
 
     code = grpc.StatusCode.ABORTED
     reason = "ABORTED"
@@ -150,7 +150,7 @@ class Aborted(EffuseError):
 
 
 class Overloaded(EffuseError):
-    """Full: again later, or elsewhere."""
+    """There is no room now: try later, or another worker."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OVERLOADED"
@@ -158,7 +158,7 @@ class Overloaded(EffuseError):
 
 
 class Unavailable(EffuseError):
-    """Nobody can do it now."""
+    """No worker can do it now."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
@@ -172,7 +172,7 @@ class Starting(Unavailable):
 
 
 class Draining(Unavailable):
-    """The process admits nothing more."""
+    """The process is ending and admits nothing more."""
 
     reason = "DRAINING"
 
@@ -184,7 +184,7 @@ class EngineLost(Unavailable):
 
 
 class PeerLost(Unavailable):
-    """The other side went away, or was not there."""
+    """The peer ended the connection, or could not be reached."""
 
     reason = "PEER_LOST"
 
@@ -220,7 +220,7 @@ class Bug(EffuseError):
 
     @classmethod
     def told(cls, correlation_id: str, *, retryable: bool = False) -> Bug:
-        """What a caller may know of an unexpected exception: where its story is in our logs."""
+        """What a caller is told of an unexpected exception: the id under which our log has it."""
         return cls(
             f"internal error; the server's log has it under id {correlation_id}",
             retryable=retryable,
@@ -234,34 +234,6 @@ _KINDS: Final[tuple[type[EffuseError], ...]] = (
     DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
-_BY_CODE: Final[Mapping[str, type[EffuseError]]] = {
-    "ALREADY_EXISTS": AlreadyRunning,
-    "FAILED_PRECONDITION": Refused,
-    "ABORTED": Aborted,
-    "RESOURCE_EXHAUSTED": Overloaded,
-    "DEADLINE_EXCEEDED": DeadlineExceeded,
-    "UNAVAILABLE": Unavailable,
-    "DATA_LOSS": TransferFailed,
-    "NOT_FOUND": NotFound,
-    "UNIMPLEMENTED": NotSupported,
-}
-
-
-def error_for_code(
-    code: str,
-    message: str,
-    *,
-    retryable: bool | None = None,
-    retry_after_s: float | None = None,
-    field: str | None = None,
-) -> EffuseError:
-    """Returns the error for a failure that came as a word, such as an engine's: `code` is the name
-    of a gRPC status; one that is not in the tree is a `Bug`."""
-    if code == "INVALID_ARGUMENT":
-        return InvalidRequest.of(field or "", message)
-    kind = _BY_CODE.get(code, Bug)
-    labels = {} if field is None else {"field": field}
-    return kind(message, retryable=retryable, retry_after_s=retry_after_s, labels=labels)
 
 
 def to_status(error: EffuseError) -> status_pb2.Status:
@@ -292,7 +264,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
     A status without our ErrorInfo was made by the library on either side: the transport broke, or
     the answer was no message of ours. All such are `PeerLost` with `peer` in the text, but for the
     deadline and the cancellation, which are our own doing. What the library says of it names hosts
-    and ports: it is for our log, not for whoever is told."""
+    and ports: it goes to our log and not to the caller."""
     code = error.code()
     status = _status_of(error)
     info = error_details_pb2.ErrorInfo()

@@ -1,4 +1,4 @@
-"""The little needed to speak the wire: a server with its limits and health, and a channel.
+"""A gRPC server with limits and health, and a channel to one.
 
 Scope: options that were measured, health and reflection, ports, SIGTERM and drain. Not here: any
 servicer, TLS, mapping of errors (`errors.py`, `interceptor.py`).
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Final
 
 import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from effuse.protos.interceptor import ErrorInterceptor
-from effuse.protos.symbols import SymbolPool
 
 MIB: Final = 1 << 20
 
@@ -104,6 +105,40 @@ def connect(
 ) -> grpc.aio.Channel:
     """Returns a channel to `address` ("host:port"); it connects at the first call."""
     return grpc.aio.insecure_channel(address, channel_options(keepalive, max_message_bytes))
+
+
+class SymbolPool:
+    """Finds descriptors for server reflection, methods by their full name included.
+
+    The protocol asks for that (`package.Service.Method` is a symbol) and ghz does too; the default
+    pool knows files, messages, enums and services only.
+    """
+
+    def __init__(self) -> None:
+        self._pool = descriptor_pool.Default()
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        """Raises KeyError for an unknown name."""
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            return self._pool.FindMethodByName(symbol).containing_service.file
+
+    def FindFileByName(self, name: str) -> FileDescriptor:
+        """Raises KeyError for a file that was never imported."""
+        return self._pool.FindFileByName(name)
+
+    def FindMessageTypeByName(self, name: str) -> Descriptor:
+        """Raises KeyError for an unknown message."""
+        return self._pool.FindMessageTypeByName(name)
+
+    def FindExtensionByNumber(self, message: Descriptor, number: int) -> FieldDescriptor:
+        """Raises KeyError where the message has no such extension."""
+        return self._pool.FindExtensionByNumber(message, number)
+
+    def FindAllExtensions(self, message: Descriptor) -> list[FieldDescriptor]:
+        """All extensions of a message that are known here."""
+        return self._pool.FindAllExtensions(message)
 
 
 class RpcServer:
@@ -196,8 +231,8 @@ async def serve(
 
 
 def write_ready_file(path: Path, address: str, **facts: str) -> None:
-    """Leaves {"address": "host:port", "pid": ...} and other facts in `path` for whoever waits;
-    atomic."""
+    """Writes {"address": "host:port", "pid": ...} and other facts to `path`, in one step, for
+    processes that wait for this one."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps({"address": address, **facts, "pid": os.getpid()}) + "\n")
     partial.replace(path)

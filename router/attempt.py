@@ -13,15 +13,17 @@ import asyncio
 import secrets
 from typing import Final
 
+from msgspec.structs import asdict
+
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Refused
 from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
-from effuse.router.client import Client
+from effuse.router.client import Recipient
 from effuse.router.detokenizer import draft_text
 from effuse.router.fleet import Share
 from effuse.router.ladder import Failure, Outcome, judge
 from effuse.router.policy import Placement, life_of
-from effuse.router.request import BrokenStream, Event, IllegalTransition, Request, State
+from effuse.router.request import BrokenStream, Event, IllegalRequestEvent, Request, State
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
@@ -47,7 +49,7 @@ class Attempt:
         router: Router,
         request: Request,
         placement: Placement,
-        client: Client,
+        client: Recipient,
         share: Share,
     ) -> None:
         self._router = router
@@ -74,7 +76,7 @@ class Attempt:
                 await self._open_prefill(prefill).send_prompt(self._id)
             decode = self._decode = self._open_decode()
             reason = await self._relay(decode)
-        except (BrokenStream, IllegalTransition, EffuseError) as error:
+        except (BrokenStream, IllegalRequestEvent, EffuseError) as error:
             self._end_calls_now()
             raise Unfinished(self._failure(error)) from error
         except BaseException:
@@ -110,8 +112,8 @@ class Attempt:
             prompt_token_ids=request.prompt_token_ids,
             max_tokens=request.max_tokens,
             stop_token_ids=request.asked.stop_token_ids,
-            sampling=request.asked.sampling,
-            settings=request.asked.settings,
+            sampling=worker_pb2.DecodeSampling(**asdict(request.asked.sampling)),
+            settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
             drafts=request.asked.wants_drafts,
             resume=request.resumption(),
         )

@@ -13,7 +13,7 @@ import grpc.aio
 
 from effuse.placement.records import Link, ModelInfo, WorkerRecord
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
-from effuse.router.fleet import Fleet
+from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Condition, live_workers
 from effuse.router.validation import Findings, check_model_name, shown
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
@@ -37,7 +37,7 @@ _STATES: Final = {
 class Catalogue:
     """The models known so far."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: RoutedFleet) -> None:
         self._fleet = fleet
         self._known: dict[str, ModelInfo] = {}
 
@@ -79,7 +79,7 @@ class Catalogue:
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """ModelService."""
 
-    def __init__(self, fleet: Fleet, catalogue: Catalogue) -> None:
+    def __init__(self, fleet: RoutedFleet, catalogue: Catalogue) -> None:
         self._fleet = fleet
         self._catalogue = catalogue
 

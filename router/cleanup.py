@@ -18,7 +18,7 @@ import grpc.aio
 
 from effuse.placement.records import WorkerRecord
 from effuse.router.calls import is_task_cancelled
-from effuse.router.fleet import Fleet
+from effuse.router.fleet import RoutedFleet
 from effuse.v1 import worker_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class OpenCall(Protocol):
 class Cleanup:
     """One per router. Works within `async with cleanup.running()`."""
 
-    def __init__(self, fleet: Fleet, settle_s: float = SETTLE_S) -> None:
+    def __init__(self, fleet: RoutedFleet, settle_s: float = SETTLE_S) -> None:
         self._fleet = fleet
         self._settle_s = settle_s
         self._aborts: asyncio.TaskGroup | None = None
@@ -45,7 +45,6 @@ class Cleanup:
         self.num_open = 0  # attempts whose calls are still to end
         self.num_late = 0  # those that had to be cut off, ever
         self.num_aborts = 0
-        self.num_unanswered = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -89,12 +88,10 @@ class Cleanup:
         try:
             await self._fleet.peer(worker.address).worker.Abort(request, timeout=ABORT_S)
         except grpc.aio.AioRpcError as error:
-            self.num_unanswered += 1
             LOG.info("%s did not answer an abort: %s", worker.worker_id, error.code().name)
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise
-            self.num_unanswered += 1
 
     async def _settle(
         self,

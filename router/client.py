@@ -20,7 +20,7 @@ class ClientGone(Exception):
     """Nobody takes the answer any more."""
 
 
-class Client(Protocol):
+class Recipient(Protocol):
     """Who is told of an answer as it grows."""
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:

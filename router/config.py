@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from effuse.config import checks, flags
+from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
 from effuse.router.policy import PrefillMode
-
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

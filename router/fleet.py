@@ -54,7 +54,7 @@ class View(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class WorkerChannel:
     """A channel to one address, with the stubs that calls need."""
 
     channel: grpc.aio.Channel
@@ -63,7 +63,7 @@ class Peer:
     worker: worker_pb2_grpc.WorkerServiceAsyncStub
 
 
-class Fleet:
+class RoutedFleet:
     """One per router, used from its event loop. `now` is a monotonic clock in seconds."""
 
     def __init__(self, view: View, mode: PrefillMode, now: Callable[[], float]) -> None:
@@ -71,7 +71,7 @@ class Fleet:
         self._mode: PrefillMode = mode
         self.standing = Standing(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, WorkerChannel] = {}
         self._addresses: dict[WorkerLife, str] = {}
         self._seen: set[tuple[WorkerLife, Condition]] = set()
         self._changed = asyncio.Event()
@@ -191,12 +191,12 @@ class Fleet:
 
     # Channels, and what is kept of each worker.
 
-    def peer(self, address: str) -> Peer:
+    def peer(self, address: str) -> WorkerChannel:
         """The channel to a worker; one for all of its requests."""
         peer = self._peers.get(address)
         if peer is None:
             channel = connect(address)
-            peer = self._peers[address] = Peer(
+            peer = self._peers[address] = WorkerChannel(
                 channel, prefill_stub(channel), decode_stub(channel), worker_stub(channel)
             )
         return peer
@@ -248,7 +248,7 @@ class Fleet:
 class Share:
     """What an attempt takes of its decode worker."""
 
-    def __init__(self, fleet: Fleet, decode: WorkerRecord, own_prompt: int) -> None:
+    def __init__(self, fleet: RoutedFleet, decode: WorkerRecord, own_prompt: int) -> None:
         self._fleet = fleet
         self._decode = decode
         self.own_prompt = own_prompt  # tokens that decode has yet to prefill for itself

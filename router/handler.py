@@ -27,7 +27,7 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.router.attempt import Attempt, Unfinished
-from effuse.router.client import Client, ClientGone
+from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
 from effuse.router.fleet import Share
 from effuse.router.ladder import REFUSALS, Failure, Outcome
@@ -93,7 +93,7 @@ def accept(
 class Handler:
     """Serves one accepted request, once."""
 
-    def __init__(self, router: Router, request: Request, client: Client) -> None:
+    def __init__(self, router: Router, request: Request, client: Recipient) -> None:
         self._router = router
         self._request = request
         self._client = client

@@ -84,7 +84,7 @@ _PUBLIC_STATES: Final = {
 }
 
 
-class IllegalTransition(Exception):
+class IllegalRequestEvent(Exception):
     """An event that cannot happen in this state; a worker broke the protocol, or we did."""
 
     def __init__(self, state: State, event: Event) -> None:
@@ -161,10 +161,10 @@ class Request:
         return self.state in ENDED
 
     def apply_event(self, event: Event, now: float, note: str = "") -> State:
-        """Moves on `event`; raises `IllegalTransition` naming state and event."""
+        """Moves on `event`; raises `IllegalRequestEvent` naming state and event."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
-            raise IllegalTransition(self.state, event)
+            raise IllegalRequestEvent(self.state, event)
         self.state = state
         self.story.append(Moment(now, event, state, note))
         return state
@@ -188,7 +188,7 @@ class Request:
     # What the decode worker says.
 
     def add_verified(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
-        """The prompt's KV is complete; raises `IllegalTransition`."""
+        """The prompt's KV is complete; raises `IllegalRequestEvent`."""
         self.apply_event(Event.VERIFIED, now)
         self.prefilled = self.prefilled or now
         self.handoff_s += verified.handoff_s
@@ -199,7 +199,7 @@ class Request:
         self, commit: worker_pb2.DecodeCommit, now: float
     ) -> pb.GenerateStreamResponse | None:
         """Takes final tokens; returns what the client has not had yet, if there is anything. A stop
-        string may have ended the answer (`text`). Raises `IllegalTransition`, `BrokenStream`."""
+        string may have ended the answer (`text`). Raises `IllegalRequestEvent`, `BrokenStream`."""
         self.apply_event(Event.COMMITTED, now, f"{commit.token_offset}+{len(commit.token_ids)}")
         new = self.accept_tokens(commit.token_offset, commit.token_ids, commit.frontier)
         if new:
@@ -231,12 +231,12 @@ class Request:
 
     def add_finished(self, finished: worker_pb2.DecodeFinished) -> pb.GenerateStreamResponse | None:
         """Takes the worker's last word; returns the text that was held back, if there is any.
-        Raises `IllegalTransition`, `BrokenStream`."""
+        Raises `IllegalRequestEvent`, `BrokenStream`."""
         delivered = len(self.token_ids)
         if finished.num_tokens != delivered:
             raise BrokenStream(f"{finished.num_tokens} tokens at the end, {delivered} delivered")
         if self.state is not State.DECODING:
-            raise IllegalTransition(self.state, Event.FINISHED)
+            raise IllegalRequestEvent(self.state, Event.FINISHED)
         self.forwards = finished.forward_passes
         self.preemptions += finished.preemptions
         return self._for_client(self.text.num_tokens, [], self.text.flush())

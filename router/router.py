@@ -19,7 +19,7 @@ from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue
 from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
-from effuse.router.fleet import Fleet
+from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import RetryBudget
 from effuse.router.metrics import Metrics
@@ -47,7 +47,7 @@ class Router:
         self.now = now
         self.view = FleetView(store)
         self.placements = PlacementWriter(store)
-        self.fleet = Fleet(self.view, config.prefill, now)
+        self.fleet = RoutedFleet(self.view, config.prefill, now)
         self.catalogue = Catalogue(self.fleet)
         self.admission = Admission(config.max_concurrent_requests, config.max_queue)
         self.requests = KnownRequests(store, now)

@@ -7,16 +7,29 @@ whether the model exists (`catalogue.py`), whether there is room (`admission.py`
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
+from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
+from effuse.config.decoding import (
+    DEFAULT_MAX_TOKENS,
+    DENOISING_STEPS,
+    MAX_TOKENS,
+    TEMPERATURE,
+    THRESHOLD,
+    TOP_K,
+    TOP_P,
+    WINDOW,
+    Algorithm,
+    Bounds,
+    DecodeSettings,
+    Sampling,
+)
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import FieldViolation, InvalidRequest
 from effuse.v1 import generation_pb2 as pb
-from effuse.v1 import worker_pb2
 
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
@@ -24,24 +37,17 @@ MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
 MODEL_NAME_FORM: Final = "1 to 256 characters of A-Z a-z 0-9 . _ : / + @ -, without '..' or '//'"
 
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
-MAX_WINDOW: Final = 64
-DEFAULT_MAX_TOKENS: Final = 256
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0
 MAX_BYTES_PER_TOKEN: Final = 16
 """No prose comes near it; text above it cannot fit the context and is refused before it costs."""
 
-ALGORITHMS: Final = ("unspecified", "d2f", "block_diffusion")
-REMASKINGS: Final = (
-    "low_confidence_dynamic",
-    "low_confidence_dynamic",
-    "low_confidence_static",
-    "sequential",
-)
 ALGORITHM_NAMES: Final = tuple(pb.Algorithm.keys())
 SCORE_NAMES: Final = tuple(pb.Score.keys())
 REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
-SCORES: Final = ("confidence", "confidence", "margin", "neg_entropy")
+_ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
+_SCORES: Final = {number: name for name, number in SCORES.items()}
+_REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
+THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
 D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
 BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps")
 
@@ -61,15 +67,10 @@ class Findings:
         if self.violations:
             raise InvalidRequest(self.violations)
 
-    def number(self, name: str, value: float, low: float, high: float, note: str = "") -> None:
-        """A finite number in [low, high]."""
-        if not (math.isfinite(value) and low <= value <= high):
-            self.add(name, f"a number from {low:.2g} to {high:g}{note}", f"{value:g}")
-
-    def integer(self, name: str, value: int, low: int, high: int, note: str = "") -> None:
-        """An integer in [low, high]."""
-        if not low <= value <= high:
-            self.add(name, f"an integer from {low} to {high}{note}", value)
+    def number(self, name: str, value: float, bounds: Bounds) -> None:
+        """A number within `bounds`."""
+        if value not in bounds:
+            self.add(name, bounds.form, f"{value:g}" if isinstance(value, float) else value)
 
     def choice(self, name: str, value: int, names: Sequence[str]) -> None:
         """An enum value that has a name; protobuf lets unknown numbers pass."""
@@ -99,8 +100,8 @@ class Asked:
     max_tokens: int | None  # None takes the default, cut to the room that the prompt leaves
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
-    sampling: worker_pb2.DecodeSampling
-    settings: worker_pb2.DecodeSettings
+    sampling: Sampling
+    settings: DecodeSettings
     wants_token_ids: bool
     wants_drafts: bool
 
@@ -208,23 +209,18 @@ def _check_prompt_ids(
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ModelInfo, findings: Findings) -> None:
-    if sampling.HasField("temperature") and sampling.temperature != 0:
-        findings.number(
-            "sampling.temperature",
-            sampling.temperature,
-            MIN_TEMPERATURE,
-            MAX_TEMPERATURE,
-            ", or 0 for greedy",
-        )
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        findings.add("sampling.top_p", "a number above 0, at most 1", f"{sampling.top_p:g}")
+    if sampling.HasField("temperature"):
+        findings.number("sampling.temperature", sampling.temperature, TEMPERATURE)
+    if sampling.HasField("top_p"):
+        findings.number("sampling.top_p", sampling.top_p, TOP_P)
     if sampling.HasField("top_k"):
-        findings.integer("sampling.top_k", sampling.top_k, 0, model.vocab_size, "; 0 keeps all")
+        findings.number("sampling.top_k", sampling.top_k, replace(TOP_K, high=model.vocab_size))
 
 
 def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Findings) -> None:
     if stopping.HasField("max_tokens"):
-        findings.integer("stopping.max_tokens", stopping.max_tokens, 1, model.max_model_len - 1)
+        bounds = replace(MAX_TOKENS, high=model.max_model_len - 1)
+        findings.number("stopping.max_tokens", stopping.max_tokens, bounds)
     if len(stopping.stop) > MAX_STOPS:
         findings.add("stopping.stop", f"at most {MAX_STOPS} strings", len(stopping.stop))
     else:
@@ -245,30 +241,24 @@ def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Fin
         )  # fmt: skip
 
 
-def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Findings) -> str:
+def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Findings) -> Algorithm:
     """Checks the knobs and returns the algorithm they are for."""
     findings.choice("decoding.algorithm", decoding.algorithm, ALGORITHM_NAMES)
     findings.choice("decoding.score", decoding.score, SCORE_NAMES)
     findings.choice("decoding.remasking", decoding.remasking, REMASKING_NAMES)
-    # A threshold that is not set reads as 0, which is in range.
-    findings.number("decoding.confidence_threshold", decoding.confidence_threshold, 0, 1)
-    findings.number("decoding.block_add_threshold", decoding.block_add_threshold, 0, 1)
-    findings.number("decoding.full_activation_threshold", decoding.full_activation_threshold, 0, 1)
+    for name in THRESHOLDS:  # one that is not set reads as 0, which is in range
+        findings.number(f"decoding.{name}", getattr(decoding, name), THRESHOLD)
     if decoding.HasField("window"):
-        findings.integer("decoding.window", decoding.window, 1, MAX_WINDOW)
+        findings.number("decoding.window", decoding.window, WINDOW)
     if decoding.HasField("denoising_steps"):
-        note = ", the model's block size"
-        steps = decoding.denoising_steps
-        findings.integer("decoding.denoising_steps", steps, 1, model.block_size, note)
-    if not 0 < decoding.algorithm < len(ALGORITHMS):
-        algorithm: str = model.default_algorithm
-    else:
-        algorithm = ALGORITHMS[decoding.algorithm]
+        bounds = replace(DENOISING_STEPS, high=model.block_size, note=", the model's block size")
+        findings.number("decoding.denoising_steps", decoding.denoising_steps, bounds)
+    algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, model.default_algorithm)
     _check_conflicts(decoding, algorithm, findings)
     return algorithm
 
 
-def _check_conflicts(decoding: pb.DecodingParams, algorithm: str, findings: Findings) -> None:
+def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings: Findings) -> None:
     """A knob without effect is a mistake that would pass in silence."""
     foreign = BLOCK_DIFFUSION_ONLY if algorithm == "d2f" else D2F_ONLY
     set_fields = {field.name for field, _ in decoding.ListFields()}
@@ -283,30 +273,21 @@ def _resolve_stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[in
     return tuple(sorted({*eos, *stopping.stop_token_ids}))
 
 
-def _resolve_sampling(sampling: pb.SamplingParams) -> worker_pb2.DecodeSampling:
-    return worker_pb2.DecodeSampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-    )
+def _resolve_sampling(sampling: pb.SamplingParams) -> Sampling:
+    return Sampling(**_given(sampling))
 
 
 def _resolve_settings(
-    decoding: pb.DecodingParams, algorithm: str, model: ModelInfo
-) -> worker_pb2.DecodeSettings:
-    def given(name: str, value: float, default: float) -> float:
-        return value if decoding.HasField(name) else default
+    decoding: pb.DecodingParams, algorithm: Algorithm, model: ModelInfo
+) -> DecodeSettings:
+    knobs = {"denoising_steps": model.block_size} | _given(decoding) | {"algorithm": algorithm}
+    if decoding.score:
+        knobs["score"] = _SCORES[decoding.score]
+    if decoding.remasking:
+        knobs["remasking"] = _REMASKINGS[decoding.remasking]
+    return DecodeSettings(**knobs)
 
-    return worker_pb2.DecodeSettings(
-        algorithm=algorithm,
-        window=int(given("window", decoding.window, 4)),
-        confidence_threshold=given("confidence_threshold", decoding.confidence_threshold, 0.9),
-        block_add_threshold=given("block_add_threshold", decoding.block_add_threshold, 0.1),
-        full_activation_threshold=given(
-            "full_activation_threshold", decoding.full_activation_threshold, 0.95
-        ),
-        score=SCORES[decoding.score],
-        remasking=REMASKINGS[decoding.remasking],
-        denoising_steps=int(given("denoising_steps", decoding.denoising_steps, model.block_size)),
-    )
+
+def _given(params: pb.SamplingParams | pb.DecodingParams) -> dict[str, Any]:
+    """The fields that are set; the rest take the defaults of what has the same names."""
+    return {field.name: value for field, value in params.ListFields()}

@@ -168,7 +168,7 @@ class FakeCore:
         self._done[name] = done + 1
         if decode.prompt_token_ids[0] == ENDLESS:
             time.sleep(0.002)
-        elif done + 1 == decode.max_tokens:
+        elif done + 1 == decode.stopping.max_tokens:
             del self._decodes[name]
             self._out.append(
                 Finished(

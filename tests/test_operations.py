@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from effuse.decode_worker.config import DecodeConfig
@@ -59,3 +61,28 @@ def test_every_status_is_told() -> None:
     }
     assert len(codes) > 8
     assert not [code for code in codes if f"| {code} |" not in PAGE]
+
+
+def test_every_log_line_it_explains_is_written_somewhere() -> None:
+    """Its fixed parts, between `..`, stand among the texts of one file."""
+    table = PAGE.split("## What logs say")[1].split("\n## ")[0]
+    lines = [line for cell in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
+             for line in re.findall(r"`(.+?)`", cell)]  # fmt: skip
+    assert len(lines) > 10
+    texts = ["\n".join(_texts(path)) for path in (ROOT / "src/effuse").glob("*/*.py")]
+    parts = {line: [part.strip() for part in line.split("..") if part.strip()] for line in lines}
+    assert not [
+        line for line, fixed in parts.items() if not any(all(p in t for p in fixed) for t in texts)
+    ]
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The strings of a module, docstrings left out."""
+    tree = ast.parse(path.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree)
+                  if isinstance(node, documented) and node.body
+                  and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            yield str(node.value)

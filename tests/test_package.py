@@ -31,6 +31,8 @@ LINKS = [path for path in (ROOT / "src/effuse").iterdir() if path.is_symlink()]
 GIVEN = {"effuse"} | set(sys.stdlib_module_names)
 
 
+# The two workers' own, and what a decode worker makes of a router's request.
+SHARED_BY_WORKERS = {"Forward", "Outbox", "Request", "Scratch", "_Stream"}
 NOT_IN_THE_WHEEL = {"benchmarks", "training"}
 
 
@@ -119,6 +121,18 @@ def test_every_requirement_is_imported() -> None:
     # google.rpc comes from a distribution of its own, though its root is protobuf's.
     imported.add("googleapis-common-protos")
     assert not _names(PROJECT["project"]["dependencies"] + extras["worker"]) - imported
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """One name for one thing, so that a word in a traceback leads to one place."""
+    homes: dict[str, list[str]] = {}
+    for name in _tracked():
+        if name.endswith(".py") and str(Path(name).parent) in _folders() and "_pb2" not in name:
+            for node in ast.parse((ROOT / name).read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(name)
+    shared = {name: files for name, files in homes.items() if len(files) > 1}
+    assert "DecodeSettings" in homes and shared.keys() <= SHARED_BY_WORKERS, shared
 
 
 def test_the_checkout_is_not_on_the_import_path() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
 import pytest
 
-from effuse.cli.evaluate import Way, answer_all
-from effuse.models.weights import load_model
-from effuse.router.tokenizer import Tokenizer, bundled_directory
+import effuse
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "k8s/README.md", "docs/operations.md")
+PAGES = (
+    "README.md",
+    "DESIGN.md",
+    "CONTRIBUTING.md",
+    "k8s/README.md",
+    "docs/operations.md",
+    "docs/states.md",
+    "benchmarks/RESULTS.md",
+)
 FOLDERS = (
     "benchmarks|cli|config|decode_worker|k8s|kernels|kvtransfer|models|placement|prefill_worker"
-    "|client|examples|offline|problems|training"
+    "|client|docs|examples|offline|problems|training"
 )
 FILE = re.compile(rf"`((?:{FOLDERS}|protos|router|tests|worker)/[\w./-]*)`")
 
@@ -27,16 +32,19 @@ def test_every_file_it_names_exists(page: str) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_the_first_screen_says_what_to_type() -> None:
+    first = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:30])
+    assert "make demo" in first
+    (code,) = re.findall(r"```python\n(.*?)```", first, re.DOTALL)
+    assert "effuse.Client" in code and len(code.splitlines()) <= 6
+
+
 def test_the_question_it_shows_is_answered() -> None:
     """By the bundled model, whose knowledge is narrow: 3 * 12 - 7 = 29."""
     (asked,) = re.findall(r'effuse generate --watch "(.+)"', (ROOT / "README.md").read_text())
-    tokenizer = Tokenizer.load(bundled_directory())
-    prompt = tuple(asyncio.run(tokenizer.encode(asked)))
-    way = Way("D2F", "d2f", 2, 0.9)
-    (answer,) = answer_all(load_model(bundled_directory()), [prompt], way, 1, lambda: None)
-    text = tokenizer.decode(answer.token_ids)
-    tokenizer.close()
-    assert text.splitlines()[-1] == "answer: 29"
+    with effuse.LLM(device="cpu") as llm:
+        (answer,) = llm.generate(asked)
+    assert answer.text.splitlines()[-1] == "answer: 29"
 
 
 def test_every_step_in_the_life_of_a_request_names_a_file() -> None:

@@ -38,9 +38,9 @@ Flags = NDArray[np.bool_]
 class Rows(NamedTuple):
     """One batch; every field is int16 [rows, length].
 
-    `labels` is NO_LABEL where nothing is learnt. Who sees whom is said by `document`, `copy` (0 is
-    the clean one), `block` and `start`: first block of the group, or for clean tokens one past
-    their own block.
+    `labels` is NO_LABEL where nothing is learnt. Which tokens see which is given by `document`,
+    `copy` (0 is the clean one), `block` and `start`: first block of the group, or for clean tokens
+    one past their own block.
     """
 
     ids: Ints

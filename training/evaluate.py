@@ -45,7 +45,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Solution:
     """What one problem gave: the text, its tokens before EOS, forward passes, verdicts."""
 
     text: str
@@ -55,7 +55,7 @@ class Outcome:
     final: bool
 
 
-class Canvas:
+class PromptBatch:
     """Prompts and their generation blocks side by side; blocks are absolute multiples of 16.
 
     `ids` [problems, tokens]; `born` (masks at birth) and `full` (activation) [problems, blocks].
@@ -145,7 +145,7 @@ def decode(
     model: Denoiser, prompts: list[list[int]], setting: Setting, device: torch.device
 ) -> tuple[list[list[int]], list[int]]:
     """Generated ids (cut before EOS) and forward passes of every prompt."""
-    canvas = Canvas(prompts, device)
+    canvas = PromptBatch(prompts, device)
     forwards = torch.zeros(len(prompts), dtype=torch.long, device=device)
     positions = torch.arange(canvas.ids.shape[1], device=device).expand_as(canvas.ids)
     running = ~canvas.finished()
@@ -173,7 +173,7 @@ def evaluate(
     setting: Setting,
     device: torch.device,
     group: int = 500,
-) -> list[Outcome]:
+) -> list[Solution]:
     """Decode and check every problem, `group` at a time."""
     outcomes = []
     for at in range(0, len(problems), group):
@@ -183,7 +183,7 @@ def evaluate(
         for each, ids, count in zip(chunk, generated, forwards, strict=True):
             text = tokenizer.decode(ids, skip_special_tokens=True)
             verdict = check(each, text)
-            outcomes.append(Outcome(text, len(ids), count, verdict.exact, verdict.final))
+            outcomes.append(Solution(text, len(ids), count, verdict.exact, verdict.final))
     return outcomes
 
 
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _print_row(setting: Setting, outcomes: list[Outcome]) -> None:
+def _print_row(setting: Setting, outcomes: list[Solution]) -> None:
     count = len(outcomes)
     exact = sum(outcome.exact for outcome in outcomes)
     final = sum(outcome.final for outcome in outcomes)
@@ -225,7 +225,7 @@ def _print_row(setting: Setting, outcomes: list[Outcome]) -> None:
     )
 
 
-def _print_kinds(problems: list[Problem], outcomes: list[Outcome]) -> None:
+def _print_kinds(problems: list[Problem], outcomes: list[Solution]) -> None:
     kinds: dict[str, list[bool]] = {}
     for each, outcome in zip(problems, outcomes, strict=True):
         kind = each.kind if each.kind != "list" else each.phrasing.split("/")[0]

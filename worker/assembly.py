@@ -4,28 +4,29 @@ Runs in the engine's process only; the front never imports it. What an engine do
 its own `build.py`'s.
 """
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import effuse.models
+from effuse.config.decoding import Algorithm, Sampling
 from effuse.kernels.attention import block_attention
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
-from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
 from effuse.models.layer_marks import LayerMarks
-from effuse.models.part import Part, PartSampling
+from effuse.models.part import Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
-from effuse.placement.records import Algorithm, ModelInfo, Role
+from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Ready
 
@@ -37,14 +38,15 @@ _CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """The parts of an engine. The connector has not been started."""
+    """The parts of an engine. `connect` starts the connector of its pages and returns it; it raises
+    ValueError where that cannot be opened."""
 
     model: Transformer
     memory: PageMemory
     pool: PagePool
     runner: ModelRunner
     fingerprint: Fingerprint
-    connector: Connector
+    connect: Callable[[], Connector]
     max_model_len: int
     ready: Ready
 
@@ -52,7 +54,7 @@ class Assembly:
 def assemble(
     config: WorkerConfig, incarnation: str, role: Role, default_algorithm: Algorithm
 ) -> Assembly:
-    """Loads and connects everything, and runs one forward. Raises ValueError for a bad config."""
+    """Loads everything and runs one forward. Raises ValueError for a bad config."""
     device = _device(config)
     directory = config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
     model = _load(config, directory, device)
@@ -70,7 +72,7 @@ def assemble(
         pool=PagePool(memory.num_pages),
         runner=runner,
         fingerprint=agreed,
-        connector=_connector(config, memory, incarnation, agreed, role),
+        connect=partial(_connect, config, memory, incarnation, agreed, role),
         max_model_len=max_model_len,
         ready=Ready(
             model=_model_info(config, directory, model, max_model_len, default_algorithm),
@@ -98,9 +100,8 @@ def warm_up(runner: ModelRunner, num_rows: int) -> None:
             num_stored=int(begin == 0),
             block_origin=0,
             candidates=wanted,
-            sampling=PartSampling(
-                denoise_counts=[0] * len(wanted), temperature=1.0, top_p=0.9, top_k=8
-            ),
+            denoise_counts=[0] * len(wanted),
+            sampling=Sampling(temperature=1.0, top_p=0.9, top_k=8),
         )
         parts.append(part)
     runner.run(parts)
@@ -252,17 +253,17 @@ def _model_info(
     )
 
 
-def _connector(
+def _connect(
     config: WorkerConfig, memory: PageMemory, incarnation: str, agreed: Fingerprint, role: Role
 ) -> Connector:
-    """Imports only what is used: one of them needs a library that the others do without."""
-    if config.connector == "loopback":
-        return LoopbackConnector(Hub(), memory, incarnation, agreed, time.monotonic)
     transport = _transport(config, memory, incarnation, role)
-    return ThreadConnector(transport, memory, incarnation, agreed)
+    connector = ThreadConnector(transport, memory, incarnation, agreed)
+    connector.start()
+    return connector
 
 
 def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:
+    """Imports only what is used: NIXL needs a library that ZMQ does without."""
     if config.connector == "nixl":
         from effuse.kvtransfer.nixl_transport import NixlTransport
 

@@ -16,7 +16,7 @@ from effuse.worker.messages import CoreEvent, Draft, Failed, Reserved
 _MOST_QUEUED_DRAFTS = 64  # a slow reader misses drafts, never commits
 
 
-class Attempt:
+class OpenAttempt:
     """One attempt, from its admission until nothing of it is left here."""
 
     def __init__(self, attempt_id: AttemptId, incarnation: str) -> None:
@@ -69,7 +69,7 @@ class Attempts:
         most_remembered: int = 65536,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._running: dict[str, Attempt] = {}
+        self._running: dict[str, OpenAttempt] = {}
         # Request id and attempt of those whose caller is there, and their transfer id.
         self._tries: dict[tuple[str, int], str] = {}
         self._over: OrderedDict[str, float] = OrderedDict()  # transfer id: when to forget it
@@ -82,7 +82,7 @@ class Attempts:
     def __len__(self) -> int:
         return len(self._running)
 
-    def open(self, attempt_id: AttemptId, incarnation: str) -> Attempt:
+    def open(self, attempt_id: AttemptId, incarnation: str) -> OpenAttempt:
         """Admits an attempt; raises `AlreadyRunning` or, for one that is over, `Refused`."""
         self._forget()
         if attempt_id.transfer_id in self._over:
@@ -92,22 +92,22 @@ class Attempts:
                 f"attempt {attempt_id.attempt} of request {attempt_id.request_id!r} "
                 f"or transfer {attempt_id.transfer_id!r} is running here"
             )
-        attempt = Attempt(attempt_id, incarnation)
+        attempt = OpenAttempt(attempt_id, incarnation)
         self._running[attempt_id.transfer_id] = attempt
         self._tries[_try(attempt_id)] = attempt_id.transfer_id
         self._idle.clear()
         return attempt
 
-    def find(self, transfer_id: str) -> Attempt | None:
+    def find(self, transfer_id: str) -> OpenAttempt | None:
         """Returns a running attempt."""
         return self._running.get(transfer_id)
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: OpenAttempt) -> None:
         """Its caller is gone, and may send the same request anew while this one is ending."""
         if self._tries.get(_try(attempt.id)) == attempt.id.transfer_id:
             del self._tries[_try(attempt.id)]
 
-    def close(self, attempt: Attempt) -> None:
+    def close(self, attempt: OpenAttempt) -> None:
         """Nothing of the attempt is left here; its transfer id is refused for a while."""
         self.bury(attempt.id.transfer_id)
         self._running.pop(attempt.id.transfer_id, None)

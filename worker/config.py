@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from effuse.config import checks
+from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
 
 Attention = Literal["triton", "flex"]
-Connector = Literal["nixl", "zmq", "loopback"]
+Connector = Literal["nixl", "zmq"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVLayoutKind = Literal["unified", "distinct"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)

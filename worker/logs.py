@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from effuse.worker.config import LogLevel
+from effuse.config.flags import LogLevel
 
 
 def set_up(process: str, level: LogLevel) -> None:

@@ -13,33 +13,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.kvtransfer.messages import AttemptId, Reservation
-from effuse.placement.records import Algorithm, Load, ModelInfo
-
-Score = Literal["confidence", "margin", "neg_entropy"]
-Remasking = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn."""
-
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # in (0, 1]
-    top_k: int = 0  # 0 keeps all
-    seed: int = 0  # uint64, key of the counter-based randomness
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How blocks are denoised. The names are those of worker.proto's DecodeSettings."""
-
-    algorithm: Algorithm
-    window: int
-    confidence_threshold: float
-    block_add_threshold: float
-    full_activation_threshold: float
-    score: Score
-    remasking: Remasking
-    denoising_steps: int
+from effuse.placement.records import Load, ModelInfo
 
 
 class BlockState(msgspec.Struct, frozen=True, array_like=True):
@@ -92,14 +68,13 @@ class PushRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Asks for one answer. All settings are resolved and checked by shape only."""
+    """Asks for one answer. All settings are resolved and within their bounds."""
 
     attempt: AttemptId
     prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
+    stopping: Stopping
     sampling: Sampling
-    settings: Settings
+    settings: DecodeSettings
     writer: str | None  # incarnation of the prefill worker that will push; None prefills here
     drafts: bool = False
     resume: Resume | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
-from effuse.worker.attempts import Attempt, Attempts
+from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, ToEngine
 from effuse.worker.metrics import WorkerMetrics, render
@@ -79,14 +79,14 @@ class Shell:
             )
         return life
 
-    def begin(self, attempt_id: AttemptId, incarnation: str, start: ToEngine) -> Attempt:
+    def begin(self, attempt_id: AttemptId, incarnation: str, start: ToEngine) -> OpenAttempt:
         """Admits an attempt and starts it; whoever calls this owes an `end`."""
         life = self.admit(incarnation)
         attempt = self.attempts.open(attempt_id, life.incarnation)
         life.client.send(start)
         return attempt
 
-    def send(self, attempt: Attempt, message: ToEngine) -> None:
+    def send(self, attempt: OpenAttempt, message: ToEngine) -> None:
         """Says something of an attempt to the engine that runs it, if that still lives."""
         self.supervisor.send(message, attempt.incarnation)
 
@@ -107,7 +107,7 @@ class Shell:
         for task in self._spawned:
             task.cancel()
 
-    async def end_in_engine(self, attempt: Attempt, reason: str) -> None:
+    async def end_in_engine(self, attempt: OpenAttempt, reason: str) -> None:
         """Returns once the engine has let go of the attempt, or is dead.
 
         It may take long while a transfer is in flight; an engine that never answers is replaced by

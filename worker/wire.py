@@ -4,11 +4,20 @@ Raises `InvalidRequest` naming the field with the expected and the found. Whethe
 model or the pool is not decided here.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, get_args
+from typing import cast
 
+from effuse.config.decoding import (
+    Algorithm,
+    DecodeSettings,
+    Remasking,
+    Sampling,
+    Score,
+    SettingError,
+    Stopping,
+)
 from effuse.kvtransfer.messages import (
     AttemptId,
     Field,
@@ -18,13 +27,11 @@ from effuse.kvtransfer.messages import (
     Reservation,
     check_reservation,
 )
-from effuse.placement.records import Algorithm
 from effuse.protos.errors import InvalidRequest
 from effuse.v1 import worker_pb2 as pb
-from effuse.worker.messages import BlockState, Remasking, Resume, Sampling, Score, Settings
+from effuse.worker.messages import BlockState, Resume
 
 _MOST_ID_CHARS = 128
-_Choice = TypeVar("_Choice", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,42 +148,38 @@ def attempt_to_proto(attempt: AttemptId) -> pb.AttemptId:
     )
 
 
+def stopping(message: pb.DecodeRequest) -> Stopping:
+    """Reads when the answer ends."""
+    with _naming(""):
+        return Stopping(
+            max_tokens=message.max_tokens, stop_token_ids=frozenset(message.stop_token_ids)
+        )
+
+
 def sampling(message: pb.DecodeSampling) -> Sampling:
     """Reads how tokens are drawn."""
-    if not (math.isfinite(message.temperature) and message.temperature >= 0):
-        raise _wrong("sampling.temperature", "a number of 0 or more", message.temperature)
-    if not 0 < message.top_p <= 1:
-        raise _wrong("sampling.top_p", "a number in (0, 1]", message.top_p)
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        seed=message.seed,
-    )
+    with _naming("sampling."):
+        return Sampling(
+            temperature=message.temperature,
+            top_p=message.top_p,
+            top_k=message.top_k,
+            seed=message.seed,
+        )
 
 
-def settings(message: pb.DecodeSettings) -> Settings:
+def settings(message: pb.DecodeSettings) -> DecodeSettings:
     """Reads how blocks are denoised."""
-    for field, count in (("window", message.window), ("denoising_steps", message.denoising_steps)):
-        if count < 1:
-            raise _wrong(f"settings.{field}", "1 or more", count)
-    for field, threshold in (
-        ("confidence_threshold", message.confidence_threshold),
-        ("block_add_threshold", message.block_add_threshold),
-        ("full_activation_threshold", message.full_activation_threshold),
-    ):
-        if not 0 <= threshold <= 1:  # false for NaN too
-            raise _wrong(f"settings.{field}", "a number in [0, 1]", threshold)
-    return Settings(
-        algorithm=_one_of("algorithm", message.algorithm, get_args(Algorithm)),
-        window=message.window,
-        confidence_threshold=message.confidence_threshold,
-        block_add_threshold=message.block_add_threshold,
-        full_activation_threshold=message.full_activation_threshold,
-        score=_one_of("score", message.score, get_args(Score)),
-        remasking=_one_of("remasking", message.remasking, get_args(Remasking)),
-        denoising_steps=message.denoising_steps,
-    )
+    with _naming("settings."):
+        return DecodeSettings(
+            algorithm=cast(Algorithm, message.algorithm),  # names, too, are checked there
+            window=message.window,
+            confidence_threshold=message.confidence_threshold,
+            block_add_threshold=message.block_add_threshold,
+            full_activation_threshold=message.full_activation_threshold,
+            score=cast(Score, message.score),
+            remasking=cast(Remasking, message.remasking),
+            denoising_steps=message.denoising_steps,
+        )
 
 
 def resume(message: pb.Resume, block_size: int) -> Resume:
@@ -207,10 +210,13 @@ def block_to_proto(block: BlockState) -> pb.BlockState:
     )
 
 
-def _one_of(field: str, value: str, choices: tuple[_Choice, ...]) -> _Choice:
-    if value not in choices:
-        raise _wrong(f"settings.{field}", f"one of {', '.join(choices)}", repr(value))
-    return value
+@contextmanager
+def _naming(parent: str) -> Iterator[None]:
+    """Says in which field of the request a setting is wrong."""
+    try:
+        yield
+    except SettingError as error:
+        raise InvalidRequest.of(f"{parent}{error.name}", error.said) from error
 
 
 def _wrong(field: str, expected: str, found: object) -> InvalidRequest:

@@ -7,12 +7,12 @@ import torch
 from effuse.benchmarks.gpu_kernels import sampling_aims
 from effuse.benchmarks.gpu_rows import BESIDE_CHAIN, MODES, Pair, Sampled, torch_chain
 from effuse.benchmarks.report import Report
-from effuse.kernels.sampling import Score
+from effuse.kernels.sampling import ScoreCode
 
 
 def test_the_chain_takes_the_entropy_where_ours_does() -> None:
     for name, with_entropy in BESIDE_CHAIN.items():
-        assert (MODES[name].score is Score.NEG_ENTROPY) == with_entropy
+        assert (MODES[name].score is ScoreCode.NEG_ENTROPY) == with_entropy
         assert MODES[name].temperature == 0
     assert set(BESIDE_CHAIN.values()) == {False, True}
 

@@ -67,10 +67,10 @@ def test_requests_end_one_after_the_other_and_are_replaced(bench: Bench) -> None
 
 def test_lengths_of_requests_that_are_replaced() -> None:
     messages = replacing(TINY, 6, 4, CONTEXT, 4, 128)
-    assert [message.max_tokens for message in messages] == [32, 64, 96, 128, 128, 128]
+    assert [message.stopping.max_tokens for message in messages] == [32, 64, 96, 128, 128, 128]
     assert all(len(message.prompt_token_ids) == CONTEXT for message in messages)
     assert len({message.attempt.transfer_id for message in messages}) == 6
-    assert replacing(TINY, 3, 3, CONTEXT, 4, 2)[0].max_tokens == 1
+    assert replacing(TINY, 3, 3, CONTEXT, 4, 2)[0].stopping.max_tokens == 1
 
 
 def test_a_prompt_that_was_handed_over_brings_its_boundary() -> None:

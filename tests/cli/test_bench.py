@@ -65,7 +65,7 @@ def _bench(prompts: tuple[str, ...], concurrency: int) -> tuple[Run, FakeRouter,
         pb_grpc.add_GenerationServiceServicer_to_server(router, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        job = bench.Job(
+        job = bench.BenchJob(
             prompts=prompts,
             params=Params(),
             target=f"127.0.0.1:{port}",

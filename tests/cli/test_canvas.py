@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effuse.cli.canvas import MASK, Canvas
+from effuse.cli.watch import MASK, Canvas
 from effuse.v1 import generation_pb2
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.demo import apology, fleet_of, parse
+from effuse.cli.demo import explain_errors, fleet_of, parse
 
 
 def test_it_solves_problems_on_a_fleet_of_its_own(
@@ -48,7 +48,7 @@ def test_it_takes_the_gpus_that_are_here(
 
 
 def test_one_wrong_answer_is_the_models() -> None:
-    told = apology(1, 7)
+    told = explain_errors(1, 7)
     assert "1 in 700" in told
     assert "--seed 7" in told
     assert "exit status is 1" in told
@@ -56,7 +56,7 @@ def test_one_wrong_answer_is_the_models() -> None:
 
 
 def test_more_of_them_are_suspect() -> None:
-    assert "suspect a fault in effuse" in apology(2, 7)
+    assert "suspect a fault in effuse" in explain_errors(2, 7)
 
 
 def test_the_seed_that_it_names_is_taken() -> None:

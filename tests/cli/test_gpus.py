@@ -120,7 +120,7 @@ def test_how_an_assignment_reads() -> None:
         ),
         (
             lambda: assign(1, 1, gpus=["0", "1"], prefill_gpus=["7"]),
-            "GPU 7 is not one of the fleet's: 0, 1",
+            "GPU 7 is not among the GPUs of the fleet: 0, 1",
         ),
         (lambda: assign(1, 1, gpus=["0", "0"]), "--gpus: GPU 0 is named twice"),
         (
@@ -151,10 +151,10 @@ def test_ids_pass_where_gpus_are_known_by_number_only() -> None:
 @pytest.mark.parametrize(
     ("here", "gpus", "named", "told"),
     [
-        ("0 1", ("0", "2"), (), "GPU 2 is not one of those here: 0, 1"),
-        ("0 1", None, ("5",), "GPU 5 is not one of those here: 0, 1"),
-        (ID, ("GPU-2",), (), f"GPU-2 is not one of those here: {ID}"),
-        (ID, ("0",), (), f"GPU 0 is not one of those here: {ID}"),
+        ("0 1", ("0", "2"), (), "GPU 2 is not on this machine, which has 0, 1"),
+        ("0 1", None, ("5",), "GPU 5 is not on this machine, which has 0, 1"),
+        (ID, ("GPU-2",), (), f"GPU-2 is not on this machine, which has {ID}"),
+        (ID, ("0",), (), f"GPU 0 is not on this machine, which has {ID}"),
     ],
 )
 def test_gpus_that_are_not_here_are_refused(

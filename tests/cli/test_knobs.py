@@ -55,12 +55,32 @@ def test_every_flag_reaches_its_field() -> None:
     )
 
 
-@pytest.mark.parametrize("flag", ["--top-k", "--max-tokens", "--stop-token-id"])
-def test_more_than_the_wire_holds_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert make_request("p", _parse(flag, str(2**32 - 1)))
+@pytest.mark.parametrize(
+    ("flag", "most"),
+    [
+        ("--top-k", 2**31 - 1),
+        ("--max-tokens", 2**31 - 1),
+        ("--stop-token-id", 2**32 - 1),
+        ("--window", 64),
+    ],
+)
+def test_a_number_beyond_its_bounds_is_refused(
+    flag: str, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_request("p", _parse(flag, str(most)))
     with pytest.raises(SystemExit):
-        _parse(flag, str(2**32))
-    assert "to 4294967295, got 4294967296" in capsys.readouterr().err
+        _parse(flag, str(most + 1))
+    told = capsys.readouterr().err
+    assert f"to {most}" in told and f"got {most + 1}" in told
+
+
+@pytest.mark.parametrize("given", ["nan", "inf", "-0.1", "much", "1e-9"])
+def test_a_temperature_that_is_none_is_refused(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _parse(f"--temperature={given}")
+    assert "expected a number from 0.001 to 100, or 0 for greedy" in capsys.readouterr().err
 
 
 def test_zero_is_a_value_and_not_the_default() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from effuse.cli.logs import LogFollower
+from effuse.cli.process import LogFollower
 
 
 def test_whole_lines_are_copied_once(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_fleet_that_cannot_answer_says_so() -> None:
     draining.CopyFrom(DECODE)
     draining.state = pb.WORKER_STATE_DRAINING
     for workers in ([], [PREFILL], [PREFILL, draining]):
-        assert as_text(workers).splitlines()[-1].endswith("nobody can answer a request")
+        assert as_text(workers).splitlines()[-1].endswith("no worker can answer a request")
 
 
 def test_json_holds_every_field() -> None:

@@ -117,7 +117,10 @@ def _help() -> str:
         (["--prefil", "2"], "[--prefill X]"),
         (["--kv-layout", "paged"], "argument --kv-layout: invalid choice: 'paged'"),
         (["--redis-url", "http://x"], "expected redis://HOST:PORT/DB, got 'http://x'"),
-        (["--worker-id=mine"], "--worker-id=mine: the fleet gives each process its own"),
+        (
+            ["--worker-id=mine"],
+            "--worker-id=mine: not a flag of `effuse up`, which sets it for each process",
+        ),
         (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
         (["--max-losses", "many"], "argument --max-losses: invalid int value: 'many'"),
         (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
@@ -204,7 +207,7 @@ def _greeting(fleet: Fleet, address: str) -> str:
     [
         ([], "2 workers (1 prefill, 1 decode) on 1 GPU (0): each needs a GPU of its own; start"),
         (["--decode", "2"], "let workers share a GPU and divide its memory with --gpu-sharing"),
-        (["--gpus", "0,3"], "GPU 3 is not one of those here: 0"),
+        (["--gpus", "0,3"], "GPU 3 is not on this machine, which has 0"),
         (["--prefill-gpus", "0,0"], "--prefill-gpus: expected 1, one for each prefill worker"),
         (["--gpus", "0", "--device", "cpu", "--gpu-sharing"], "--device cpu: workers that compute"),
     ],

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from decoding.scripts import make_settings
 
+from effuse.config.decoding import Remasking
 from effuse.decode_worker import block_diffusion
-from effuse.decode_worker.candidates import HostCandidates
-from effuse.decode_worker.sequence import Block
-from effuse.decode_worker.settings import Algorithm, Remasking
+from effuse.decode_worker.sequence import Block, HostCandidates
 
 
 @pytest.mark.parametrize(
@@ -33,16 +32,16 @@ def test_a_block_is_split_as_evenly_as_possible(masks: int, steps: int, shares: 
 @pytest.mark.parametrize(
     ("remasking", "confidences", "chosen"),
     [
-        (Remasking.SEQUENTIAL, [0.1, 0.2, 0.95, 0.99], [0, 1]),
-        (Remasking.LOW_CONFIDENCE_STATIC, [0.1, 0.97, 0.95, 0.99], [1, 3]),
-        (Remasking.LOW_CONFIDENCE_DYNAMIC, [0.1, 0.97, 0.95, 0.99], [1, 2, 3]),
-        (Remasking.LOW_CONFIDENCE_DYNAMIC, [0.1, 0.2, 0.3, 0.99], [2, 3]),
+        ("sequential", [0.1, 0.2, 0.95, 0.99], [0, 1]),
+        ("low_confidence_static", [0.1, 0.97, 0.95, 0.99], [1, 3]),
+        ("low_confidence_dynamic", [0.1, 0.97, 0.95, 0.99], [1, 2, 3]),
+        ("low_confidence_dynamic", [0.1, 0.2, 0.3, 0.99], [2, 3]),
     ],
 )
 def test_which_masks_a_step_writes(
     remasking: Remasking, confidences: list[float], chosen: list[int]
 ) -> None:
-    settings = make_settings(Algorithm.BLOCK_DIFFUSION, remasking=remasking, steps=2)
+    settings = make_settings("block_diffusion", remasking=remasking, steps=2)
     values = np.asarray(confidences, dtype=np.float32)
     own = HostCandidates(np.arange(4), values, values)
     block = Block(0, 4, masks_at_birth=4, masks_left=4, full=True)
@@ -50,7 +49,7 @@ def test_which_masks_a_step_writes(
 
 
 def test_a_last_step_takes_no_more_than_is_left() -> None:
-    settings = make_settings(Algorithm.BLOCK_DIFFUSION, remasking=Remasking.SEQUENTIAL, steps=1)
+    settings = make_settings("block_diffusion", remasking="sequential", steps=1)
     own = HostCandidates(np.arange(1), np.ones(1, np.float32), np.ones(1, np.float32))
     block = Block(0, 4, masks_at_birth=4, masks_left=1, full=True)
     assert block_diffusion.choose(block, settings, own).tolist() == [0]

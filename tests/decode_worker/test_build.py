@@ -35,10 +35,8 @@ def test_a_built_engine_answers(directory: Path) -> None:
 
 
 def test_ready_describes_the_model_and_its_pages(directory: Path) -> None:
-    config = DecodeConfig(
-        model=directory, connector="loopback", num_pages=9, served_model_name="tiny"
-    )
-    engine = build(config, "life-1")
+    config = DecodeConfig(model=directory, num_pages=9, served_model_name="tiny")
+    engine = build(config, "life-1", connects=False)
     engine.core.close()
     ready = engine.ready
     assert (ready.model.name, ready.model.architecture) == ("tiny", "dream")
@@ -56,7 +54,7 @@ def test_ready_describes_the_model_and_its_pages(directory: Path) -> None:
     ],
 )
 def test_a_bad_config_is_named(directory: Path, changes: dict[str, int], said: str) -> None:
-    config = DecodeConfig(model=directory, connector="loopback", **changes)  # type: ignore[arg-type]
+    config = DecodeConfig(model=directory, **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
         build(config, "life-1")
 

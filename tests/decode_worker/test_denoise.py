@@ -10,10 +10,15 @@ from decoding.invariants import Broken, decode, make_sequence
 from decoding.replay import Replay
 from decoding.scripts import Case, random_case
 
+from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker import block_diffusion, d2f, denoise
-from effuse.decode_worker.candidates import HostCandidates, IndexArray
-from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
-from effuse.decode_worker.settings import DecodeSettings
+from effuse.decode_worker.sequence import (
+    Block,
+    BlockPhase,
+    HostCandidates,
+    IndexArray,
+    Sequence,
+)
 
 
 def agrees(case: Case) -> bool:

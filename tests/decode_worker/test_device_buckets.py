@@ -7,11 +7,11 @@ import pytest
 import torch
 from decoding.scripts import MASK_ID, make_settings
 
+from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.denoise import open_step
-from effuse.decode_worker.device_buckets import Forecast, bucket, context_class
-from effuse.decode_worker.device_slots import Row, slot_row
+from effuse.decode_worker.device_buckets import Forecast, Integers, bucket, context_class
+from effuse.decode_worker.device_slots import slot_row
 from effuse.decode_worker.sequence import Sequence
-from effuse.decode_worker.settings import Sampling, Stopping
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_advance import advance
 from effuse.kernels.step_plan import plan_step
@@ -80,9 +80,13 @@ def test_records_of_others_are_passed_over() -> None:
     assert forecast.need().rows == 0
 
 
-def _row() -> Row:
+def _row() -> Integers:
     sequence = Sequence(
-        range(10, 18), origin=8, block_size=8, mask_token_id=MASK_ID, stopping=Stopping.of(200, [])
+        range(10, 18),
+        origin=8,
+        block_size=8,
+        mask_token_id=MASK_ID,
+        stopping=Stopping(max_tokens=200),
     )
     sequence.store(8)
     settings = make_settings(window=3, add=0.25, full=0.5)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
 from decoding.device_decoder import DeviceDecoder
-from decoding.engines import Rig, load_tiny, random_requests
+from decoding.engines import Rig, load_tiny, of_length, random_requests
 
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import StartDecode
@@ -46,7 +45,7 @@ def test_answers_are_those_of_the_hosts_engine(
     directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=3, sizes=SIZES)
     model = load_tiny(directory, device)
     requests = [
-        msgspec.structs.replace(request, max_tokens=18)
+        of_length(request, 18)
         for request in random_requests(7, algorithm, block_size=4, sampled=True)
     ]
     assert DeviceDecoder(model).decode(requests) == expected(model, requests)
@@ -57,8 +56,7 @@ def test_small_buckets_and_late_pages_change_no_token(tmp_path: Path, device: st
     directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=5, sizes=SIZES)
     model = load_tiny(directory, device)
     requests = [
-        msgspec.structs.replace(request, max_tokens=18)
-        for request in random_requests(6, "d2f", block_size=4, sampled=True)
+        of_length(request, 18) for request in random_requests(6, "d2f", block_size=4, sampled=True)
     ]
     decoder = DeviceDecoder(model, max_rows=32, pages_come_late=True, uses_graphs=False)
     assert decoder.decode(requests) == expected(model, requests)

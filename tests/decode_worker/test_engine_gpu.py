@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
-from decoding.engines import Rig, load_tiny, oracle_settings, random_requests
+from decoding.engines import Rig, load_tiny, of_length, oracle_settings, random_requests
 from oracle.decode import decode
 from oracle.settings import OracleResult
 
@@ -52,7 +51,7 @@ def _solid(directory: Path, algorithm: str) -> list[tuple[StartDecode, OracleRes
     """Greedy requests whose confidences all lie well away from their threshold."""
     pairs = []
     for drawn in random_requests(64, algorithm, block_size=4):
-        request = msgspec.structs.replace(drawn, max_tokens=64)
+        request = of_length(drawn, 64)
         expected = decode(directory, request.prompt_token_ids, oracle_settings(request))
         if _margin(request, expected) > MARGIN:
             pairs.append((request, expected))

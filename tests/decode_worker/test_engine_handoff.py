@@ -21,6 +21,7 @@ from decoding.engines import (
 from decoding.source import SOURCE, Source
 from oracle.decode import decode
 
+from effuse.config.decoding import Stopping
 from effuse.kvtransfer.connector import ArrivalRefused, Cause
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.messages import Reservation
@@ -100,7 +101,7 @@ def test_handed_over_prompts_give_the_oracles_answers_preempted_or_not(
     directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=5)  # type: ignore[arg-type]
     pair = Pair(load_tiny(directory), kind, num_pages=20, page_size=3, budget=64)
     requests = [
-        msgspec.structs.replace(request, writer=SOURCE, max_tokens=24, stop_token_ids=())
+        msgspec.structs.replace(request, writer=SOURCE, stopping=Stopping(max_tokens=24))
         for request in random_requests(8, algorithm, block_size=4, sampled=True, seed=9)
     ]
     pair.serve(requests)

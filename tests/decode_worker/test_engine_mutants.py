@@ -13,9 +13,10 @@ from decoding.engines import Rig, load_tiny, oracle_settings, random_requests
 from oracle.decode import decode_with
 from oracle.forward import load_raw
 
-from effuse.decode_worker import engine as engine_module
-from effuse.decode_worker import parts
+from effuse.config.decoding import Stopping
+from effuse.decode_worker import executor
 from effuse.decode_worker.denoise import StepPlan
+from effuse.decode_worker.executor import denoise_part, prefill_part
 from effuse.decode_worker.request import Request
 from effuse.models.part import Part
 
@@ -24,49 +25,46 @@ Denoise = Callable[[Request, StepPlan], Part]
 
 
 def rebuilt_as_one_prompt(request: Request, num_rows: int) -> Part:
-    part = parts.prefill_part(request, num_rows)
+    part = prefill_part(request, num_rows)
     return dataclasses.replace(part, block_origin=request.sequence.in_flight_start)
 
 
 def prompt_not_bidirectional(request: Request, num_rows: int) -> Part:
-    return dataclasses.replace(parts.prefill_part(request, num_rows), block_origin=0)
+    return dataclasses.replace(prefill_part(request, num_rows), block_origin=0)
 
 
 def kv_of_a_noisy_forward(request: Request, plan: StepPlan) -> Part:
-    part = parts.denoise_part(request, plan)
+    part = denoise_part(request, plan)
     tokens = list(part.token_ids)
     tokens[: plan.num_stored] = [request.sequence.mask_token_id] * plan.num_stored
     return dataclasses.replace(part, token_ids=tokens)
 
 
 def boundary_never_renewed(request: Request, plan: StepPlan) -> Part:
-    return dataclasses.replace(parts.denoise_part(request, plan), keep_boundary=False)
+    return dataclasses.replace(denoise_part(request, plan), keep_boundary=False)
 
 
 def denoise_counts_forgotten(request: Request, plan: StepPlan) -> Part:
-    part = parts.denoise_part(request, plan)
-    assert part.sampling is not None
-    counts = [0] * len(part.candidates)
-    sampling = dataclasses.replace(part.sampling, denoise_counts=counts)
-    return dataclasses.replace(part, sampling=sampling)
+    part = denoise_part(request, plan)
+    return dataclasses.replace(part, denoise_counts=[0] * len(part.candidates))
 
 
 def prompt_tail_masked(request: Request, plan: StepPlan) -> Part:
-    part = parts.denoise_part(request, plan)
+    part = denoise_part(request, plan)
     tail = max(0, request.sequence.prompt_len - plan.start)
     tokens = [request.sequence.mask_token_id] * tail + list(part.token_ids[tail:])
     return dataclasses.replace(part, token_ids=tokens)
 
 
 def nothing_wrong(request: Request, plan: StepPlan) -> Part:
-    return parts.denoise_part(request, plan)
+    return denoise_part(request, plan)
 
 
 def agrees(directory: Path) -> bool:
     """True where a preempting engine gives the oracle's tokens to every request."""
     raw = load_raw(directory)
     requests = [
-        msgspec.structs.replace(request, max_tokens=20, stop_token_ids=())
+        msgspec.structs.replace(request, stopping=Stopping(max_tokens=20))
         for request in random_requests(10, "d2f", block_size=4, sampled=True)
     ]
     rig = Rig(load_tiny(directory), num_pages=18, page_size=3)
@@ -100,7 +98,7 @@ def test_the_oracle_exposes_a_planted_bug(
     bug: Prefill | Denoise,
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", architecture, seed=3)
-    monkeypatch.setattr(engine_module, name, bug)
+    monkeypatch.setattr(executor, name, bug)
     assert not agrees(directory)
 
 
@@ -108,5 +106,5 @@ def test_nothing_is_exposed_where_nothing_is_planted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=3)
-    monkeypatch.setattr(engine_module, "denoise_part", nothing_wrong)
+    monkeypatch.setattr(executor, "denoise_part", nothing_wrong)
     assert agrees(directory)

@@ -12,6 +12,7 @@ from oracle.decode import decode_with
 from oracle.forward import RawModel, load_raw
 from oracle.settings import OracleResult
 
+from effuse.config.decoding import Stopping
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import StartDecode
 
@@ -66,7 +67,7 @@ def test_answers_are_the_oracles(twin: Twin, algorithm: str, sampled: bool) -> N
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_answers_survive_preemption(twin: Twin, algorithm: str) -> None:
     requests = [
-        msgspec.structs.replace(request, max_tokens=24, stop_token_ids=())
+        msgspec.structs.replace(request, stopping=Stopping(max_tokens=24))
         for request in random_requests(16, algorithm, block_size=4, sampled=True)
     ]
     rig = Rig(twin.model, num_pages=20, page_size=3, budget=48)

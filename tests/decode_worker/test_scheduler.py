@@ -14,7 +14,7 @@ from effuse.decode_worker.scheduler import (
     check_fits,
     schedule,
 )
-from effuse.decode_worker.settings import RequestError
+from effuse.decode_worker.sequence import RequestError
 
 LIMITS = DecodeLimits(
     max_num_batched_tokens=64,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from decoding.scripts import MASK_ID, STOP_ID
 
-from effuse.decode_worker.sequence import BlockPhase, Sequence
-from effuse.decode_worker.settings import RequestError, Stopping
+from effuse.config.decoding import Stopping
+from effuse.decode_worker.sequence import BlockPhase, RequestError, Sequence
 from effuse.worker import messages
 
 PROMPT = tuple(range(10, 16))
@@ -19,7 +19,7 @@ def make(origin: int = 0, max_tokens: int = 12) -> Sequence:
         origin=origin,
         block_size=4,
         mask_token_id=MASK_ID,
-        stopping=Stopping.of(max_tokens, [STOP_ID]),
+        stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset([STOP_ID])),
     )
 
 
@@ -33,7 +33,7 @@ def resume(
         origin=origin,
         block_size=4,
         mask_token_id=MASK_ID,
-        stopping=Stopping.of(12, [STOP_ID]),
+        stopping=Stopping(max_tokens=12, stop_token_ids=frozenset([STOP_ID])),
     )
 
 

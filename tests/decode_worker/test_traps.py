@@ -7,17 +7,17 @@ are in test_traps_engine.py. The fourth is about a prefix cache, and there is no
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
 from decoding.invariants import decode, make_sequence
 from decoding.scripts import MASK_ID, STOP_ID, Case, Script, make_settings
 
+from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker import block_diffusion, d2f, denoise
-from effuse.decode_worker.candidates import HostCandidates
 from effuse.decode_worker.denoise import AnswerEnd
-from effuse.decode_worker.sequence import Block, BlockPhase, Sequence
-from effuse.decode_worker.settings import Algorithm, Stopping
+from effuse.decode_worker.sequence import Block, BlockPhase, HostCandidates, Sequence
 
 
 def case(prompt_len: int = 8, *, origin: int | None = None, **changes: object) -> Case:
@@ -87,10 +87,10 @@ def test_trap_06_a_written_mask_id_is_a_token_not_a_mask() -> None:
     assert outcome.finish is AnswerEnd.LENGTH and outcome.tokens == (MASK_ID,) * 4
 
 
-@pytest.mark.parametrize("algorithm", tuple(Algorithm))
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
 def test_trap_07_thresholds_are_strict(algorithm: Algorithm) -> None:
     """Confidence 1.0 does not pass a threshold of 1.0; the float32 next above 0.9 passes 0.9."""
-    rules = d2f if algorithm is Algorithm.D2F else block_diffusion
+    rules = d2f if algorithm == "d2f" else block_diffusion
     block = Block(0, 4, masks_at_birth=4, masks_left=4, full=True)
     at_one = make_settings(algorithm, confidence=1.0)
     assert rules.choose(block, at_one, candidates([1.0, 1.0, 1.0, 1.0])).tolist() == [0]
@@ -166,7 +166,7 @@ def test_the_sequence_takes_any_length() -> None:
                 origin=origin,
                 block_size=8,
                 mask_token_id=MASK_ID,
-                stopping=Stopping.of(max_tokens, ()),
+                stopping=Stopping(max_tokens=max_tokens),
             )
             assert sequence.first_block_start <= prompt_len < sequence.first_block_start + 8
             assert sequence.last_block_start < sequence.answer_end <= sequence.last_block_end

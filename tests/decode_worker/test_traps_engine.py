@@ -14,6 +14,7 @@ from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
 from decoding.engines import Rig, load_tiny, make_request, oracle_settings
 from oracle.decode import decode as oracle_decode
 
+from effuse.config.decoding import Sampling
 from effuse.models.part import Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
@@ -153,7 +154,7 @@ def test_trap_13_the_boundary_row_survives_order_preemption_and_ends_with_its_re
 def test_trap_14_counters_are_part_of_what_a_resumed_answer_needs(tmp_path: Path) -> None:
     """The denoise count keys the randomness: without it a sampled answer would change."""
     model = tiny(tmp_path, "sdar")
-    sampling = messages.Sampling(temperature=1.0, seed=11)
+    sampling = Sampling(temperature=1.0, seed=11)
     request = make_request(
         "a", PROMPT, max_tokens=40, sampling=sampling, stop_token_ids=(), confidence_threshold=0.5
     )
@@ -184,7 +185,7 @@ def resumed(
     again = make_request(
         name,
         request.prompt_token_ids,
-        max_tokens=request.max_tokens,
+        max_tokens=request.stopping.max_tokens,
         sampling=request.sampling,
         stop_token_ids=(),
         confidence_threshold=request.settings.confidence_threshold,

@@ -13,11 +13,12 @@ import torch
 
 from decoding.engines import layout_of
 from effuse.decode_worker.denoise import open_step
-from effuse.decode_worker.device_slots import Record, Row, slot_row
+from effuse.decode_worker.device_buckets import Integers
+from effuse.decode_worker.device_slots import Record, slot_row
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
+from effuse.decode_worker.executor import prefill_part
 from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.parts import prefill_part
 from effuse.decode_worker.request import Request
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status
@@ -116,7 +117,7 @@ class DeviceDecoder:
         self.stepper.join(slot, row, request.boundary)
         self._seats[slot] = Seat(request, index + 1, final_len=sequence.final_len)
 
-    def _take(self, records: Row, answers: dict[int, list[int]]) -> None:
+    def _take(self, records: Integers, answers: dict[int, list[int]]) -> None:
         for slot, seat in enumerate(self._seats):
             record = Record(records[slot], self._layout)
             if seat is None or record.column(RecordColumn.GENERATION) != seat.generation:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import oracle.settings
 import torch
 from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
+from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker.boundary import Boundary
-from effuse.decode_worker.engine import DecodeEngine, Forward
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.executor import Executor, HostExecutor
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
@@ -25,7 +28,8 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker import messages
-from effuse.worker.messages import CoreEvent, Settings, StartDecode, StartRehearsal
+from effuse.worker.engine_core import Forward
+from effuse.worker.messages import CoreEvent, StartDecode, StartRehearsal
 
 INCARNATION = "decode-1"
 
@@ -91,6 +95,8 @@ class Rig:
         lease_s: float = 10.0,
         max_request_s: float = 1000.0,
         kv_layout: str = "unified",
+        max_window: int = 8,
+        max_stop_ids: int = 16,
     ) -> None:
         config = model.config
         self.clock = Clock()
@@ -107,16 +113,18 @@ class Rig:
             num_pages=num_pages,
             page_size=page_size,
             block_size=config.block_size,
+            max_window=max_window,
+            max_stop_ids=max_stop_ids,
         )
         self.forward = forward or ModelRunner(
             model, self.memory.layer_views(), page_size=page_size, block_size=config.block_size
         )
-        self._model, self._lease_s, self._max_request_s = model, lease_s, max_request_s
+        self.model, self._lease_s, self._max_request_s = model, lease_s, max_request_s
         self.connect(None)
 
     def connect(self, connector: Connector | None) -> None:
         """Makes the engine, anew, with this connector."""
-        config = self._model.config
+        config = self.model.config
         identity = ReceiverIdentity(
             incarnation=INCARNATION,
             fingerprint=self.fingerprint,
@@ -124,18 +132,22 @@ class Rig:
             lease_s=self._lease_s,
         )
         self.engine = DecodeEngine(
-            self.forward,
+            self.make_executor(),
             self.pool,
             Intake(config, self.limits),
             HandoffReceiver(self.pool, connector, identity),
             Boundary(
                 config.hidden_size if config.shift_logits else None,
-                self._model.dtype,
-                self._model.device,
+                self.model.dtype,
+                self.model.device,
             ),
             now=self.clock,
             max_request_s=self._max_request_s,
         )
+
+    def make_executor(self) -> Executor:
+        """What runs the engine's steps."""
+        return HostExecutor(self.forward)
 
     def start(self, request: StartDecode | StartRehearsal) -> Answer:
         self.engine.handle(request)
@@ -152,7 +164,7 @@ class Rig:
         return worked
 
     def _device_works(self) -> bool:
-        return self._model.device.type == "cuda" and self.engine.is_working()
+        return self.model.device.type == "cuda" and self.engine.is_working()
 
     def run(self, most_steps: int = 5000) -> None:
         """Steps until nothing moves."""
@@ -202,28 +214,18 @@ def make_request(
     writer: str | None = None,
     drafts: bool = False,
     resume: messages.Resume | None = None,
-    sampling: messages.Sampling | None = None,
+    sampling: Sampling | None = None,
     stop_token_ids: Sequence[int] = (EOS_TOKEN_ID,),
     **settings: object,
 ) -> StartDecode:
     """A request with the published defaults; settings by their names."""
-    asked = {
-        "algorithm": "d2f",
-        "window": 4,
-        "confidence_threshold": 0.9,
-        "block_add_threshold": 0.1,
-        "full_activation_threshold": 0.95,
-        "score": "confidence",
-        "remasking": "low_confidence_dynamic",
-        "denoising_steps": 4,
-    } | settings
+    asked = {"algorithm": "d2f", "denoising_steps": 4} | settings
     return StartDecode(
         attempt=AttemptId(f"request-{name}", 1, f"transfer-{name}"),
         prompt_token_ids=tuple(prompt),
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(stop_token_ids),
-        sampling=sampling or messages.Sampling(),
-        settings=Settings(**asked),  # type: ignore[arg-type]
+        stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset(stop_token_ids)),
+        sampling=sampling or Sampling(),
+        settings=DecodeSettings(**asked),  # type: ignore[arg-type]
         writer=writer,
         drafts=drafts,
         resume=resume,
@@ -243,7 +245,7 @@ def random_requests(
                 f"{seed}-{index}",
                 [draw.choice(_PLAIN_IDS) for _ in range(length)],
                 max_tokens=draw.randint(1, 8 * block_size),
-                sampling=messages.Sampling(
+                sampling=Sampling(
                     temperature=draw.choice((0.5, 1.0)) if sampled else 0.0,
                     top_p=draw.choice((0.9, 1.0)) if sampled else 1.0,
                     top_k=draw.choice((0, 20)) if sampled else 0,
@@ -265,6 +267,12 @@ def random_requests(
     return requests
 
 
+def of_length(request: StartDecode, max_tokens: int) -> StartDecode:
+    """The same request for another length."""
+    stopping = msgspec.structs.replace(request.stopping, max_tokens=max_tokens)
+    return msgspec.structs.replace(request, stopping=stopping)
+
+
 _PLAIN_IDS = [i for i in range(VOCAB_SIZE) if i not in (EOS_TOKEN_ID, MASK_TOKEN_ID)]
 
 
@@ -273,8 +281,8 @@ def oracle_settings(request: StartDecode) -> oracle.settings.Settings:
     asked, sampling = request.settings, request.sampling
     return oracle.settings.Settings(
         algorithm=asked.algorithm,
-        max_tokens=request.max_tokens,
-        stop_token_ids=request.stop_token_ids,
+        max_tokens=request.stopping.max_tokens,
+        stop_token_ids=tuple(request.stopping.stop_token_ids),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

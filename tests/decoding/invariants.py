@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from decoding.replay import Trace
 from decoding.scripts import MASK_ID, STOP_ID, Case
+from effuse.config.decoding import Stopping
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome, StepPlan
 from effuse.decode_worker.sequence import BlockPhase, Sequence
-from effuse.decode_worker.settings import Algorithm, Stopping
 
 
 class Broken(AssertionError):
@@ -50,7 +50,7 @@ class Watch:
         for block in blocks:
             left = int(sequence.masked[block.start : block.end].sum())
             hold(left == block.masks_left, "the count of masks is the bitmap's")
-        d2f = self.case.settings.algorithm is Algorithm.D2F
+        d2f = self.case.settings.algorithm == "d2f"
         hold(len(active) <= (self.case.settings.window if d2f else 1), "window")
         hold(len(blocks) <= self.num_blocks_before + 1, "at most one block is appended")
         self.num_committed += len(settled)
@@ -80,7 +80,7 @@ def make_sequence(case: Case) -> Sequence:
         origin=case.origin,
         block_size=case.block_size,
         mask_token_id=MASK_ID,
-        stopping=Stopping.of(case.max_tokens, [STOP_ID]),
+        stopping=Stopping(max_tokens=case.max_tokens, stop_token_ids=frozenset([STOP_ID])),
     )
     sequence.store(sequence.first_block_start)
     return sequence

@@ -18,18 +18,17 @@ from torch import Tensor
 
 from decoding.invariants import make_sequence
 from decoding.scripts import Case, random_case
+from effuse.config.decoding import Sampling
 from effuse.decode_worker import denoise
-from effuse.decode_worker.candidates import HostCandidates as Proposed
 from effuse.decode_worker.denoise import AnswerEnd
-from effuse.decode_worker.device_mirror import apply_record
-from effuse.decode_worker.device_slots import Record, slot_row
+from effuse.decode_worker.device_slots import Record, apply_record, slot_row
 from effuse.decode_worker.sequence import BlockPhase, Sequence
-from effuse.decode_worker.settings import Sampling
+from effuse.decode_worker.sequence import HostCandidates as Proposed
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_rows import StepRows
 from effuse.kernels.step_slots import Control, RecordColumn, SlotLayout, SlotTable, Status
 from effuse.models.packing import pack_parts
-from effuse.models.part import Part, PartSampling
+from effuse.models.part import Part
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
@@ -239,7 +238,6 @@ class Lockstep:
         seat = self.seats[slot]
         assert seat is not None
         plan = denoise.open_step(seat.sequence, seat.case.settings)
-        sampling = seat.sampling
         return Part(
             token_ids=seat.sequence.token_ids[plan.start : plan.end].tolist(),
             start=plan.start,
@@ -249,13 +247,8 @@ class Lockstep:
             candidates=plan.candidates.tolist(),
             boundary=torch.zeros(1),
             keep_boundary=plan.num_stored > 0,
-            sampling=PartSampling(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=sampling.seed,
-                denoise_counts=plan.denoise_counts.tolist(),
-            ),
+            denoise_counts=plan.denoise_counts.tolist(),
+            sampling=seat.sampling,
         )
 
     def _check_packed(self, parts: list[Part], taken: list[int], used: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from decoding.scripts import STOP_ID, Case
-from effuse.decode_worker.settings import Algorithm, Remasking
 
 
 @dataclass
@@ -78,7 +77,7 @@ class Replay:
         if self.appended == len(self.spans) or stopped:
             return
         active = self.appended - self.settled
-        if settings.algorithm is Algorithm.BLOCK_DIFFUSION:
+        if settings.algorithm == "block_diffusion":
             self.appended += active == 0
         elif active == 0:
             self.appended += 1
@@ -92,7 +91,7 @@ class Replay:
             near = number == 0 or (
                 self.progress(number - 1) >= settings.full_activation_threshold - 1e-6
             )
-            if near or settings.algorithm is Algorithm.BLOCK_DIFFUSION:
+            if near or settings.algorithm == "block_diffusion":
                 self.full.add(number)
 
     def write(self) -> None:
@@ -112,16 +111,16 @@ class Replay:
         settings = self.case.settings
         above = [p for p in proposals if proposals[p][1] > settings.confidence_threshold + 1e-6]
         ranked = sorted(proposals, key=lambda p: (-proposals[p][2], p))
-        if settings.algorithm is Algorithm.D2F:
+        if settings.algorithm == "d2f":
             return above or (ranked[:1] if number in self.full else [])
         steps = settings.denoising_steps
         shares = [self.born(number) // steps] * steps
         for step in range(self.born(number) % steps):
             shares[step] += 1
         share = max(1, shares[min(count, steps - 1)])
-        if settings.remasking is Remasking.SEQUENTIAL:
+        if settings.remasking == "sequential":
             return sorted(proposals)[:share]
-        dynamic = settings.remasking is Remasking.LOW_CONFIDENCE_DYNAMIC
+        dynamic = settings.remasking == "low_confidence_dynamic"
         return above if dynamic and len(above) >= share else ranked[:share]
 
     def settle(self) -> bool:

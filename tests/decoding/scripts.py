@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
-from effuse.decode_worker.candidates import HostCandidates
-from effuse.decode_worker.settings import Algorithm, DecodeSettings, Remasking, Score
+from effuse.config.decoding import Algorithm, DecodeSettings, Remasking, Score
+from effuse.decode_worker.sequence import HostCandidates
 
 STOP_ID = 7
 MASK_ID = 3
@@ -51,14 +52,14 @@ class Script:
 
 
 def make_settings(
-    algorithm: Algorithm = Algorithm.D2F,
+    algorithm: Algorithm = "d2f",
     *,
     window: int = 4,
     confidence: float = 0.9,
     add: float = 0.1,
     full: float = 0.95,
-    score: Score = Score.CONFIDENCE,
-    remasking: Remasking = Remasking.LOW_CONFIDENCE_DYNAMIC,
+    score: Score = "confidence",
+    remasking: Remasking = "low_confidence_dynamic",
     steps: int = 4,
 ) -> DecodeSettings:
     """Settings with the published defaults, to be varied by name."""
@@ -97,12 +98,12 @@ def random_case(seed: int) -> Case:
         block_size=block_size,
         max_tokens=draw.randint(1, 6 * block_size),
         settings=make_settings(
-            draw.choice(tuple(Algorithm)),
+            draw.choice(get_args(Algorithm)),
             window=draw.randint(1, 5),
             confidence=draw.choice((0.5, 0.9, 1.0)),
             add=draw.choice((0.0, 0.1, 0.5, 1.0)),
             full=draw.choice((0.0, 0.5, 0.8, 0.95, 1.0)),
-            remasking=draw.choice(tuple(Remasking)),
+            remasking=draw.choice(get_args(Remasking)),
             steps=draw.randint(1, block_size),
         ),
         script=Script(seed, draw.choice((0.0, 0.02, 0.1)), draw.choice((0.1, 0.4, 0.9))),

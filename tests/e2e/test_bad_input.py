@@ -95,6 +95,16 @@ CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
         grpc.StatusCode.INVALID_ARGUMENT,
         "window",
     ),
+    "window wider than a decode worker's": (
+        changed(lambda r: setattr(r.decoding, "window", 9)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "max_window 8, got 9",
+    ),
+    "more stop ids than a decode worker's": (
+        changed(lambda r: r.stopping.stop_token_ids.extend(range(10, 40))),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "max_stop_ids 16, got 31",
+    ),
     "max_tokens zero": (
         changed(lambda r: setattr(r.stopping, "max_tokens", 0)),
         grpc.StatusCode.INVALID_ARGUMENT,

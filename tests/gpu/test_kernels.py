@@ -13,9 +13,8 @@ from operators.paths import public, triton_kernels
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kernels.pages import gather_pages, scatter_pages
 from effuse.kernels.sampling import Candidates
-from effuse.kernels.step_last_rows import exchange_boundaries, gather_rows
+from effuse.kernels.step_rows import exchange_boundaries, gather_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,14 +117,6 @@ def test_pages_past_the_reach_of_32_bits() -> None:
     loaded, _ = OPS.load_kv(k_cache, v_cache, slots)
     assert torch.equal(loaded, call.k)
     assert torch.equal(k_cache[last, :32], call.k)
-
-
-def test_whole_pages_move_on_the_device() -> None:
-    memory = rows.random(9, 2, 2, 4, 16, 64).to(CUDA, torch.bfloat16)
-    chosen = torch.tensor([7, 0, 3], device=CUDA)
-    other = torch.zeros_like(memory)
-    scatter_pages(gather_pages(memory, chosen), other, chosen.flip(0))
-    assert torch.equal(other[chosen.flip(0)], memory[chosen])
 
 
 def test_operators_replay_in_a_graph_with_other_inputs() -> None:

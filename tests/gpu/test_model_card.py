@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import effuse
 import effuse.models
-from effuse.cli.evaluate import WAYS, Way, answer_all
-from effuse.cli.scores import judge, table
-from effuse.models.transformer import Transformer
-from effuse.models.weights import load_model
-from effuse.problems.problem import Problem, problem
+from effuse.cli.evaluate import WAYS, judge_all
+from effuse.cli.scores import table
+from effuse.problems.problem import problem
 from effuse.router.tokenizer import Tokenizer
 
 pytestmark = [
@@ -25,37 +23,29 @@ BUNDLED = Path(next(iter(effuse.models.__path__))) / "bundled"
 SEED, COUNT, BATCH = 1, 2000, 64
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What all rows share."""
-
-    model: Transformer
-    tokenizer: Tokenizer
-    problems: list[Problem]
-    prompts: list[tuple[int, ...]]
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Tokenizer]:
+    made = Tokenizer.load(BUNDLED)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
-def given() -> Given:
-    tokenizer = Tokenizer.load(BUNDLED)
-    problems = [problem(SEED, index, "held_out") for index in range(COUNT)]
-
-    async def encode() -> list[tuple[int, ...]]:
-        return [tuple(await tokenizer.encode(each.prompt)) for each in problems]
-
-    return Given(load_model(BUNDLED, device="cuda"), tokenizer, problems, asyncio.run(encode()))
+def llm() -> Iterator[effuse.LLM]:
+    with effuse.LLM(device="cuda", dtype="float32", max_num_seqs=BATCH) as made:
+        yield made
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_the_cards_row_is_what_the_device_gives(given: Given, way: Way) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_cards_row_is_what_the_device_gives(
+    llm: effuse.LLM, tokenizer: Tokenizer, way: str
+) -> None:
     """Figures to their last digit: exact texts, final answers, tokens a forward, worked part."""
-    answers = answer_all(given.model, given.prompts, way, BATCH, lambda: None)
-    outcomes = [
-        judge(each, answer.token_ids, answer.commits, answer.forward_passes, given.tokenizer.decode)
-        for each, answer in zip(given.problems, answers, strict=True)
-    ]
-    printed = table([(way.name, outcomes)]).splitlines()[1].removeprefix(way.name)
-    assert printed.replace("%", "").split() == _row_of_the_card(way.name)
+    problems = [problem(SEED, index, "held_out") for index in range(COUNT)]
+    answers = llm.generate([each.prompt for each in problems], WAYS[way])
+    outcomes = judge_all(problems, answers, tokenizer)
+    printed = table([(way, outcomes)]).splitlines()[1].removeprefix(way)
+    assert printed.replace("%", "").split() == _row_of_the_card(way)
 
 
 def _row_of_the_card(name: str) -> list[str]:

@@ -12,8 +12,12 @@ from operators import digests
 from torch import Tensor
 
 from effuse.kernels import pages_digests_triton
-from effuse.kernels.pages_digests import piece_bytes_of, piece_digests
-from effuse.kernels.pages_digests_key import digest_key
+from effuse.kernels.pages_digests import (
+    PoolDigests,
+    digest_key,
+    piece_bytes_of,
+    piece_digests,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +62,44 @@ def test_pages_of_released_models(name: str) -> None:
     check_against_cpu(pages, ids, piece_bytes)
     check_against_cpu(pages, ids.int(), piece_bytes, 3 * layer_bytes, 2 * layer_bytes)
     check_against_cpu(pages, ids[:1], piece_bytes, (layers - 1) * layer_bytes)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "device"])
+def test_a_pools_digests_are_those_of_single_calls(is_pinned: bool) -> None:
+    """More than once, since only the first launch looks the kernel up; and of parts of pages."""
+    pages = random_pages(9, 4 * 65536)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    pool = PoolDigests(pages, 16384, stream)
+    for seed, ids, first, count in ((1, [8, 0, 3], 0, 16), (2, [5], 65536, 4), (1, [2, 2], 0, 1)):
+        key = digest_key(seed).to(CUDA)
+        kept_ids, found = torch.tensor([*ids, 999], dtype=torch.int32), torch.zeros(100).long()
+        if is_pinned:
+            kept_ids, found = kept_ids.pin_memory(), found.pin_memory()
+        else:
+            kept_ids, found = kept_ids.to(CUDA), found.to(CUDA)
+        torch.cuda.synchronize()
+        size = {"num_ids": len(ids), "first_byte": first, "num_pieces": count}
+        pool.take(kept_ids, key, found, **size)
+        torch.cuda.synchronize()
+        expected = piece_digests(
+            pages,
+            torch.tensor(ids, device=CUDA),
+            key,
+            piece_bytes=16384,
+            first_byte=first,
+            num_bytes=count * 16384,
+        )
+        assert torch.equal(found[: expected.numel()].view(expected.shape).cpu(), expected.cpu())
+        assert not found[expected.numel() :].any()
+
+
+def test_a_pool_on_the_host_or_in_odd_pieces_is_refused() -> None:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="rows on a GPU"):
+        PoolDigests(torch.zeros(2, 512, dtype=torch.int64), 1024, stream)
+    with pytest.raises(ValueError, match="pieces of at least 256"):
+        PoolDigests(random_pages(2, 4096), 128, stream)
 
 
 def test_no_pages() -> None:

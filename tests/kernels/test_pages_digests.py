@@ -15,8 +15,7 @@ from operators import child, digests
 from operators.device_code import DeviceCode
 from torch import Tensor
 
-from effuse.kernels.pages_digests import piece_bytes_of, piece_digests
-from effuse.kernels.pages_digests_key import digest_key
+from effuse.kernels.pages_digests import digest_key, piece_bytes_of, piece_digests
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from operators.paths import public
 from operators.sampling import CASES, MASK, Case
 from torch import Tensor
 
-from effuse.kernels.sampling import RowSampling, Score, sample_confidence, sample_confidence_ref
+from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence, sample_confidence_ref
 
 OPS = public(torch.device("cpu"))
 
@@ -117,7 +117,11 @@ def test_mask_may_be_the_first_or_last_token() -> None:
 
 def test_scores_have_the_meaning_of_their_names() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25, 7.0]]).log()
-    expected = {Score.CONFIDENCE: 0.5, Score.MARGIN: 0.25, Score.NEG_ENTROPY: -1.0397207}
+    expected = {
+        ScoreCode.CONFIDENCE: 0.5,
+        ScoreCode.MARGIN: 0.25,
+        ScoreCode.NEG_ENTROPY: -1.0397207,
+    }
     for score, value in expected.items():
         settings = sampling.make_sampling([Case(score=score, rows=1)], torch.Generator())
         for function in (sample_confidence, sample_confidence_ref):

@@ -10,7 +10,7 @@ from effuse.kvtransfer.handoff import (
     RECEIVER,
     SENDER,
     STORY_LENGTH,
-    IllegalTransition,
+    IllegalHandoffEvent,
     Machine,
     ReceiverDo,
     ReceiverEvent,
@@ -98,7 +98,9 @@ def test_receiver_follows_its_table(state: ReceiverState, event: ReceiverEvent) 
     expected = RECEIVER.get((state, event))
     assert machine.allows(event) is (expected is not None)
     if expected is None:
-        with pytest.raises(IllegalTransition, match=f"{event.name} cannot happen in {state.name}"):
+        with pytest.raises(
+            IllegalHandoffEvent, match=f"{event.name} cannot happen in {state.name}"
+        ):
             machine.handle(event, 101.0)
         assert machine.state is state
     else:
@@ -110,7 +112,9 @@ def test_sender_follows_its_table(state: SenderState, event: SenderEvent) -> Non
     machine = sender(state)
     expected = SENDER.get((state, event))
     if expected is None:
-        with pytest.raises(IllegalTransition, match=f"{event.name} cannot happen in {state.name}"):
+        with pytest.raises(
+            IllegalHandoffEvent, match=f"{event.name} cannot happen in {state.name}"
+        ):
             machine.handle(event, 101.0)
     else:
         assert (machine.handle(event, 101.0), machine.state) == (expected[1], expected[0])
@@ -167,5 +171,5 @@ def test_the_story_is_told_in_errors_and_bounded() -> None:
     for _ in range(3 * STORY_LENGTH):
         machine.handle(SenderEvent.PAGES_READY, 101.0)
     assert machine.story().count(",") == STORY_LENGTH - 1
-    with pytest.raises(IllegalTransition, match=r"PUSHING PAGES_READY.*PAGES_READY"):
+    with pytest.raises(IllegalHandoffEvent, match=r"PUSHING PAGES_READY.*PAGES_READY"):
         machine.handle(SenderEvent.DRAINED, 102.0)

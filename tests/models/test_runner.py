@@ -14,8 +14,10 @@ from paged_model import PagedModel
 from torch import Tensor
 from torch.nn import functional
 
+from effuse.config.decoding import Sampling
+from effuse.kernels.sampling import ScoreCode
 from effuse.models import transformer
-from effuse.models.runner import Part, PartResult, PartSampling
+from effuse.models.runner import Part, PartResult
 
 BLOCK = 4
 
@@ -35,10 +37,6 @@ def model(checkpoint: Path) -> PagedModel:
 def tokens_of(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (length,), generator=generator).tolist()
-
-
-def greedy(count: int) -> PartSampling:
-    return PartSampling(denoise_counts=[0] * count)
 
 
 def prompt_part(model: PagedModel, prompt: list[int], cached: int) -> Part:
@@ -66,7 +64,7 @@ def masks_part(before: Part, boundary: Tensor | None, blocks: int, seed: int = 0
         block_origin=before.block_origin,
         candidates=candidates,
         boundary=boundary,
-        sampling=greedy(len(candidates)),
+        denoise_counts=[0] * len(candidates),
     )
 
 
@@ -139,7 +137,7 @@ def test_boundary_stands_in_for_the_row_before(tmp_path: Path) -> None:
         num_stored=BLOCK,
         keep_boundary=True,
         candidates=late,
-        sampling=greedy(len(late)),
+        denoise_counts=[0] * len(late),
         boundary=None,
     )
     (whole,) = model.runner().run([stored])
@@ -173,11 +171,11 @@ def test_missing_boundary_and_stray_candidates_are_named(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"position 6 wants a candidate.*boundary.*position 5"):
         model.runner().run([replace(part, boundary=None)])
     with pytest.raises(ValueError, match=r"must lie in the part's positions 6\.\.9"):
-        model.runner().run([replace(part, candidates=[10], sampling=greedy(1))])
+        model.runner().run([replace(part, candidates=[10], denoise_counts=[0])])
     with pytest.raises(ValueError, match="1 denoise counts for 2 candidates"):
-        model.runner().run([replace(part, sampling=greedy(1))])
-    with pytest.raises(ValueError, match="needs sampling settings"):
-        model.runner().run([replace(part, sampling=None)])
+        model.runner().run([replace(part, denoise_counts=[0])])
+    with pytest.raises(ValueError, match="0 denoise counts for 2 candidates"):
+        model.runner().run([replace(part, denoise_counts=())])
 
 
 class LinearSpy:
@@ -239,7 +237,7 @@ def test_no_product_has_fewer_than_four_rows(tmp_path: Path, linears: LinearSpy)
         block_origin=1,
         candidates=[1],
         boundary=result.boundary,
-        sampling=greedy(1),
+        denoise_counts=[0],
     )
     model.runner().run([one])
     assert min(rows for rows, _ in linears.calls) == 4
@@ -250,21 +248,22 @@ def test_sampling_settings_reach_their_rows(model: PagedModel) -> None:
     part = start_sequence(model, 8, 4)
     count = len(part.candidates)
 
-    def drawn(**changes: float) -> PartResult:
-        sampling = PartSampling(denoise_counts=[0] * count, temperature=3.0, **changes)  # type: ignore[arg-type]
-        return model.runner().run([replace(part, sampling=sampling)])[0]
+    def drawn(seed: int, *, top_k: int = 0, top_p: float = 1.0, **changes: int) -> PartResult:
+        sampling = Sampling(temperature=3.0, seed=seed, top_k=top_k, top_p=top_p)
+        return model.runner().run([replace(part, sampling=sampling, **changes)])[0]  # type: ignore[arg-type]
 
     base = drawn(seed=7)
     assert base == drawn(seed=7)
     assert base.tokens != drawn(seed=7 + (1 << 63)).tokens
     assert base.tokens != drawn(seed=7, answer_index=1).tokens
-    later = PartSampling(denoise_counts=range(1, count + 1), temperature=3.0, seed=7)
-    assert base.tokens != model.runner().run([replace(part, sampling=later)])[0].tokens
+    drawing = Sampling(temperature=3.0, seed=7)
+    later = replace(part, sampling=drawing, denoise_counts=range(1, count + 1))
+    assert base.tokens != model.runner().run([later])[0].tokens
     assert set(drawn(seed=7, top_k=1).confidences) == {1.0}
     assert set(drawn(seed=7, top_p=1e-6).confidences) == {1.0}
-    margins = drawn(seed=7, score=1)
+    margins = drawn(seed=7, score=ScoreCode.MARGIN)
     assert margins.tokens == base.tokens and margins.scores != base.scores
-    mixed = model.runner().run([part, replace(part, sampling=later)])
+    mixed = model.runner().run([part, later])
     assert mixed[0] == model.runner().run([part])[0]
 
 

@@ -14,7 +14,8 @@ from checkpoints import (
     write_tiny_checkpoint,
 )
 
-from effuse.models.runner import ModelRunner, Part, PartResult, PartSampling
+from effuse.config.decoding import Sampling
+from effuse.models.runner import ModelRunner, Part, PartResult
 from effuse.models.weights import load_model
 
 pytestmark = [
@@ -70,9 +71,8 @@ def run_on(
                 block_origin=origins[i],
                 candidates=range(len(prompts[i]), len(prompts[i]) + masks),
                 boundary=results[i].boundary,
-                sampling=PartSampling(
-                    denoise_counts=[1] * masks, temperature=temperature, seed=1 << 63, top_k=40
-                ),
+                denoise_counts=[1] * masks,
+                sampling=Sampling(temperature=temperature, seed=1 << 63, top_k=40),
             )
         )
     return runner.run(parts), memory.float().cpu()

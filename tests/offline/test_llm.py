@@ -40,6 +40,7 @@ def test_answers_are_those_of_a_fleet(llm: effuse.LLM) -> None:
                 assert answer.usage == theirs.usage
                 assert answer.stats.forward_passes == theirs.stats.forward_passes
                 assert answer.model == theirs.model
+            assert answers[0].commits == client.stream(QUESTIONS[0], params).answer.commits != ()
 
 
 def test_progress_is_told_answer_by_answer(llm: effuse.LLM) -> None:
@@ -74,6 +75,16 @@ def test_one_wrong_request_costs_nothing(
     with pytest.raises(InvalidRequest, match="prompt"):
         llm.generate([*QUESTIONS, ""])
     assert llm._core.load().steps == before
+
+
+def test_each_prompt_may_have_params_of_its_own(llm: effuse.LLM) -> None:
+    each = [effuse.Params(max_tokens=length, ignore_eos=True) for length in (3, 9)]
+    answers = llm.generate(QUESTIONS[:2], each)
+    assert [len(answer.token_ids) for answer in answers] == [3, 9]
+    for answer in answers:
+        assert answer.commits[-1] == (len(answer.token_ids), answer.stats.forward_passes)
+    with pytest.raises(ValueError, match="params for 3 prompts, got 2"):
+        llm.generate(QUESTIONS[:3], each)
 
 
 def test_another_model_is_not_here(llm: effuse.LLM) -> None:

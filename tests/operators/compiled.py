@@ -20,14 +20,13 @@ from effuse.kernels import (
     attention_hopper,
     attention_splits_triton,
     attention_triton,
-    norm_triton,
     pages_digests_triton,
     pages_distinct_triton,
     pages_triton,
     rotary_triton,
+    rowwise_triton,
     sampling_filters_triton,
     sampling_triton,
-    swiglu_triton,
 )
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.pages_distinct import distinct_views
@@ -146,16 +145,18 @@ def distinct_variants() -> Variants:
 def row_variants() -> Variants:
     x, weight, parts = meta(64, 3584), meta(3584), meta(2, 64, 3584, dtype=FP32)
     launches: dict[str, Callable[[], object]] = {
-        "norm": lambda: norm_triton.launch(x, weight, 1e-6),
-        "norm_residual": lambda: norm_triton.launch_residual(x, x, weight, 1e-6),
-        "norm_of_parts": lambda: norm_triton.launch_residual(parts, x, weight, 1e-6),
-        "norm_of_heads": lambda: norm_triton.launch(meta(64, 36, 128)[:, :28], meta(128), 1e-6),
-        "swiglu": lambda: swiglu_triton.launch(meta(64, 2 * 18944)),
+        "norm": lambda: rowwise_triton.launch_norm(x, weight, 1e-6),
+        "norm_residual": lambda: rowwise_triton.launch_norm_residual(x, x, weight, 1e-6),
+        "norm_of_parts": lambda: rowwise_triton.launch_norm_residual(parts, x, weight, 1e-6),
+        "norm_of_heads": lambda: rowwise_triton.launch_norm(
+            meta(64, 36, 128)[:, :28], meta(128), 1e-6
+        ),
+        "swiglu": lambda: rowwise_triton.launch_swiglu(meta(64, 2 * 18944)),
         "rotary": lambda: launch_rotary(stores=False),
         "rotary_store": lambda: launch_rotary(stores=True),
         "pages": launch_pages,
     }
-    modules = [norm_triton, swiglu_triton, rotary_triton, pages_triton]
+    modules = [rowwise_triton, rotary_triton, pages_triton]
     for name, launch in launches.items():
         yield name, device_code(modules, launch)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from effuse.kernels import step_advance_triton, step_last_rows_triton, step_plan_triton
+from effuse.kernels import step_advance_triton, step_plan_triton, step_rows_triton
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_rows import StepRows
 from effuse.kernels.step_slots import SlotLayout, SlotTable
@@ -32,10 +32,8 @@ def compiled(block_size: int, window: int) -> list[DeviceCode]:
     gather = (hidden, hidden, rows.hidden_rows, rows.kept_rows)
     exchange = (hidden, slots[: ROWS - 64], rows.kept_rows, hidden[:64])
     return [
-        *device_code([step_last_rows_triton], lambda: step_last_rows_triton.launch_gather(*gather)),
-        *device_code(
-            [step_last_rows_triton], lambda: step_last_rows_triton.launch_exchange(*exchange)
-        ),
+        *device_code([step_rows_triton], lambda: step_rows_triton.launch_gather(*gather)),
+        *device_code([step_rows_triton], lambda: step_rows_triton.launch_exchange(*exchange)),
         *device_code([step_plan_triton], lambda: step_plan_triton.launch(*plan)),
         *device_code([step_advance_triton], lambda: step_advance_triton.launch(*advance)),
     ]

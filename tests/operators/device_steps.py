@@ -12,11 +12,10 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-import msgspec
 import torch
 from checkpoints import TinySizes, architecture_of, write_tiny_checkpoint
 from decoding.device_decoder import DeviceDecoder
-from decoding.engines import Rig, load_tiny, random_requests
+from decoding.engines import Rig, load_tiny, of_length, random_requests
 from torch import Tensor
 
 from effuse.decode_worker import device_step
@@ -24,7 +23,7 @@ from effuse.kernels import attention_triton, sampling_triton, step_advance_trito
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.sampling import Candidates, RowSampling
-from effuse.kernels.sampling_tiles import sampling_shape
+from effuse.kernels.sampling_shared_triton import sampling_shape
 from effuse.kernels.step_rows import StepRows
 from effuse.kernels.step_slots import SlotTable
 
@@ -71,8 +70,7 @@ def main() -> None:
         )
         model = load_tiny(path)
     requests = [
-        msgspec.structs.replace(request, max_tokens=6)
-        for request in random_requests(2, "d2f", block_size=4, sampled=True)
+        of_length(request, 6) for request in random_requests(2, "d2f", block_size=4, sampled=True)
     ]
     rig = Rig(model)
     for request in requests:

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from effuse.kernels.pages_digests_key import LAST_WORD, digest_key
+from effuse.kernels.pages_digests import LAST_WORD, digest_key
 
 Bytes = NDArray[np.uint8]
 Launch = Callable[[Tensor, Tensor, Tensor, int, int, Tensor], Tensor]

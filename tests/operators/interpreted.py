@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from effuse.kernels import pages_digests_triton, step_last_rows_triton
+from effuse.kernels import pages_digests_triton, step_rows_triton
 from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
 from effuse.kernels.sampling_philox import gumbel_of_words
-from effuse.kernels.sampling_philox_triton import gumbel_of_high_bits
+from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
 from operators import attention, digests, distinct, rows, sampling
 from operators.paths import Operators, triton_kernels
 
@@ -79,7 +79,7 @@ def row_checks() -> Iterator[tuple[str, Check]]:
         yield f"norm_of_heads-{suffix}", partial(rows.check_norm_of_heads, OPS, dtype)
         yield f"store-{suffix}", partial(rows.check_store, OPS, dtype)
     yield "store-nothing", partial(rows.check_store_of_nothing, OPS, torch.float32)
-    launches = step_last_rows_triton.launch_gather, step_last_rows_triton.launch_exchange
+    launches = step_rows_triton.launch_gather, step_rows_triton.launch_exchange
     yield "last_rows", partial(rows.check_last_rows, *launches, torch.device("cpu"))
 
 

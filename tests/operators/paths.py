@@ -14,7 +14,7 @@ from torch import Tensor
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.pages_distinct import is_distinct
 from effuse.kernels.sampling import Candidates, RowSampling
-from effuse.kernels.sampling_tiles import sampling_shape
+from effuse.kernels.sampling_shared_triton import sampling_shape
 
 Pair = tuple[Tensor, Tensor]
 
@@ -56,11 +56,10 @@ class Operators:
 def public(device: torch.device) -> Operators:
     """The launchers that the models call."""
     from effuse.kernels.attention import block_attention
-    from effuse.kernels.norm import rms_norm, rms_norm_residual
     from effuse.kernels.pages import load_kv, store_kv
     from effuse.kernels.rotary import rotary, rotary_store_kv
+    from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
     from effuse.kernels.sampling import sample_confidence
-    from effuse.kernels.swiglu import swiglu
 
     def attention(a: Attention) -> None:
         block_attention(
@@ -85,12 +84,11 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     """The Triton kernels, on a GPU or (TRITON_INTERPRET=1) on the CPU."""
     from effuse.kernels import (
         attention_triton,
-        norm_triton,
         pages_distinct_triton,
         pages_triton,
         rotary_triton,
+        rowwise_triton,
         sampling_triton,
-        swiglu_triton,
     )
 
     def attention(a: Attention) -> None:
@@ -132,11 +130,11 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
     return Operators(
         device=device,
         attention=attention,
-        rms_norm=norm_triton.launch,
-        rms_norm_residual=norm_triton.launch_residual,
+        rms_norm=rowwise_triton.launch_norm,
+        rms_norm_residual=rowwise_triton.launch_norm_residual,
         rotary=rotary_triton.launch,
         rotary_store_kv=rotary_store_kv,
-        swiglu=swiglu_triton.launch,
+        swiglu=rowwise_triton.launch_swiglu,
         store_kv=store_kv,
         load_kv=load_kv,
         sample_confidence=sample_confidence,

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from effuse.kernels.norm import rms_norm_ref
 from effuse.kernels.pages import store_kv_ref
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_ref
-from effuse.kernels.swiglu import swiglu_ref
+from effuse.kernels.rowwise import rms_norm_ref, swiglu_ref
 from operators.paths import Operators
 from operators.tolerance import assert_close
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effuse.kernels.sampling import RowSampling, Score, sample_confidence_ref
+from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence_ref
 from operators.paths import Operators
 
 MASK = 3
@@ -20,38 +20,40 @@ class Case:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    score: Score = Score.CONFIDENCE
+    score: ScoreCode = ScoreCode.CONFIDENCE
     logits: str = "normal"
     rows: int = 4
 
 
 CASES = {
     "greedy": Case(),
-    "greedy_margin": Case(score=Score.MARGIN),
-    "greedy_entropy": Case(score=Score.NEG_ENTROPY),
+    "greedy_margin": Case(score=ScoreCode.MARGIN),
+    "greedy_entropy": Case(score=ScoreCode.NEG_ENTROPY),
     "mask_is_the_mode": Case(logits="mask_largest"),
-    "ties_take_lowest_id": Case(logits="ties", score=Score.MARGIN),
-    "huge": Case(logits="huge", score=Score.NEG_ENTROPY),
-    "huge_drawn": Case(logits="huge", temperature=0.5, score=Score.MARGIN),
-    "half_minus_inf": Case(logits="half_minus_inf", score=Score.NEG_ENTROPY),
+    "ties_take_lowest_id": Case(logits="ties", score=ScoreCode.MARGIN),
+    "huge": Case(logits="huge", score=ScoreCode.NEG_ENTROPY),
+    "huge_drawn": Case(logits="huge", temperature=0.5, score=ScoreCode.MARGIN),
+    "half_minus_inf": Case(logits="half_minus_inf", score=ScoreCode.NEG_ENTROPY),
     "half_minus_inf_drawn": Case(logits="half_minus_inf", temperature=1.3),
-    "all_minus_inf": Case(logits="all_minus_inf", score=Score.MARGIN),
-    "all_minus_inf_entropy": Case(logits="all_minus_inf", score=Score.NEG_ENTROPY, temperature=1),
-    "one_finite": Case(logits="one_finite", score=Score.MARGIN, temperature=0.7),
-    "one_finite_entropy": Case(logits="one_finite", score=Score.NEG_ENTROPY),
+    "all_minus_inf": Case(logits="all_minus_inf", score=ScoreCode.MARGIN),
+    "all_minus_inf_entropy": Case(
+        logits="all_minus_inf", score=ScoreCode.NEG_ENTROPY, temperature=1
+    ),
+    "one_finite": Case(logits="one_finite", score=ScoreCode.MARGIN, temperature=0.7),
+    "one_finite_entropy": Case(logits="one_finite", score=ScoreCode.NEG_ENTROPY),
     "only_mask_finite": Case(logits="only_mask_finite"),
     "drawn": Case(temperature=0.8),
-    "drawn_hot_entropy": Case(temperature=5.0, score=Score.NEG_ENTROPY),
-    "drawn_margin": Case(temperature=1.0, score=Score.MARGIN),
+    "drawn_hot_entropy": Case(temperature=5.0, score=ScoreCode.NEG_ENTROPY),
+    "drawn_margin": Case(temperature=1.0, score=ScoreCode.MARGIN),
     "top_p": Case(top_p=0.7),
-    "top_p_tiny_keeps_the_mode": Case(top_p=1e-6, temperature=1.0, score=Score.MARGIN),
+    "top_p_tiny_keeps_the_mode": Case(top_p=1e-6, temperature=1.0, score=ScoreCode.MARGIN),
     "top_p_drawn": Case(top_p=0.9, temperature=1.2),
-    "top_k_1": Case(top_k=1, temperature=1.0, score=Score.NEG_ENTROPY),
+    "top_k_1": Case(top_k=1, temperature=1.0, score=ScoreCode.NEG_ENTROPY),
     "top_k_drawn": Case(top_k=5, temperature=2.0),
     "top_k_above_vocabulary": Case(top_k=10_000, temperature=1.0),
-    "top_k_among_ties": Case(top_k=3, temperature=1.0, logits="ties", score=Score.MARGIN),
-    "top_p_among_ties": Case(top_p=0.5, logits="all_equal", score=Score.NEG_ENTROPY),
-    "top_p_and_top_k": Case(top_p=0.8, top_k=7, temperature=1.5, score=Score.NEG_ENTROPY),
+    "top_k_among_ties": Case(top_k=3, temperature=1.0, logits="ties", score=ScoreCode.MARGIN),
+    "top_p_among_ties": Case(top_p=0.5, logits="all_equal", score=ScoreCode.NEG_ENTROPY),
+    "top_p_and_top_k": Case(top_p=0.8, top_k=7, temperature=1.5, score=ScoreCode.NEG_ENTROPY),
     "filters_with_minus_inf": Case(top_p=0.9, top_k=9, temperature=1, logits="half_minus_inf"),
 }
 

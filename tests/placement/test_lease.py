@@ -7,7 +7,7 @@ import pytest
 from effuse.placement.lease import (
     TRANSITIONS,
     Action,
-    IllegalTransition,
+    IllegalLeaseEvent,
     Lease,
     LeaseEvent,
     LeaseState,
@@ -29,7 +29,7 @@ def test_every_listed_transition(state: LeaseState, event: LeaseEvent) -> None:
 def test_what_is_not_listed_is_refused_by_name(state: LeaseState, event: LeaseEvent) -> None:
     if (state, event) in TRANSITIONS:
         return
-    with pytest.raises(IllegalTransition, match=f"{state.value}.*{event.value}"):
+    with pytest.raises(IllegalLeaseEvent, match=f"{state.value}.*{event.value}"):
         advance(Lease(TIMES, state), event, now=0.0)
 
 

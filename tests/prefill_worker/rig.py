@@ -23,7 +23,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.prefill_worker.engine import PrefillEngine
-from effuse.prefill_worker.flight import Mark
+from effuse.prefill_worker.executor import Mark
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.messages import Abort, CoreEvent, PushTo, StartPrefill
 

@@ -288,8 +288,7 @@ def test_messages_for_a_decode_worker_are_refused(rig: Rig) -> None:
             "type": "StartDecode",
             "attempt": ["r", 1, "t"],
             "prompt_token_ids": [1],
-            "max_tokens": 1,
-            "stop_token_ids": [],
+            "stopping": {"max_tokens": 1, "stop_token_ids": []},
             "sampling": {},
             "settings": {
                 "algorithm": "d2f",

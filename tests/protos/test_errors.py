@@ -114,17 +114,3 @@ def test_details_that_are_not_a_status_are_ignored() -> None:
     metadata = grpc.aio.Metadata((DETAILS_KEY, b"\xff\xff\xff"))
     broken = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), metadata, "x")
     assert type(errors.from_rpc_error(broken, "d0")) is errors.PeerLost
-
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        ("INVALID_ARGUMENT", InvalidRequest),
-        ("RESOURCE_EXHAUSTED", errors.Overloaded),
-        ("DATA_LOSS", errors.TransferFailed),
-        ("UNAVAILABLE", errors.Unavailable),
-        ("no such code", errors.Bug),
-    ],
-)
-def test_errors_from_words(code: str, kind: type[EffuseError]) -> None:
-    assert type(errors.error_for_code(code, "said so")) is kind

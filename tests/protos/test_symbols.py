@@ -1,11 +1,11 @@
-"""Reflection's names: what it finds, and that it still refuses what nobody has."""
+"""Reflection's names: what it finds, and that it still refuses unknown names."""
 
 from __future__ import annotations
 
 import pytest
 
 import effuse.v1.generation_pb2
-from effuse.protos.symbols import SymbolPool
+from effuse.protos.rpc import SymbolPool
 
 FILE = effuse.v1.generation_pb2.DESCRIPTOR.name
 

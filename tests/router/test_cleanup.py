@@ -8,7 +8,7 @@ import grpc
 
 from effuse.placement.records import WorkerRecord
 from effuse.router.cleanup import Cleanup
-from effuse.router.fleet import Fleet
+from effuse.router.fleet import RoutedFleet
 
 
 class Call:
@@ -28,7 +28,7 @@ class NoWorkers:
 
 
 def cleanup_of(settle_s: float) -> Cleanup:
-    return Cleanup(Fleet(NoWorkers(), "auto", lambda: 0.0), settle_s)
+    return Cleanup(RoutedFleet(NoWorkers(), "auto", lambda: 0.0), settle_s)
 
 
 def test_what_ends_by_itself_is_let_be() -> None:

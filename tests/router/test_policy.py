@@ -10,7 +10,7 @@ from router.fake_model import worker_record
 
 from effuse.placement.records import Link, Load, Role, WorkerRecord
 from effuse.protos import errors
-from effuse.router.fleet import Fleet
+from effuse.router.fleet import RoutedFleet
 from effuse.router.ladder import Failure, Outcome
 from effuse.router.policy import (
     Candidate,
@@ -140,7 +140,7 @@ class View:
 
 
 def test_two_workers_of_each_role_share_64_requests_evenly() -> None:
-    fleet = Fleet(View(*(worker(n) for n in ("d0", "d1", "p0", "p1"))), "auto", lambda: 0.0)
+    fleet = RoutedFleet(View(*(worker(n) for n in ("d0", "d1", "p0", "p1"))), "auto", lambda: 0.0)
     placed: dict[str, int] = {}
     for at in range(64):
         placement = fleet.place(fleet.need("fake"))
@@ -152,7 +152,7 @@ def test_two_workers_of_each_role_share_64_requests_evenly() -> None:
 
 
 def test_equal_workers_take_turns() -> None:
-    fleet = Fleet(View(worker("d0"), worker("d1")), "auto", lambda: 0.0)
+    fleet = RoutedFleet(View(worker("d0"), worker("d1")), "auto", lambda: 0.0)
     order = []
     for _ in range(6):
         placement = fleet.place(fleet.need("fake"))
@@ -164,7 +164,7 @@ def test_equal_workers_take_turns() -> None:
 
 def test_suspicion_ends() -> None:
     now = 0.0
-    fleet = Fleet(View(worker("d0"), worker("d1")), "auto", lambda: now)
+    fleet = RoutedFleet(View(worker("d0"), worker("d1")), "auto", lambda: now)
     fleet.standing.note(Failure(Outcome.FAILED, errors.Bug("a step failed"), worker("d0")))
     assert names(fleet.place(fleet.need("fake"))) == (None, "d1")
     now = 6.1
@@ -173,7 +173,7 @@ def test_suspicion_ends() -> None:
 
 def test_one_attempt_at_a_time_tries_a_pair_that_failed() -> None:
     now = 0.0
-    fleet = Fleet(View(worker("d0"), worker("p0")), "remote", lambda: now)
+    fleet = RoutedFleet(View(worker("d0"), worker("p0")), "remote", lambda: now)
     (pair,) = pairs("p0 d0")
     failure = Failure(Outcome.HANDOFF, errors.TransferFailed("no way"), worker("p0"), pair)
     fleet.standing.note(failure)
@@ -186,7 +186,7 @@ def test_one_attempt_at_a_time_tries_a_pair_that_failed() -> None:
 
 
 def test_counts_come_back_to_nothing() -> None:
-    fleet = Fleet(View(worker("d0"), worker("p0")), "auto", lambda: 0.0)
+    fleet = RoutedFleet(View(worker("d0"), worker("p0")), "auto", lambda: 0.0)
     placement = fleet.place(fleet.need("fake"))
     assert placement is not None
     with fleet.counted(placement, 7, 9):

@@ -13,7 +13,7 @@ from effuse.router.request import (
     TRANSITIONS,
     BrokenStream,
     Event,
-    IllegalTransition,
+    IllegalRequestEvent,
     Request,
     State,
 )
@@ -41,7 +41,7 @@ def test_every_pair_moves_by_the_table_or_is_refused(state: State, event: Event)
     if (state, event) in TRANSITIONS:
         assert request.apply_event(event, 0.0) is TRANSITIONS[state, event]
     else:
-        with pytest.raises(IllegalTransition, match=f"{state.value} cannot be {event.value}"):
+        with pytest.raises(IllegalRequestEvent, match=f"{state.value} cannot be {event.value}"):
             request.apply_event(event, 0.0)
         assert request.state is state
         assert not request.story

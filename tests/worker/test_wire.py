@@ -49,11 +49,11 @@ def test_a_block_survives_both_ways() -> None:
 
 def test_messages_to_the_engine_survive_its_socket() -> None:
     request = fronts.decode_request("a", "life")
+    request.stop_token_ids.extend([1, 5])
     start = StartDecode(
         attempt=wire.attempt_id(request.attempt),
         prompt_token_ids=wire.prompt(request.prompt_token_ids),
-        max_tokens=3,
-        stop_token_ids=(1,),
+        stopping=wire.stopping(request),
         sampling=wire.sampling(pb.DecodeSampling(top_p=0.5, seed=(1 << 64) - 1)),
         settings=wire.settings(request.settings),
         writer=None,

@@ -1,0 +1,161 @@
+"""What a request may set of its decoding: names, bounds, defaults, and the values once resolved.
+
+The one place for them. A client offers these names, the command's flags and the router's checks
+take these bounds, and `Sampling`, `Stopping` and `DecodeSettings` are what a decode worker is told:
+one that is out of bounds can neither be made nor be read from a message. Not here: what depends on
+the model (its vocabulary, block size and context), which who knows the model checks.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import msgspec
+
+Algorithm = Literal["d2f", "block_diffusion"]
+"""How blocks are denoised."""
+Remasking = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
+"""In which order block diffusion fills masks."""
+Score = Literal["confidence", "margin", "neg_entropy"]
+"""By what the best mask is chosen where none passes the threshold."""
+
+
+class SettingError(ValueError):
+    """The setting `name` is not what it may be; `said` gives the accepted form and what came."""
+
+    def __init__(self, name: str, expected: str, found: object) -> None:
+        self.name = name
+        self.said = f"expected {expected}, got {found}"
+        super().__init__(f"{name}: {self.said}")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The numbers that a setting may have: from `low` to `high`, both included; never NaN.
+
+    Where both are int it is a whole number.
+    """
+
+    low: float
+    high: float
+    above_low: bool = False  # `low` itself is left out
+    or_zero: bool = False  # 0 is good, too
+    note: str = ""  # ends `form`
+
+    def __contains__(self, value: float) -> bool:
+        if self.or_zero and value == 0:
+            return True
+        return self.low <= value <= self.high and not (self.above_low and value == self.low)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole numbers are meant."""
+        return isinstance(self.low, int)
+
+    @property
+    def form(self) -> str:
+        """The accepted form, as errors say it behind "expected"."""
+        if self.above_low:
+            return f"a number above {self.low:g}, at most {self.high:g}{self.note}"
+        if self.is_whole:
+            return f"an integer from {self.low} to {self.high}{self.note}"
+        return f"a number from {self.low:.2g} to {self.high:g}{self.note}"
+
+
+_INT32_MAX: Final = 2**31 - 1  # what a decode worker's slots on a device hold
+
+TEMPERATURE: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for greedy")
+TOP_P: Final = Bounds(0.0, 1.0, above_low=True)
+TOP_K: Final = Bounds(0, _INT32_MAX, note="; 0 keeps all")
+SEED: Final = Bounds(0, 2**64 - 1)
+MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
+WINDOW: Final = Bounds(1, 64)
+THRESHOLD: Final = Bounds(0.0, 1.0)
+DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
+
+DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Raises SettingError. Floats are kept as the float32 of the wire."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 keeps all
+    seed: int = 0  # uint64, key of the counter-based randomness
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, _SAMPLING)
+
+
+class Stopping(msgspec.Struct, frozen=True, kw_only=True):
+    """When an answer ends: a length, and ids that end it and are no part of it.
+
+    Raises SettingError.
+    """
+
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, _STOPPING)
+
+
+class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How blocks are denoised; the knobs of D2F (arXiv 2508.09192) and SDAR, by the names of
+    worker.proto's DecodeSettings.
+
+    Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
+    comparisons with a threshold give the same everywhere.
+    """
+
+    algorithm: Algorithm
+    denoising_steps: int  # forwards a block is spread over (block diffusion)
+    window: int = 4  # most ACTIVE blocks in flight (D2F)
+    confidence_threshold: float = 0.9  # written where the confidence is strictly above
+    block_add_threshold: float = 0.1  # progress of the last block that appends the next one
+    full_activation_threshold: float = 0.95  # progress that has the next one advance every step
+    score: Score = "confidence"
+    remasking: Remasking = "low_confidence_dynamic"
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if (found := getattr(self, name)) not in known:
+                raise SettingError(name, f"one of {', '.join(known)}", repr(found))
+        _check_numbers(self, _SETTINGS)
+
+    @property
+    def most_active(self) -> int:
+        """Most blocks that may hold masks at once."""
+        return self.window if self.algorithm == "d2f" else 1
+
+
+_SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K, "seed": SEED}
+_STOPPING: Final = {"max_tokens": MAX_TOKENS}
+_SETTINGS: Final = {
+    "window": WINDOW,
+    "confidence_threshold": THRESHOLD,
+    "block_add_threshold": THRESHOLD,
+    "full_activation_threshold": THRESHOLD,
+    "denoising_steps": DENOISING_STEPS,
+}
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "algorithm": get_args(Algorithm),
+    "score": get_args(Score),
+    "remasking": get_args(Remasking),
+}
+
+
+def _check_numbers(value: msgspec.Struct, bounds: Mapping[str, Bounds]) -> None:
+    for name, accepted in bounds.items():
+        found = getattr(value, name)
+        if found not in accepted:
+            raise SettingError(name, accepted.form, found)
+        if not accepted.is_whole:
+            msgspec.structs.force_setattr(value, name, _as_float32(found))
+
+
+def _as_float32(value: float) -> float:
+    (rounded,) = struct.unpack("f", struct.pack("f", value))
+    return float(rounded)

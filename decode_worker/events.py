@@ -1,0 +1,71 @@
+"""What a decode engine says of its requests: makes the events; decides nothing."""
+
+from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
+from effuse.decode_worker.request import Request
+from effuse.decode_worker.sequence import BlockPhase
+from effuse.kvtransfer.connector import Cause
+from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.receiver import HandoffFailed
+from effuse.worker.messages import Committed, CoreEvent, Draft, Failed, FailureCode, Finished
+
+_CODES: dict[Cause, FailureCode] = {
+    Cause.FINGERPRINT: "FAILED_PRECONDITION",
+    Cause.INCARNATION: "FAILED_PRECONDITION",
+    Cause.PEER: "UNAVAILABLE",
+    Cause.LEASE: "DEADLINE_EXCEEDED",
+}
+
+
+def handoff_failed(attempt: AttemptId, handoff: HandoffFailed) -> Failed:
+    """An attempt's pages will not come. Another one may work, but not with this writer's model."""
+    return Failed(
+        attempt=attempt,
+        code=_CODES.get(handoff.cause, "DATA_LOSS"),
+        message=handoff.message,
+        retryable=handoff.cause is not Cause.FINGERPRINT,
+    )
+
+
+def step_events(request: Request, outcome: StepOutcome) -> list[CoreEvent]:
+    """A denoise step's commit, its drafts where they were asked for, and the end."""
+    events: list[CoreEvent] = []
+    if outcome.num_settled:
+        events.append(_committed(request, outcome))
+    if outcome.finish is not None:
+        events.append(_finished(request, outcome))
+    elif request.drafts:
+        events += _drafts(request, outcome)
+    return events
+
+
+def _committed(request: Request, outcome: StepOutcome) -> Committed:
+    return Committed(
+        attempt=request.attempt,
+        token_offset=outcome.token_offset,
+        token_ids=outcome.tokens,
+        forward_passes=request.forward_passes,
+        frontier=() if outcome.finish else request.sequence.frontier(),
+    )
+
+
+def _finished(request: Request, outcome: StepOutcome) -> Finished:
+    return Finished(
+        attempt=request.attempt,
+        stopped=outcome.finish is AnswerEnd.STOP,
+        num_tokens=outcome.token_offset + len(outcome.tokens),
+        forward_passes=request.forward_passes,
+        preemptions=request.preemptions,
+    )
+
+
+def _drafts(request: Request, outcome: StepOutcome) -> list[Draft]:
+    sequence = request.sequence
+    return [
+        Draft(
+            attempt=request.attempt,
+            token_offset=block.start - sequence.prompt_len,
+            block=sequence.snapshot(block),
+        )
+        for block in outcome.written
+        if block.state is BlockPhase.ACTIVE
+    ]

@@ -1,0 +1,227 @@
+"""What runs the forward of a step: chunks of prompts, and denoise steps.
+
+`Executor` is what the engine asks for. Here is the one that feeds every forward from the host; in
+`device_executor.py` the one whose denoising lives on the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from effuse.decode_worker import denoise
+from effuse.decode_worker.denoise import StepOutcome, StepPlan
+from effuse.decode_worker.request import Request
+from effuse.decode_worker.sequence import HostCandidates
+from effuse.decode_worker.sequence import Sequence as Tokens
+from effuse.kernels.sampling import ScoreCode
+from effuse.models.part import Part, PartResult
+from effuse.worker.engine_core import Forward, ForwardFailed, ForwardGuard
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine has done since it started: for its load, and for tests of rare cases."""
+
+    steps: int = 0  # forwards
+    rows: int = 0  # tokens in them
+    preemptions: int = 0
+    kv_bytes: int = 0  # received from prefill workers
+    semi_writes: int = 0  # tokens written in blocks that were not full
+    double_settles: int = 0  # steps of a request in which two blocks or more settled
+    waiting_stops: int = 0  # steps with a stop id behind a block that held masks
+    ragged_tails: int = 0  # requests whose prompt ended within a block
+    short_prompts: int = 0  # requests whose prompt was shorter than a block
+
+    def count_request(self, sequence: Tokens) -> None:
+        """Counts a request that begins."""
+        self.ragged_tails += sequence.first_block_start < sequence.prompt_len
+        self.short_prompts += sequence.prompt_len < sequence.block_size
+
+    def count_step(self, outcome: StepOutcome) -> None:
+        """Counts one request's denoise step."""
+        self.semi_writes += outcome.num_semi_writes
+        self.double_settles += outcome.num_settled > 1
+        self.waiting_stops += outcome.stop_is_waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One request's share of a step: all rows of its denoise step, or a chunk of its prefill."""
+
+    request: Request
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """KV of a request's chunk is stored."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Denoised:
+    """A denoise step has changed a request's sequence."""
+
+    request: Request
+    outcome: StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A request cannot go on; nothing runs for it any more."""
+
+    request: Request
+    message: str  # for the caller
+    is_retryable: bool
+
+
+StepResult = Prefilled | Denoised | Broken
+NOT_FINITE = "the model gave no finite probabilities"
+
+
+class Executor(Protocol):
+    """Launches steps, and tells what became of them once they have ended.
+
+    Results are to be acted upon before the next ones are read: they are about sequences as they
+    are then.
+    """
+
+    counters: Counters
+    runs_ahead: bool  # whether a step is launched before the last one's results are read
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more may be launched before results are read."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step was launched whose results were not read."""
+        ...
+
+    def launch(self, shares: Sequence[Share]) -> bool:
+        """Launches a step; False where there was nothing to run. Each share has its pages."""
+        ...
+
+    def has_results(self) -> bool:
+        """Whether results are there that need not wait."""
+        ...
+
+    def read(self) -> list[StepResult]:
+        """Results of the oldest step that is running; waits for it."""
+        ...
+
+    def remove(self, request: Request) -> bool:
+        """Takes a request out of steps that are launched from now on; True where those that were
+        launched before may still write its pages."""
+        ...
+
+
+class HostExecutor:
+    """Feeds every forward from the host: it has ended when its launch returns."""
+
+    runs_ahead = False
+    is_full = False
+
+    def __init__(self, forward: Forward) -> None:
+        self.counters = Counters()
+        self._forward = forward
+        self._guard = ForwardGuard()
+        self._results: list[StepResult] = []
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._results)
+
+    def launch(self, shares: Sequence[Share]) -> bool:
+        if shares:
+            self._results = self._run(shares)
+        return bool(shares)
+
+    def has_results(self) -> bool:
+        return bool(self._results)
+
+    def read(self) -> list[StepResult]:
+        results, self._results = self._results, []
+        return results
+
+    def remove(self, request: Request) -> bool:
+        return False
+
+    def _run(self, shares: Sequence[Share]) -> list[StepResult]:
+        parts = [_part_of(share) for share in shares]
+        self.counters.steps += 1
+        self.counters.rows += sum(len(part.token_ids) for part in parts)
+        try:
+            results = self._guard.run(lambda: self._forward.run(parts), len(parts))
+        except ForwardFailed as failure:
+            return [Broken(share.request, str(failure), is_retryable=True) for share in shares]
+        return [
+            _apply(share.request, part, result)
+            for share, part, result in zip(shares, parts, results, strict=True)
+        ]
+
+
+def _part_of(share: Share) -> Part:
+    request = share.request
+    if request.num_to_prefill:
+        return prefill_part(request, share.num_rows)
+    return denoise_part(request, request.open_step())
+
+
+def _apply(request: Request, part: Part, result: PartResult) -> StepResult:
+    """Takes over what the forward has stored and proposed for a request."""
+    if result.boundary is not None:
+        request.boundary = result.boundary
+    if request.num_to_prefill:
+        request.sequence.store(part.num_stored)
+        return Prefilled(request)
+    candidates = _candidates_of(result)
+    if not candidates.is_finite():
+        return Broken(request, NOT_FINITE, is_retryable=False)
+    plan = request.close_step()
+    outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
+    return Denoised(request, outcome)
+
+
+def prefill_part(request: Request, num_rows: int) -> Part:
+    """The next `num_rows` tokens of what precedes the blocks in flight; all are stored."""
+    sequence = request.sequence
+    start = sequence.committed_len
+    return Part(
+        token_ids=sequence.token_ids[start : start + num_rows].tolist(),
+        start=start,
+        pages=request.page_ids,
+        num_stored=num_rows,
+        block_origin=sequence.origin,
+        keep_boundary=num_rows == request.num_to_prefill,
+    )
+
+
+def denoise_part(request: Request, plan: StepPlan) -> Part:
+    """All blocks in flight; the settled ones are stored, the masks want candidates."""
+    return Part(
+        token_ids=request.sequence.token_ids[plan.start : plan.end].tolist(),
+        start=plan.start,
+        pages=request.page_ids,
+        num_stored=plan.num_stored,
+        block_origin=request.sequence.origin,
+        candidates=plan.candidates.tolist(),
+        boundary=request.boundary,
+        keep_boundary=plan.num_stored > 0,
+        denoise_counts=plan.denoise_counts.tolist(),
+        sampling=request.sampling,
+        score=ScoreCode.named(request.settings.score),
+    )
+
+
+def _candidates_of(result: PartResult) -> HostCandidates:
+    """The runner's lists as arrays."""
+    return HostCandidates(
+        np.asarray(result.tokens, dtype=np.int64),
+        np.asarray(result.confidences, dtype=np.float32),
+        np.asarray(result.scores, dtype=np.float32),
+    )

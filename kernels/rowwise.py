@@ -1,0 +1,63 @@
+"""What is done to each row by itself: normalisation, alone or with the residual addition before it,
+and the gated activation of Llama-type MLPs.
+
+Means are taken in fp32 whatever the dtype, in an order that does not depend on other rows.
+Triton is imported where a CUDA tensor is met, here and in the neighbours: a CPU engine needs none.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of ``x`` [..., H] and scale it by ``weight`` [H]; dtype of x."""
+    if x.is_cuda:
+        from effuse.kernels import rowwise_triton
+
+        return rowwise_triton.launch_norm(x, weight, eps).view(x.shape)
+    return _rms_norm_torch(x, weight, eps)
+
+
+def rms_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to its dtype.
+
+    ``x`` may be parts of a sum, [P, T, H] and of a wider type, as a product split in two leaves.
+    """
+    if x.is_cuda:
+        from effuse.kernels import rowwise_triton
+
+        return rowwise_triton.launch_norm_residual(x, residual, weight, eps)
+    total = x + residual if x.dim() == 2 else (x.sum(0) + residual).to(residual.dtype)
+    return _rms_norm_torch(total, weight, eps), total
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [T, I], of ``gate_up`` [T, 2I] with the gate first; in its dtype."""
+    if gate_up.is_cuda:
+        from effuse.kernels import rowwise_triton
+
+        return rowwise_triton.launch_swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` as its definition reads (Zhang and Sennrich, 2019)."""
+    values = x.float() if x.dtype != torch.float64 else x
+    scale = torch.sqrt((values * values).mean(dim=-1, keepdim=True) + eps)
+    return (values / scale).to(x.dtype) * weight
+
+
+def swiglu_ref(gate_up: Tensor) -> Tensor:
+    """`swiglu` as its definition reads (Shazeer, 2020)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+def _rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    values = x.float()
+    scale = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
+    return (values * scale).to(x.dtype) * weight

@@ -1,0 +1,150 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The Triton kernels of normalisation and of the gated activation; `rowwise` is the way in.
+
+Bytes of normalisation: x (and residual) read once, the results written once. A row is reduced by
+one program in one order, whatever the batch. Bytes of the activation: 2I elements of a row read and
+I written, once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS_PER_PROGRAM = 4096  # of normalisation
+TILE = 2048  # of the activation
+
+
+def launch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalised x of two or three dimensions, rows at any two strides."""
+    if x.dim() > 3 or x.stride(-1) != 1:
+        x = x.reshape(-1, x.shape[-1])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, None, weight, eps, out, None)
+    return out
+
+
+def launch_norm_residual(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(normalised sum, sum) of x [T, H], or of all parts x [P, T, H], and residual [T, H]."""
+    residual = residual.contiguous()
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    _launch_norm(x, residual, weight, eps, out, total)
+    return out, total
+
+
+def _launch_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    total: Tensor | None,
+) -> None:
+    width = x.shape[-1]
+    num_rows = out.numel() // width
+    has_parts = residual is not None and x.dim() == 3
+    has_groups = residual is None and x.dim() == 3
+    if num_rows == 0:
+        return
+    tile = triton.next_power_of_2(width)
+    rows = max(1, min(16, ELEMENTS_PER_PROGRAM // tile))
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        residual if residual is not None else x,
+        weight,
+        out,
+        total if total is not None else out,
+        num_rows,
+        x.stride(1) if has_parts else x.stride(0),
+        x.stride(1) if has_groups else 0,
+        x.stride(0) if has_parts else 0,
+        eps,
+        GROUPS=x.shape[1] if has_groups else 1,
+        PARTS=x.shape[0] if has_parts else 1,
+        WIDTH=width,
+        TILE=tile,
+        ROWS=rows,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=8 if tile >= 4096 else 4,
+        enable_fp_fusion=True,
+    )
+
+
+def launch_swiglu(gate_up: Tensor) -> Tensor:
+    """[T, I] from [T, 2I] with contiguous rows."""
+    tokens, width = gate_up.shape
+    if gate_up.stride(1) != 1:
+        gate_up = gate_up.contiguous()
+    out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        _swiglu_kernel[(tokens, triton.cdiv(width // 2, TILE))](
+            gate_up,
+            out,
+            gate_up.stride(0),
+            INTERMEDIATE=width // 2,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+# One kernel for all numbers of rows: a new kind of count must not compile while requests wait.
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    num_rows,
+    row_stride,
+    group_stride,
+    part_stride,
+    eps,
+    GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    source = (row // GROUPS) * row_stride + (row % GROUPS) * group_stride
+    target = row[:, None] * WIDTH + column[None, :]
+    values = tl.load(x + source[:, None] + column[None, :], mask=mask, other=0.0)
+    # Asked for early, so that it arrives while the row is reduced.
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    if HAS_RESIDUAL:
+        added = tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
+        added += values.to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            more = x + part * part_stride + source[:, None] + column[None, :]
+            added += tl.load(more, mask=mask, other=0.0).to(tl.float32)
+        # The sum is rounded before it is normalised: it is what the next layer reads.
+        values = added.to(out.dtype.element_ty)
+        tl.store(total + target, values, mask=mask)
+    values = values.to(tl.float32)
+    mean = tl.sum(values * values, axis=1) / WIDTH
+    scale = tl.rsqrt(mean + eps)
+    normed = (values * scale[:, None]).to(out.dtype.element_ty)
+    result = normed.to(tl.float32) * factor.to(tl.float32)[None, :]
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < INTERMEDIATE
+    source = gate_up + row * row_stride + column
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + INTERMEDIATE, mask=mask, other=0.0)
+    # Rounded to the storage dtype before the product, as separate torch operators do.
+    activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
+    result = activated.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * INTERMEDIATE + column, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,191 @@
+"""Launches forwards over chunks of prompts, and has their pages leave while they run.
+
+On a device the host is a forward ahead, so that scheduling and packing cost the device no time:
+layers leave as the forward itself says that they are stored. On the CPU a forward has ended when
+its call returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from effuse.kvtransfer.connector import Pending
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import BoundaryState
+from effuse.kvtransfer.sender import HandoffSender
+from effuse.models.part import Part
+from effuse.prefill_worker.prompt import Prompt
+from effuse.worker.engine_core import Forward, ForwardGuard
+
+IsOver = Callable[[], bool]
+Mark = Callable[[], IsOver]  # marks all that was queued so far; the result asks for just that
+
+_MOST_RUNNING = 2  # forwards that were launched and have not ended
+
+
+class PromptForward(Forward, Protocol):
+    """The part of the model runner that is used here."""
+
+    def progress(self) -> Pending[int]:
+        """Says, from any thread, how many groups of layers the next forward has stored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """One prompt's share of a forward: positions [start, end)."""
+
+    prompt: Prompt
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedForward:
+    """A forward that may not have ended. Its boundaries may be read once it is over."""
+
+    chunks: Sequence[PromptChunk]
+    boundaries: Sequence[Tensor | None]  # [hidden_size] on the host, of each chunk
+    is_over: IsOver
+
+    def boundary(self, index: int) -> Pending[BoundaryState]:
+        """What goes with the pages of a chunk that ends its prompt, once the forward is over.
+
+        It may be asked for from any thread.
+        """
+        prompt, row = self.chunks[index].prompt, self.boundaries[index]
+
+        def state() -> BoundaryState | None:
+            if not self.is_over():
+                return None
+            return prompt.boundary(None if row is None else _bytes_of(row))
+
+        return state
+
+
+class PromptExecutor:
+    """Forwards in the order of their launches, of which two may be running."""
+
+    def __init__(
+        self,
+        forward: PromptForward,
+        memory: PageMemory,
+        sender: HandoffSender,
+        *,
+        needs_boundary: bool,
+        mark: Mark | None,
+    ) -> None:
+        """`needs_boundary`: the model shifts its logits, so that a vector goes with the pages.
+        `mark` says when queued forwards have ended; None where they have when they return."""
+        self.num_forwards = 0
+        self._forward = forward
+        self._memory = memory
+        self._sender = sender
+        self._needs_boundary = needs_boundary
+        self._mark = mark
+        self._guard = ForwardGuard()
+        self._running: deque[LaunchedForward] = deque()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward was launched whose end was not read."""
+        return bool(self._running)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more may be launched before a forward has ended."""
+        return len(self._running) >= _MOST_RUNNING
+
+    def launch(self, chunks: Sequence[PromptChunk]) -> None:
+        """Queues a forward, its pages handed on before: their layers leave while it runs.
+
+        Raises ForwardFailed; whoever was in it is to be given up.
+        """
+        parts = [self._part(chunk) for chunk in chunks]
+        progress = self._forward.progress()
+        for chunk in chunks:
+            self._hand_on(chunk, progress)
+        self.num_forwards += 1
+        results = self._guard.run(lambda: self._forward.run(parts), len(parts))
+        launched = self._launched(chunks, [result.boundary for result in results])
+        self._running.append(launched)
+        for index, chunk in enumerate(chunks):
+            chunk.prompt.num_launched = chunk.end
+            if not chunk.prompt.num_left:
+                transfer_id = chunk.prompt.attempt.transfer_id
+                self._sender.computed(transfer_id, launched.boundary(index))
+
+    def has_ended(self) -> bool:
+        """Whether the oldest forward that is running has."""
+        return bool(self._running) and self._running[0].is_over()
+
+    def read(self) -> Sequence[PromptChunk]:
+        """What the oldest forward, which has ended, has computed."""
+        return self._running.popleft().chunks
+
+    def _part(self, chunk: PromptChunk) -> Part:
+        prompt = chunk.prompt
+        return Part(
+            token_ids=prompt.token_ids[chunk.start : chunk.end],
+            start=chunk.start,
+            pages=prompt.page_ids,
+            num_stored=chunk.num_tokens,
+            block_origin=prompt.block_origin,
+            keep_boundary=self._needs_boundary and chunk.end == prompt.num_paged,
+        )
+
+    def _hand_on(self, chunk: PromptChunk, progress: Pending[int]) -> None:
+        """Gives the sender the pages that this chunk makes final, the unused end of the last one
+        determined."""
+        prompt, page_size = chunk.prompt, self._memory.layout.page_size
+        used = prompt.num_paged % page_size
+        if used and chunk.end == prompt.num_paged:
+            self._memory.zero_tail(prompt.pages[-1].page_id, used)
+        pages = prompt.take_final_pages(chunk.end, page_size)
+        if pages:
+            self._sender.pages_ready(prompt.attempt.transfer_id, pages, progress)
+
+    def _launched(
+        self, chunks: Sequence[PromptChunk], boundaries: Sequence[Tensor | None]
+    ) -> LaunchedForward:
+        """A forward whose call has just returned; its boundaries set out for the host."""
+        copies = [None if row is None else _to_host(row) for row in boundaries]
+        return LaunchedForward(chunks, copies, _always if self._mark is None else self._mark())
+
+
+def mark_of(device: torch.device) -> Mark | None:
+    """How to mark what was queued on a device; None where nothing is ever queued."""
+    if device.type != "cuda":
+        return None
+
+    def mark() -> IsOver:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return done.query
+
+    return mark
+
+
+def _always() -> bool:
+    return True
+
+
+def _to_host(row: Tensor) -> Tensor:
+    """A copy [hidden_size] on its way; into memory that is not pinned it would be awaited."""
+    copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=row.is_cuda)
+    return copy.copy_(row, non_blocking=True)
+
+
+def _bytes_of(hidden: Tensor) -> bytes:
+    """Raw bytes of a vector [hidden_size]."""
+    return hidden.contiguous().view(torch.uint8).numpy().tobytes()

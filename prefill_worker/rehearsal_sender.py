@@ -1,0 +1,77 @@
+"""Free pages of a prefill engine that are pushed once, to measure the way to a decode worker.
+
+What their bytes are does not matter: they are digested and verified like a prompt's. They are
+held only while most of what is free stays so. The engine calls it from its one thread.
+"""
+
+from __future__ import annotations
+
+from effuse.kvtransfer.connector import Pushed, PushFailed
+from effuse.kvtransfer.digest import prompt_digest
+from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.sender import Ended, HandoffSender, SendReport
+from effuse.prefill_worker.events import prompt_pushed, push_failed
+from effuse.worker.engine_core import Outbox
+
+_NOTHING = BoundaryState(prompt_len=0, prompt_digest=prompt_digest(()), tail_token_ids=())
+
+
+class RehearsalSender:
+    """All rehearsals that an engine pushes."""
+
+    def __init__(self, pool: PagePool, sender: HandoffSender, outbox: Outbox) -> None:
+        self._pool = pool
+        self._sender = sender
+        self._outbox = outbox
+        self._held: dict[str, tuple[AttemptId, tuple[PageRef, ...]]] = {}  # by transfer id
+        self._aborting: set[str] = set()  # those whose AbortDone is due
+
+    def pages(self) -> list[PageRef]:
+        """All pages that are held; for the audit."""
+        return [page for _, pages in self._held.values() for page in pages]
+
+    def push(self, reservation: Reservation, *, is_busy: bool) -> None:
+        """Pushes as many free pages as are reserved; refuses where prompts may need them."""
+        attempt, count = reservation.attempt, len(reservation.pages)
+        if attempt.transfer_id in self._held:
+            self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
+            return
+        has_room = not is_busy and 2 * count <= self._pool.num_free
+        pages = self._pool.allocate_committed(count) if has_room else None
+        if pages is None:
+            text = f"prompts come first: {count} of {self._pool.num_free} free pages are too many"
+            self._outbox.failed(attempt, "RESOURCE_EXHAUSTED", text, retryable=True)
+            return
+        self._held[attempt.transfer_id] = attempt, pages
+        self._sender.begin(attempt)
+        self._sender.address(reservation)
+        self._sender.pages_ready(attempt.transfer_id, [page.page_id for page in pages])
+        self._sender.computed(attempt.transfer_id, lambda: _NOTHING)
+
+    def take_report(self, report: SendReport) -> bool:
+        """Takes in what became of a push; False where it is not of a rehearsal."""
+        held = self._held.get(report.transfer_id)
+        if held is None:
+            return False
+        attempt, pages = held
+        match report:
+            case Pushed():
+                self._outbox.say(prompt_pushed(attempt, report))
+            case PushFailed():
+                self._outbox.say(push_failed(attempt, report))
+            case Ended():
+                del self._held[report.transfer_id]
+                self._pool.release(pages)
+                if report.transfer_id in self._aborting:
+                    self._aborting.discard(report.transfer_id)
+                    self._outbox.abort_done(attempt, was_running=True)
+        return True
+
+    def abort(self, transfer_id: str) -> bool:
+        """Ends a rehearsal, to be answered with AbortDone; False where it is none."""
+        if transfer_id not in self._held:
+            return False
+        self._aborting.add(transfer_id)
+        self._sender.abort(transfer_id)
+        return True

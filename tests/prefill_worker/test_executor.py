@@ -1,0 +1,224 @@
+"""The engine ahead of a device: what is launched, has ended and is handed on, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
+from prefill_worker.rig import Rig, attempt_of
+
+from effuse.kvtransfer import pushes
+from effuse.kvtransfer.connector import Cause, PushFailed
+from effuse.prefill_worker.executor import IsOver, mark_of
+from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed
+
+PROMPT = [3 + (7 * i) % 200 for i in range(22)]
+BLOCK = 4
+
+
+class Device:
+    """Forwards that end when they are told to, or once they have been asked for a while."""
+
+    def __init__(self) -> None:
+        self.num_marked = 0
+        self.num_ended = 0
+
+    def mark(self) -> IsOver:
+        number = self.num_marked
+        self.num_marked += 1
+        return lambda: number < self.num_ended
+
+    def end(self, count: int = 1) -> None:
+        self.num_ended += count
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, device: Device) -> Iterator[Rig]:
+    path = write_tiny_checkpoint(tmp_path / "dream", "dream", seed=3, block_size=BLOCK)
+    made = Rig(path, budget=24, mark=device.mark)
+    yield made
+    made.close()
+
+
+def test_one_forward_is_launched_ahead_and_none_is_waited_for(rig: Rig, device: Device) -> None:
+    for name in "abcd":
+        rig.start(name, PROMPT)
+    assert [rig.step() for _ in range(4)] == [True, True, False, False]
+    assert len(rig.forward.ran) == 2 and rig.take(PrefillDone) == []
+    for number, name in enumerate("abcd"):
+        device.end()
+        rig.settle()
+        assert len(rig.forward.ran) == min(4, number + 3)
+        assert [done.attempt for done in rig.take(PrefillDone)] == [attempt_of(name)]
+
+
+def test_messages_are_heard_while_a_forward_runs(rig: Rig, device: Device) -> None:
+    rig.start("a", PROMPT)
+    rig.settle()
+    rig.start("b", [5] * 200)
+    rig.settle()
+    assert [failed.attempt for failed in rig.take(Failed)] == [attempt_of("b")]
+    assert rig.take(PrefillDone) == []
+
+
+class Layers:
+    """Stands for the marks of a device: groups of layers are stored when a test says so."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_stored = 0
+        monkeypatch.setattr(rig.forward, "progress", lambda: lambda: self.num_stored)
+
+
+def test_layers_leave_while_later_ones_are_computed(
+    rig: Rig, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushes, "LEAST_BYTES", 1)
+    layers = Layers(rig, monkeypatch)
+    reservation = rig.push_to(rig.start("a", PROMPT), 6)
+    rig.settle()
+    pages = [page.page_id for page in reservation.pages]
+    assert not rig.target_memory.tensor.any()
+    layers.num_stored = 1
+    rig.settle()
+    first = rig.target_memory.tensor[pages]
+    assert first[:, 0].any() and not first[:, 1:].any()
+    layers.num_stored = rig.layout.num_groups
+    rig.settle()
+    assert torch.equal(rig.target_memory.tensor[pages][:, 0], first[:, 0])
+    assert rig.target_memory.tensor[pages][:, -1].any()
+    assert rig.take(PromptPushed) == []  # what goes beside the pages is not there yet
+    device.end()
+    rig.settle()
+    assert len(rig.take(PromptPushed)) == len(rig.take(PrefillDone)) == len(rig.arrived()) == 1
+    rig.check_idle()
+
+
+def test_few_bytes_leave_in_one_piece(
+    rig: Rig, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = Layers(rig, monkeypatch)
+    rig.push_to(rig.start("a", PROMPT), 6)
+    layers.num_stored = rig.layout.num_groups - 1
+    rig.settle()
+    assert not rig.target_memory.tensor.any()
+    layers.num_stored += 1
+    device.end()
+    rig.settle()
+    assert len(rig.arrived()) == 1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_hands_over_what_an_engine_that_waits_hands_over(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    path = write_tiny_checkpoint(tmp_path / "m", architecture, seed=3, block_size=BLOCK)
+    seen = []
+    for device in (None, Device()):
+        rig = Rig(path, budget=24, page_size=16, mark=device.mark if device else None)
+        count = 20 if architecture == "sdar" else 22
+        for name in "abc":
+            rig.push_to(rig.start(name, PROMPT[ord(name) - ord("a") :] + PROMPT[:2]), 2)
+        for _ in "abc":
+            rig.settle()
+            if device:
+                device.end()
+        rig.settle()
+        arrived = {report.manifest.attempt: report for report in rig.arrived()}
+        seen.append(
+            [
+                (
+                    rig.kv([p.page_id for p in arrived[attempt_of(n)].manifest.pages], count),
+                    arrived[attempt_of(n)],
+                )
+                for n in "abc"
+            ]
+        )
+        rig.take(PrefillDone), rig.take(PromptPushed)
+        rig.check_idle()
+        rig.close()
+    for (one, before), (other, after) in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+        assert before.manifest.boundary == after.manifest.boundary
+
+
+def test_an_abort_is_answered_once_its_forward_has_landed(rig: Rig, device: Device) -> None:
+    rig.start("a", PROMPT)
+    rig.start("b", PROMPT)
+    rig.settle()
+    rig.abort(attempt_of("a"))
+    rig.settle()
+    assert rig.take(AbortDone) == []
+    device.end(2)
+    rig.settle()
+    assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of("a"), was_running=True)]
+    assert [done.attempt for done in rig.take(PrefillDone)] == [attempt_of("b")]
+
+
+def test_no_page_is_free_while_a_forward_may_write_it(rig: Rig, device: Device) -> None:
+    rig.start("a", PROMPT)
+    rig.step()
+    rig.abort(attempt_of("a"))
+    rig.settle()
+    assert rig.pool.num_free == rig.pool.num_pages - 6
+    device.end()
+    rig.settle()
+    assert rig.pool.num_free == rig.pool.num_pages
+
+
+def test_a_push_that_fails_beside_one_that_ends_costs_only_its_own_prompt(
+    rig: Rig, device: Device
+) -> None:
+    """Both are told of at once, the end first, while one forward still writes for both."""
+    for name in "ab":
+        rig.push_to(rig.start(name, PROMPT[:11]), 3)
+    rig.step()
+    rig.abort(attempt_of("a"))
+    rig.source.emit(PushFailed("transfer-b", Cause.PEER, "the decode worker died"))
+    rig.settle()
+    assert rig.take(AbortDone) == []
+    device.end()
+    rig.settle()
+    assert rig.take(AbortDone) == [AbortDone(attempt=attempt_of("a"), was_running=True)]
+    (failed,) = rig.take(Failed)
+    assert (failed.attempt, failed.code) == (attempt_of("b"), "UNAVAILABLE")
+    assert rig.take(PrefillDone) == []
+    rig.check_idle()
+
+
+def test_the_cpu_needs_no_mark() -> None:
+    assert mark_of(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_device_ahead_of_its_host_hands_over_what_the_cpu_does(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    sizes = TinySizes(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+    path = write_tiny_checkpoint(tmp_path, architecture, gain=0.5, sizes=sizes, block_size=BLOCK)
+    names, count = "abcdef", 20 if architecture == "sdar" else 22
+    handed: list[list[torch.Tensor]] = []
+    for device in ("cpu", "cuda"):
+        mark = mark_of(torch.device(device))
+        rig = Rig(path, budget=24, page_size=16, mark=mark, device=device)
+        for shift, name in enumerate(names):
+            rig.push_to(rig.start(name, PROMPT[shift:] + PROMPT[:shift]), 2)
+        rig.settle()
+        assert len(rig.take(PromptPushed)) == len(names)
+        arrived = {report.manifest.attempt: report for report in rig.arrived()}
+        reports = [arrived[attempt_of(name)] for name in names]
+        handed.append([rig.kv([page.page_id for page in r.manifest.pages], count) for r in reports])
+        rig.take(PrefillDone)
+        rig.check_idle()
+        rig.close()
+    for one, other in zip(*handed, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-4)
