@@ -27,15 +27,25 @@ from effuse.models.transformer import LayerKV, Transformer
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_core import Forward
 from effuse.worker.engine_process import Engine, main
+from effuse.worker.pulse import Pulse
 
 
-def build(config: DecodeConfig, incarnation: str, *, connects: bool = True) -> Engine:
+def build(
+    config: DecodeConfig,
+    incarnation: str,
+    pulse: Pulse | None = None,
+    *,
+    connects: bool = True,
+) -> Engine:
     """An engine that is ready to serve. Without a connector it prefills every prompt itself and
     listens nowhere. Raises ValueError where the config is at fault."""
-    parts = assemble(config, incarnation, "decode", config.default_algorithm)
+    pulse = pulse or Pulse()
+    parts = assemble(config, incarnation, "decode", config.default_algorithm, pulse)
     limits = _limits(config, parts)
     connector = parts.connect() if connects else None
-    core = _core(config, incarnation, parts, limits, connector)
+    captures = denoises_on_device(config, parts.model.device)
+    with pulse.during("capturing" if captures else "loading"):
+        core = _core(config, incarnation, parts, limits, connector)
     return Engine(core, parts.ready, wakes=() if connector is None else (connector.fileno(),))
 
 

@@ -38,7 +38,8 @@ class ModelRunner:
     """Runs a transformer over the paged memory `kv`, one pair of views per layer.
 
     With `graphs`, which are over the same memory, short prompts are theirs to run. With `marks`,
-    which are those of the graphs then, forwards say how many layers they have stored.
+    which are those of the graphs then, forwards say how many layers they have stored. `on_layer` is
+    called with each layer's number as a forward goes on, but by graphs: those are launched at once.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ModelRunner:
         block_size: int,
         graphs: PromptGraphs | None = None,
         marks: LayerMarks | None = None,
+        on_layer: Callable[[int], None] | None = None,
     ) -> None:
         if len(kv) != model.config.num_layers:
             raise ValueError(
@@ -61,6 +63,7 @@ class ModelRunner:
         self._block_size = block_size
         self._graphs = graphs
         self._marks = marks
+        self._on_layer = on_layer
 
     def progress(self) -> Callable[[], int]:
         """A function that any thread may call: how many groups of layers the next forward has
@@ -98,10 +101,15 @@ class ModelRunner:
         )
         arrays = (packed.token_ids, packed.positions, packed.slots, packed.wanted_rows)
         token_ids, positions, slots, wanted = self._to_device(arrays)
-        stored = None if self._marks is None else self._marks.stored
         return self.model.forward(
-            token_ids, positions, attention, self._kv, slots, last_rows=wanted, stored=stored
+            token_ids, positions, attention, self._kv, slots, last_rows=wanted, stored=self._stored
         )
+
+    def _stored(self, layer: int) -> None:
+        if self._marks is not None:
+            self._marks.stored(layer)
+        if self._on_layer is not None:
+            self._on_layer(layer)
 
     def _draw(self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor) -> _Drawn:
         if packed.num_candidates == 0:

@@ -18,29 +18,31 @@ LOG = logging.getLogger(__name__)
 
 
 class Superseded(Exception):
-    """Another process announces itself under this worker's id."""
+    """A later process announces itself under this worker's id."""
 
 
 class Announcer:
     """Announces what `describe` returns, at once after `changed`, else every `times.renew_s`.
 
-    `describe` returns None while there is nothing to announce: no engine is ready.
+    The lease is the process's, whichever engine's life its record tells of: `holder` is its id, and
+    ids of later processes sort after those of earlier ones.
+    `describe` returns None while there is nothing to announce: no engine was ready yet.
     """
 
     def __init__(
         self,
         store: Store,
         describe: Callable[[], WorkerRecord | None],
+        holder: str,
         *,
         times: LeaseTimes | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._describe = describe
+        self._holder = holder
         self._now = now
         self._lease = Lease(times or LeaseTimes())
-        self._incarnation = ""
-        self._previous = ""  # the incarnation that we last held the lease under
         self._wake = asyncio.Event()
         # A release waits for the announcement under way: its answer would undo the release.
         self._turn = asyncio.Lock()
@@ -55,7 +57,7 @@ class Announcer:
         self._wake.set()
 
     async def run(self) -> None:
-        """Announces until cancelled; raises `Superseded` once another life holds the lease."""
+        """Announces until cancelled; raises `Superseded` once a later process has the lease."""
         while self._lease.action is not Action.STOP:
             record = self._describe()
             if record is None:
@@ -63,50 +65,40 @@ class Announcer:
                 continue
             async with self._turn:
                 if self.state is not LeaseState.RELEASED:
-                    self._adopt_incarnation(record.incarnation)
                     await self._announce(record)
             await self._wait_for_change(self._lease.wait_s(self._now()))
         raise Superseded("another process announces itself under this worker's id")
 
     async def release(self) -> None:
-        """Says that this life is over, so that nobody waits for its lease to run out."""
+        """Says that this worker is gone, so that nobody waits for its lease to run out."""
         async with self._turn:
             record = self._describe()
             if record is not None and self._lease.state is LeaseState.HELD:
-                await self._renew_as_released(record)
+                await self._announce_release(record)
             self._lease = Lease(self._lease.times, LeaseState.RELEASED)
 
-    async def _renew_as_released(self, record: WorkerRecord) -> None:
-        last = msgspec.structs.replace(record, state="released", incarnation=self._incarnation)
+    async def _announce_release(self, record: WorkerRecord) -> None:
+        last = msgspec.structs.replace(record, state="released")
         try:
-            await self._store.renew(last, self._lease.times.ttl_s)
+            await self._ask(last)
         except StoreUnavailable as error:
             LOG.warning("the lease was not released and will run out: %s", error)
-
-    def _adopt_incarnation(self, incarnation: str) -> None:
-        """A new life of our own engine registers anew."""
-        if incarnation != self._incarnation:
-            self._incarnation = incarnation
-            self._lease = Lease(self._lease.times)
 
     async def _announce(self, record: WorkerRecord) -> None:
         before = self._lease
         try:
-            event = await self._register_or_renew(record)
+            event = await self._ask(record)
         except StoreUnavailable as error:
             LOG.debug("not announced: %s", error)
             event = LeaseEvent.UNREACHABLE
         self._lease = advance(before, event, self._now())
-        if self._lease.state is LeaseState.HELD:
-            self._previous = record.incarnation
         if self._lease.state is not before.state:
             LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)
 
-    async def _register_or_renew(self, record: WorkerRecord) -> LeaseEvent:
-        if self._lease.action is Action.REGISTER:
-            answer = await self._store.register(record, self._lease.times.ttl_s, self._previous)
-            return LeaseEvent(answer)
-        return LeaseEvent(await self._store.renew(record, self._lease.times.ttl_s))
+    async def _ask(self, record: WorkerRecord) -> LeaseEvent:
+        takes = self._lease.action is Action.TAKE
+        ttl_s = self._lease.times.ttl_s
+        return LeaseEvent(await self._store.announce(record, ttl_s, self._holder, takes=takes))
 
     async def _wait_for_change(self, seconds: float) -> None:
         try:

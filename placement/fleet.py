@@ -1,19 +1,27 @@
 """The fleet as one process sees it: live workers, in memory, refreshed beside the requests.
 
-Reading it costs nothing and never fails. When Redis is gone it keeps what it last knew; when a
-lease runs out it drops the worker by its own clock. Choosing among workers is the router's.
+Reading it costs nothing and never fails. When a lease runs out it drops the worker by its own
+clock, but only while it hears: after a time in which Redis was gone, or this process itself stood
+still, workers have as long as ever to show that they live. Choosing among them is the router's.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
+from effuse.placement.lease import LeaseTimes
 from effuse.placement.records import MalformedRecord, Role, WorkerRecord, decode_worker
 from effuse.placement.store import Store, StoreUnavailable
 
 LOG = logging.getLogger(__name__)
+
+DEAF_S: Final = 2.0
+"""Who heard nothing for so long has missed polls, and judges no lease."""
+GRACE_S: Final = LeaseTimes().ttl_s
+"""How long a worker that we could not hear has to be heard again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,7 @@ class Sighting:
 
     record: WorkerRecord
     expires_at: float
+    is_pardoned: bool = False  # it was given time anew, once, after we were deaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +38,20 @@ class Snapshot:
     """What one reader knows at one moment."""
 
     sightings: dict[str, Sighting]
-    is_current: bool  # the last poll was answered; else nothing expires
+    is_current: bool  # the last poll was answered
     malformed: int = 0  # records ignored so far because they broke their schema
-    lost_at: float = 0.0  # since when it is not current
+    heard_at: float = float("-inf")  # when the last poll that was answered was asked
+
+    def is_deaf(self, now: float) -> bool:
+        """Whether it cannot know who is gone: Redis does not answer, or we did not ask in time."""
+        return not self.is_current or now - self.heard_at > DEAF_S
+
+    def alive(self, now: float) -> list[WorkerRecord]:
+        """Workers whose lease holds, all of them while it is deaf; in the order of their ids."""
+        is_deaf = self.is_deaf(now)
+        return [
+            s.record for _, s in sorted(self.sightings.items()) if is_deaf or s.expires_at > now
+        ]
 
 
 def merge(
@@ -40,10 +60,11 @@ def merge(
     """Returns the view after one poll; `answer` is (stored record, lease left in seconds).
 
     A worker that is missing from the answer stays until the lease we knew of runs out: a Redis that
-    was emptied or restarted takes nobody with it. Leases stand still while Redis is gone, so that
-    workers have time to come back to it. One that has released its lease goes at once.
+    was emptied or restarted takes nobody with it. If we were deaf it stays for `GRACE_S` at least:
+    it may have stood still as we did, or has to come back to a Redis that was gone. That is given
+    once, so that who always asks late sees the dead all the same. One that has released its lease
+    goes at once.
     """
-    stood_still_s = 0.0 if before.is_current else now - before.lost_at
     found: dict[str, Sighting] = {}
     malformed = before.malformed
     for value, left_s in answer:
@@ -54,13 +75,18 @@ def merge(
             LOG.warning("ignored a %s", error)
             continue
         found[record.worker_id] = Sighting(record, asked_at + left_s)
-    known = {
-        k: Sighting(s.record, s.expires_at + stood_still_s) for k, s in before.sightings.items()
-    }
-    kept = {k: s for k, s in known.items() if k not in found and s.expires_at > now}
-    merged = {**kept, **found}
-    alive = {k: s for k, s in merged.items() if s.record.state != "released"}
-    return Snapshot(alive, True, malformed)
+    missing = {k: s for k, s in before.sightings.items() if k not in found}
+    if before.is_deaf(now):
+        missing = {k: _pardon(s, now) for k, s in missing.items()}
+    kept = {k: s for k, s in missing.items() if s.expires_at > now}
+    here = {k: s for k, s in found.items() if s.record.state != "released"}
+    return Snapshot({**kept, **here}, True, malformed, asked_at)
+
+
+def _pardon(sighting: Sighting, now: float) -> Sighting:
+    if sighting.is_pardoned:
+        return sighting
+    return replace(sighting, expires_at=max(sighting.expires_at, now + GRACE_S), is_pardoned=True)
 
 
 class FleetView:
@@ -87,13 +113,8 @@ class FleetView:
 
     def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
         """Returns the live workers, draining ones included, in the order of their ids."""
-        view, now = self._snapshot, self._now()
-        return tuple(
-            sighting.record
-            for _, sighting in sorted(view.sightings.items())
-            if (not view.is_current or sighting.expires_at > now)
-            and role in (None, sighting.record.role)
-        )
+        alive = self._snapshot.alive(self._now())
+        return tuple(record for record in alive if role in (None, record.role))
 
     def worker(self, worker_id: str) -> WorkerRecord | None:
         """Returns one live worker."""
@@ -111,7 +132,7 @@ class FleetView:
         try:
             answer = await self._store.workers()
         except StoreUnavailable as error:
-            self._keep_last_view(error, asked_at)
+            self._keep_last_view(error)
         else:
             if not self._snapshot.is_current:
                 LOG.info("the view of the fleet is current")
@@ -122,8 +143,7 @@ class FleetView:
         """Returns once Redis was asked for the first time."""
         await self._polled.wait()
 
-    def _keep_last_view(self, error: StoreUnavailable, asked_at: float) -> None:
-        view = self._snapshot
-        if view.is_current:
+    def _keep_last_view(self, error: StoreUnavailable) -> None:
+        if self._snapshot.is_current:
             LOG.warning("keeping the last known view of the fleet: %s", error)
-            self._snapshot = Snapshot(view.sightings, False, view.malformed, lost_at=asked_at)
+            self._snapshot = replace(self._snapshot, is_current=False)

@@ -29,7 +29,7 @@ class Keys:
         check_name("fleet", self.fleet)
 
     def worker(self, worker_id: str) -> str:
-        """Key of a worker's lease: a hash of its incarnation and its record."""
+        """Key of a worker's lease: a hash of the process that holds it and the worker's record."""
         return f"{self.worker_prefix}{check_name('worker id', worker_id)}"
 
     @property

@@ -13,18 +13,16 @@ from typing import Final
 class LeaseState(Enum):
     """Where the holder stands."""
 
-    ABSENT = "absent"  # never registered, or Redis has lost it
+    ABSENT = "absent"  # not taken yet
     HELD = "held"
-    SUPERSEDED = "superseded"  # another life of this worker has taken it; final
+    SUPERSEDED = "superseded"  # a later process of this worker's id has taken it; final
     RELEASED = "released"  # given back; final
 
 
 class LeaseEvent(Enum):
     """What Redis answered, or did not."""
 
-    REGISTERED = "registered"
-    RENEWED = "renewed"
-    MISSING = "missing"  # expired, or Redis was emptied
+    HELD = "held"  # taken or renewed
     SUPERSEDED = "superseded"
     UNREACHABLE = "unreachable"
     RELEASED = "released"
@@ -33,8 +31,8 @@ class LeaseEvent(Enum):
 class Action(Enum):
     """What the holder does next."""
 
-    REGISTER = "register"
-    RENEW = "renew"
+    TAKE = "take"  # from whoever holds it
+    RENEW = "renew"  # unless a later process holds it
     STOP = "stop"
 
 
@@ -47,18 +45,16 @@ class IllegalLeaseEvent(Exception):
 
 _S, _E = LeaseState, LeaseEvent
 TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseEvent], LeaseState]] = {
-    (_S.ABSENT, _E.REGISTERED): _S.HELD,
-    (_S.ABSENT, _E.SUPERSEDED): _S.SUPERSEDED,
+    (_S.ABSENT, _E.HELD): _S.HELD,
     (_S.ABSENT, _E.UNREACHABLE): _S.ABSENT,
     (_S.ABSENT, _E.RELEASED): _S.RELEASED,
-    (_S.HELD, _E.RENEWED): _S.HELD,
-    (_S.HELD, _E.MISSING): _S.ABSENT,
+    (_S.HELD, _E.HELD): _S.HELD,
     (_S.HELD, _E.SUPERSEDED): _S.SUPERSEDED,
-    (_S.HELD, _E.UNREACHABLE): _S.HELD,  # renewing later is safe: the renewal compares lives
+    (_S.HELD, _E.UNREACHABLE): _S.HELD,  # renewing later is safe: the renewal compares holders
     (_S.HELD, _E.RELEASED): _S.RELEASED,
 }
 _ACTIONS: Final[Mapping[LeaseState, Action]] = {
-    _S.ABSENT: Action.REGISTER,
+    _S.ABSENT: Action.TAKE,
     _S.HELD: Action.RENEW,
     _S.SUPERSEDED: Action.STOP,
     _S.RELEASED: Action.STOP,
@@ -69,8 +65,8 @@ _ACTIONS: Final[Mapping[LeaseState, Action]] = {
 class LeaseTimes:
     """Durations of a lease, in seconds."""
 
-    ttl_s: float = 5.0  # a worker that is silent this long is gone
-    renew_s: float = 1.0  # from one renewal to the next
+    ttl_s: float = 3.0  # a worker that is silent this long is gone
+    renew_s: float = 0.5  # from one renewal to the next
     retry_s: float = 0.25  # to the next try after Redis did not answer
 
     def __post_init__(self) -> None:
@@ -104,12 +100,6 @@ def advance(lease: Lease, event: LeaseEvent, now: float) -> Lease:
     state = TRANSITIONS.get((lease.state, event))
     if state is None:
         raise IllegalLeaseEvent(lease.state, event)
-    return Lease(lease.times, state, now + _pause_s(lease.times, event))
-
-
-def _pause_s(times: LeaseTimes, event: LeaseEvent) -> float:
-    if event is LeaseEvent.UNREACHABLE:
-        return times.retry_s
-    if event is LeaseEvent.MISSING:
-        return 0.0
-    return times.renew_s
+    times = lease.times
+    pause_s = times.retry_s if event is LeaseEvent.UNREACHABLE else times.renew_s
+    return Lease(times, state, now + pause_s)

@@ -14,7 +14,9 @@ from effuse.config.decoding import Algorithm
 
 Role = Literal["prefill", "decode"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
-WorkerState = Literal["ready", "draining", "released"]
+# Only a worker that is ready is given requests. One that is starting has lost its engine: its
+# record is that of the life that is over, without load or links, until another life is ready.
+WorkerState = Literal["starting", "ready", "draining", "released"]
 PlacementState = Literal["running", "finished", "failed", "cancelled"]
 
 

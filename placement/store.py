@@ -20,8 +20,7 @@ from redis.exceptions import RedisError
 from effuse.placement.keys import Keys
 from effuse.placement.records import PlacementRecord, WorkerRecord, encode
 
-Registration = Literal["registered", "superseded"]
-Renewal = Literal["renewed", "missing", "superseded"]
+Announcement = Literal["held", "superseded"]
 Placing = Literal["placed", "stale", "duplicate"]
 
 
@@ -83,8 +82,7 @@ class Store:
             max_connections=_CONNECTIONS,
         )
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
-        self._register = self._load_script("register")
-        self._renew = self._load_script("renew")
+        self._announce = self._load_script("announce")
         self._workers = self._load_script("workers")
         self._place = self._load_script("place")
         self._running = self._load_script("running")
@@ -100,21 +98,19 @@ class Store:
         async with asyncio.timeout(1.0):
             await self._redis.aclose()
 
-    async def register(self, record: WorkerRecord, lease_s: float, previous: str) -> Registration:
-        """Takes the worker's lease for this incarnation.
+    async def announce(
+        self, record: WorkerRecord, lease_s: float, holder: str, *, takes: bool
+    ) -> Announcement:
+        """Takes or renews the worker's lease for the process `holder`, and replaces the record.
 
-        With `previous`, an earlier incarnation of the same process, only from nobody or from that
-        one; with "" (a new process) from whoever held it.
+        Ids of later processes sort after those of earlier ones. With `takes`, for a process that
+        has not held the lease, it is taken from whoever did; else a later process keeps it.
         """
-        args = [*_lease_args(record, lease_s), previous]
-        answer = await self._run_script(self._register, self._worker_keys(record), args)
-        return cast(Registration, cast(bytes, answer).decode())
-
-    async def renew(self, record: WorkerRecord, lease_s: float) -> Renewal:
-        """Renews the lease and replaces the record, if this incarnation still holds it."""
-        args = _lease_args(record, lease_s)
-        answer = await self._run_script(self._renew, self._worker_keys(record), args)
-        return cast(Renewal, cast(bytes, answer).decode())
+        keys = [self.keys.worker(record.worker_id), self.keys.workers]
+        action = "take" if takes else "renew"
+        args = (record.worker_id, holder, encode(record), _ms(lease_s), action)
+        answer = await self._run_script(self._announce, keys, args)
+        return cast(Announcement, cast(bytes, answer).decode())
 
     async def workers(self) -> list[tuple[bytes, float]]:
         """Returns every live worker: its stored record, undecoded, and seconds left."""
@@ -168,9 +164,6 @@ class Store:
         except TimeoutError as error:
             raise StoreUnavailable("too many placements are looked up at once") from error
 
-    def _worker_keys(self, record: WorkerRecord) -> list[str]:
-        return [self.keys.worker(record.worker_id), self.keys.workers]
-
     def _load_script(self, name: str) -> AsyncScript:
         source = resources.files(__package__).joinpath(f"{name}.lua").read_text()
         return self._redis.register_script(source)
@@ -192,10 +185,6 @@ class Store:
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
         self.circuit.succeeded()
         return answer
-
-
-def _lease_args(record: WorkerRecord, lease_s: float) -> list[str | bytes | int]:
-    return [record.worker_id, record.incarnation, encode(record), _ms(lease_s)]
 
 
 def _ms(seconds: float) -> int:

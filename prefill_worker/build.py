@@ -12,11 +12,13 @@ from effuse.prefill_worker.executor import mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
+from effuse.worker.pulse import Pulse
 
 
-def build(config: PrefillConfig, incarnation: str) -> Engine:
+def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -> Engine:
     """An engine that is ready to serve. Raises ValueError where the config is at fault."""
-    parts = assemble(config, incarnation, "prefill", "d2f")
+    pulse = pulse or Pulse()
+    parts = assemble(config, incarnation, "prefill", "d2f", pulse)
     limits = _limits(config, parts)
     connector = parts.connect()
     core = PrefillEngine(

@@ -56,10 +56,13 @@ class Keepalive:
 
 FLEET_KEEPALIVE: Final = Keepalive()
 
+CALLER_KEEPALIVE: Final = Keepalive(time_s=20.0, timeout_s=20.0, ping_timeout_s=20.0)
+"""How soon a caller counts as gone to a server: what its calls hold is free again then."""
+
 Options = list[tuple[str, int]]
 
 
-def server_options(limits: MessageLimits) -> Options:
+def server_options(limits: MessageLimits, keepalive: Keepalive) -> Options:
     """Channel arguments of a server."""
     return [
         # Without this a second server on a taken port starts well and gets half of the calls.
@@ -70,7 +73,7 @@ def server_options(limits: MessageLimits) -> Options:
         ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
-        ("grpc.keepalive_permit_without_calls", 1),
+        *_keepalive_options(keepalive),
     ]
 
 
@@ -86,15 +89,17 @@ def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Opti
         ("grpc.min_reconnect_backoff_ms", 3000),
         ("grpc.max_reconnect_backoff_ms", 1000),
     ]
-    if keepalive is not None:
-        options += [
-            ("grpc.keepalive_time_ms", _ms(keepalive.time_s)),
-            ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),
-            ("grpc.http2.ping_timeout_ms", _ms(keepalive.ping_timeout_s)),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ]
-    return options
+    return options if keepalive is None else [*options, *_keepalive_options(keepalive)]
+
+
+def _keepalive_options(keepalive: Keepalive) -> Options:
+    return [
+        ("grpc.keepalive_time_ms", _ms(keepalive.time_s)),
+        ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),
+        ("grpc.http2.ping_timeout_ms", _ms(keepalive.ping_timeout_s)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
 
 
 def connect(
@@ -147,9 +152,9 @@ class RpcServer:
     Use: construct, add servicers to `.server`, `await start(services)`, then `serve` or `stop`.
     Health knows "" (the process answers) and whatever `set_serving` was told."""
 
-    def __init__(self, limits: MessageLimits) -> None:
+    def __init__(self, limits: MessageLimits, keepalive: Keepalive = CALLER_KEEPALIVE) -> None:
         self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()], options=server_options(limits)
+            interceptors=[ErrorInterceptor()], options=server_options(limits, keepalive)
         )
         self._health = health.aio.HealthServicer()
         self._serving: dict[str, bool] = {}

@@ -35,16 +35,20 @@ from effuse.worker.messages import (
     Verified,
     WriterGone,
 )
+from effuse.worker.pulse import Pulse
 
 CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN = 900, 901, 902, 903, 904, 905
+COMPILE, LONG_FORWARD = 906, 907
+LONG_S = 3.0
 PAGES = 8
 
 
 class FakeCore:
     """Commits the token 7 until the answer is long enough."""
 
-    def __init__(self, incarnation: str) -> None:
+    def __init__(self, incarnation: str, pulse: Pulse) -> None:
         self._incarnation = incarnation
+        self._pulse = pulse
         self._out: list[CoreEvent] = []
         self._decodes: dict[str, StartDecode] = {}  # verified ones, that step
         # For a peer.
@@ -86,6 +90,13 @@ class FakeCore:
                 time.sleep(1000)
             case 902:
                 self._stands_still = True
+            case 906:
+                with self._pulse.during("compiling"):
+                    time.sleep(LONG_S)
+            case 907:
+                for layer in range(30):
+                    time.sleep(LONG_S / 30)
+                    self._pulse.mark(layer)
         self._waiting[message.attempt.transfer_id] = message
 
     def _start_decode(self, message: StartDecode) -> None:
@@ -199,7 +210,7 @@ class FakeCore:
         print("engine closed", file=sys.stderr, flush=True)
 
 
-def build(config: WorkerConfig, incarnation: str) -> Engine:
+def build(config: WorkerConfig, incarnation: str, pulse: Pulse) -> Engine:
     """Fails as a wrong checkpoint would where the model is named so."""
     if config.served_model_name == "missing":
         raise ValueError("no such checkpoint")
@@ -208,7 +219,7 @@ def build(config: WorkerConfig, incarnation: str) -> Engine:
     if config.served_model_name == "slow":
         time.sleep(1000)
     return Engine(
-        FakeCore(incarnation),
+        FakeCore(incarnation, pulse),
         Ready(
             model=ModelInfo(
                 name=config.served_model_name or "fake",

@@ -29,6 +29,7 @@ from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Ready
+from effuse.worker.pulse import Pulse
 
 # A block's KV is stored by the forward that follows the one in which it settled.
 COMMIT_RULE = "settled_recompute"
@@ -52,10 +53,18 @@ class Assembly:
 
 
 def assemble(
-    config: WorkerConfig, incarnation: str, role: Role, default_algorithm: Algorithm
+    config: WorkerConfig,
+    incarnation: str,
+    role: Role,
+    default_algorithm: Algorithm,
+    pulse: Pulse,
 ) -> Assembly:
-    """Loads everything and runs one forward. Raises ValueError for a bad config."""
+    """Loads everything and runs one forward. Raises ValueError for a bad config.
+
+    What takes long is told to `pulse`, then and in all forwards to come.
+    """
     device = _device(config)
+    _announce_compiling(config, device, pulse)
     directory = config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
     model = _load(config, directory, device)
     max_model_len = _max_model_len(config, model)
@@ -63,7 +72,8 @@ def assemble(
     memory = PageMemory(layout, _num_pages(config, model, layout, max_model_len), device)
     # Only who pushes needs to know which layers are stored.
     marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role == "prefill" else None
-    runner = _runner(model, memory, _prompt_graphs(config, model, memory, marks), marks)
+    graphs = _prompt_graphs(config, model, memory, marks, pulse)
+    runner = _runner(model, memory, graphs, marks, pulse.mark)
     warm_up(runner, model.config.block_size)
     agreed = fingerprint(layout, _facts(config, directory, model))
     return Assembly(
@@ -114,6 +124,21 @@ def _device(config: WorkerConfig) -> torch.device:
         torch.set_num_threads(1)  # two threads of several engines on one machine are far slower
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse) -> None:
+    """A kernel is compiled when it is first launched with arguments of its kind, at any time."""
+    if device.type != "cuda" or not pulse.is_watched:  # the hooks are the whole process's
+        return
+    from triton import knobs  # a CPU does without
+
+    knobs.runtime.jit_cache_hook = lambda **_: pulse.begin("compiling")
+    knobs.runtime.jit_post_compile_hook = lambda **_: pulse.end()
+    if config.attention == "flex":
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(lambda _: pulse.begin("compiling"))
+        callback_handler.register_end_callback(lambda _: pulse.end())
 
 
 def _load(config: WorkerConfig, directory: Path, device: torch.device) -> Transformer:
@@ -189,7 +214,11 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
 
 
 def _prompt_graphs(
-    config: WorkerConfig, model: Transformer, memory: PageMemory, marks: LayerMarks | None
+    config: WorkerConfig,
+    model: Transformer,
+    memory: PageMemory,
+    marks: LayerMarks | None,
+    pulse: Pulse,
 ) -> PromptGraphs | None:
     """Captured before anything is served; none where there is no use for them."""
     if model.device.type != "cuda" or not config.runs_graphs:
@@ -202,7 +231,8 @@ def _prompt_graphs(
         uses_graphs=True,
         marks=marks,
     )
-    graphs.prepare()
+    with pulse.during("capturing"):
+        graphs.prepare()
     return graphs
 
 
@@ -211,6 +241,7 @@ def _runner(
     memory: PageMemory,
     graphs: PromptGraphs | None = None,
     marks: LayerMarks | None = None,
+    on_layer: Callable[[int], None] | None = None,
 ) -> ModelRunner:
     return ModelRunner(
         model,
@@ -219,6 +250,7 @@ def _runner(
         block_size=model.config.block_size,
         graphs=graphs,
         marks=marks,
+        on_layer=on_layer,
     )
 
 

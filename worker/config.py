@@ -76,7 +76,9 @@ class WorkerConfig:
     startup_timeout_s: Annotated[float, "longest that loading weights and warming up may take"] = (
         300.0
     )
-    hang_timeout_s: Annotated[float, "an engine without progress for this long is replaced"] = 30.0
+    hang_timeout_s: Annotated[
+        float, "an engine without progress for this long, or ten of its steps, is replaced"
+    ] = 3.0
     drain_s: Annotated[float, "longest that running requests are waited for at the end"] = 30.0
     max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
 

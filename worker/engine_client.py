@@ -22,7 +22,7 @@ import zmq.asyncio
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import SOCKET, make_home
 from effuse.worker.engine_process import Orders
-from effuse.worker.messages import Ready, Shutdown, StartupFailed, ToEngine, ToFront
+from effuse.worker.messages import Shutdown, ToEngine, ToFront
 
 _KILL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
@@ -77,18 +77,6 @@ class EngineClient:
     def pid(self) -> int:
         """Id of the engine's process."""
         return self._process.pid
-
-    async def ready(self, timeout_s: float) -> Ready:
-        """Returns the engine's first message; raises `EngineLost` if it is not that it is ready."""
-        said = await self.receive(timeout_s)
-        if not said:
-            raise EngineLost(f"the engine was not ready after {timeout_s:g} s")
-        first = said[0]
-        if isinstance(first, StartupFailed):
-            raise EngineLost(first.message, permanent=first.permanent)
-        if not isinstance(first, Ready) or len(said) > 1:
-            raise EngineLost(f"the engine began with {said}, not with Ready")
-        return first
 
     def send(self, message: ToEngine) -> None:
         """Says something to the engine; never waits. To a dead engine it says it in vain."""

@@ -10,7 +10,6 @@ import os
 import signal
 import socket as network
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,9 @@ from effuse.worker import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import (
     AbortDone,
-    CoreEvent,
     EngineCore,
     Failed,
     Finished,
-    Heartbeat,
     PromptPushed,
     Ready,
     Shutdown,
@@ -36,16 +33,17 @@ from effuse.worker.messages import (
     ToEngine,
     ToFront,
 )
+from effuse.worker.pulse import Pulse
 
 LOG = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=WorkerConfig)
+_ENCODER = msgspec.msgpack.Encoder()
+_ENDS = (Finished, Failed, PromptPushed, AbortDone)  # of an attempt
 
 _PR_SET_PDEATHSIG = 1
 _WAIT_DEVICE_MS = 1  # that it has ended something no descriptor tells
 _WAIT_BUSY_MS = 2  # a peer or the connector may have something soon
 _WAIT_IDLE_MS = 100
-_BEAT_CHANGED_S = 0.05  # a changed load is told this soon
-_BEAT_S = 0.5
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +64,7 @@ class Engine:
     wakes: Sequence[int] = ()  # descriptors that are readable while the core has something to do
 
 
-Builder = Callable[[Config, str], Engine]
+Builder = Callable[[Config, str, Pulse], Engine]
 
 
 class EngineLoop:
@@ -76,23 +74,19 @@ class EngineLoop:
         self,
         core: EngineCore,
         socket: "zmq.Socket[bytes]",
+        pulse: Pulse,
         *,
         wakes: Sequence[int] = (),
         idle_ms: int | None = _WAIT_IDLE_MS,  # None waits until something comes
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._socket = socket
+        self._pulse = pulse
         self._idle_ms = idle_ms
-        self._now = now
         self._poller = zmq.Poller()
         for source in (socket, *wakes):
             self._poller.register(source, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._loops = 0
-        self._told = Load()
-        self._told_at = float("-inf")
 
     def run(self) -> None:
         """Runs until a `Shutdown` comes."""
@@ -104,9 +98,10 @@ class EngineLoop:
         if not self._take():
             return False
         worked = self._core.step()
-        self._loops += 1
         said, load = self._core.outbox(), self._core.load()
-        self.tell([*self._beat(load, said), *said])
+        # The load is told before the end of an attempt, so that it is right for who hears that.
+        beat = self._pulse.turn(load, has_end=any(isinstance(event, _ENDS) for event in said))
+        tell(self._socket, said if beat is None else [beat, *said])
         if not worked:
             self._poller.poll(self._wait_ms(load))
         return True
@@ -116,11 +111,6 @@ class EngineLoop:
             return _WAIT_DEVICE_MS
         return _WAIT_BUSY_MS if load.running or load.waiting else self._idle_ms
 
-    def tell(self, messages: Sequence[ToFront]) -> None:
-        """Sends messages as one frame; never waits."""
-        if messages:
-            self._socket.send(self._encoder.encode(list(messages)), zmq.NOBLOCK)
-
     def _take(self) -> bool:
         while self._socket.poll(0, zmq.POLLIN):
             message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
@@ -129,18 +119,11 @@ class EngineLoop:
             self._core.handle(message)
         return True
 
-    def _beat(self, load: Load, said: Sequence[CoreEvent]) -> list[Heartbeat]:
-        """The load is told before the end of an attempt, so that it is right for who hears that."""
-        now = self._now()
-        since = now - self._told_at
-        has_end = any(
-            isinstance(event, Finished | Failed | PromptPushed | AbortDone) for event in said
-        )
-        is_due = since >= _BEAT_S or (load != self._told and (has_end or since >= _BEAT_CHANGED_S))
-        if not is_due:
-            return []
-        self._told, self._told_at = load, now
-        return [Heartbeat(loops=self._loops, load=load)]
+
+def tell(socket: "zmq.Socket[bytes]", messages: Sequence[ToFront]) -> None:
+    """Sends messages to the front as one frame; never waits."""
+    if messages:
+        socket.send(_ENCODER.encode(list(messages)), zmq.NOBLOCK)
 
 
 def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
@@ -170,16 +153,17 @@ def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
 def _run(
     config: Config, incarnation: str, build: Builder[Config], socket: "zmq.Socket[bytes]"
 ) -> int:
+    pulse = Pulse(lambda beat: tell(socket, [beat]))
     try:
-        engine = build(config, incarnation)
+        with pulse.during("loading"):
+            engine = build(config, incarnation, pulse)
     except (ValueError, OSError) as error:
-        failed = StartupFailed(message=str(error), permanent=True)
-        socket.send(msgspec.msgpack.encode([failed]))
+        tell(socket, [StartupFailed(message=str(error), permanent=True)])
         return 2
-    loop = EngineLoop(engine.core, socket, wakes=engine.wakes)
+    loop = EngineLoop(engine.core, socket, pulse, wakes=engine.wakes)
     with listen_while_alive(config.host) as sign_of_life:
         port = sign_of_life.getsockname()[1]
-        loop.tell([msgspec.structs.replace(engine.ready, engine_port=port)])
+        tell(socket, [msgspec.structs.replace(engine.ready, engine_port=port)])
         try:
             loop.run()
         finally:

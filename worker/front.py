@@ -23,6 +23,7 @@ from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker import logs, metrics
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_client import new_incarnation
 from effuse.worker.service import WorkerServicer
 from effuse.worker.shell import Shell, WorkerIdentity
 from effuse.worker.supervisor import GaveUp, Supervisor
@@ -132,7 +133,7 @@ class Front:
         if not self._config.redis_url:
             return []
         store = await stack.enter_async_context(Store(self._config.redis_url, self._config.fleet))
-        self._announcer = Announcer(store, self.shell.record)
+        self._announcer = Announcer(store, self.shell.record, new_incarnation())
         beside: list[Coroutine[None, None, None]] = [self._keep_lease(self._announcer)]
         if self._role.beside is not None:
             view = FleetView(store, poll_s=_POLL_S)

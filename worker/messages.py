@@ -17,6 +17,9 @@ from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.placement.records import Load, ModelInfo
 
+# What an engine does. All but serving it announces, since for long it will show no other sign.
+Phase = Literal["loading", "capturing", "compiling", "serving"]
+
 
 class BlockState(msgspec.Struct, frozen=True, array_like=True):
     """One block in flight."""
@@ -126,7 +129,7 @@ FailureCode = Literal[
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Weights are loaded and a forward has run: the first message of a healthy engine process."""
+    """Weights are loaded and a forward has run: only heartbeats come before it."""
 
     model: ModelInfo
     fingerprint: tuple[tuple[str, str], ...]
@@ -138,7 +141,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StartupFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine could not start; the only message of such a process."""
+    """The engine could not start; the last message of such a process."""
 
     message: str
     permanent: bool  # the configuration or the checkpoint is at fault: starting again will not help
@@ -227,9 +230,11 @@ class AbortDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine's loop turns. Sent by the process, from the loop itself."""
+    """A sign of life, from the thread that does the work. The only message before `Ready`."""
 
-    loops: int
+    loops: int  # turns of the engine's loop so far
+    marks: int = 0  # parts of steps done so far, such as layers of forwards
+    phase: Phase = "serving"
     load: Load
 
 

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord
+from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
 from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
@@ -127,17 +127,18 @@ class Shell:
                     return
 
     def record(self) -> WorkerRecord | None:
-        """Returns what this worker announces; None while no engine is ready."""
-        life = self.supervisor.life
+        """Returns what this worker announces; None before its first engine is ready."""
+        life = self.supervisor.last_life
         if life is None:
             return None
+        is_over = self.supervisor.life is None
         return WorkerRecord(
             worker_id=self.identity.worker_id,
             role=self.role,
             address=self.identity.address,
             incarnation=life.incarnation,
             engine_port=life.ready.engine_port,
-            state="draining" if self.is_draining else "ready",
+            state=self._state(),
             fingerprint=life.ready.fingerprint,
             model=life.ready.model,
             capacity=Capacity(
@@ -146,10 +147,15 @@ class Shell:
                 max_num_seqs=self.config.max_num_seqs,
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
             ),
-            load=life.load,
-            links=self.links.get(life.incarnation, ()),
+            load=Load() if is_over else life.load,
+            links=() if is_over else self.links.get(life.incarnation, ()),
             min_handoff_gbps=self.min_handoff_gbps,
         )
+
+    def _state(self) -> WorkerState:
+        if self.is_draining:
+            return "draining"
+        return "starting" if self.supervisor.life is None else "ready"
 
     def metrics_text(self) -> str:
         """Returns the metrics in Prometheus text."""

@@ -7,8 +7,8 @@ engine hangs is `watchdog.py`'s to say, when to give up `backoff.py`'s.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from effuse.placement.records import Load
 from effuse.protos import errors
@@ -18,7 +18,7 @@ from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_client import EngineClient, EngineLost
 from effuse.worker.messages import Heartbeat, Ready, StartupFailed, ToEngine, ToFront
-from effuse.worker.watchdog import Progress, observe, pardon, verdict
+from effuse.worker.watchdog import Limits, Progress, look, observe, verdict
 
 LOG = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ class EngineLife:
     client: EngineClient
     ready: Ready
     load: Load
-    progress: Progress
     began: float  # when it was ready, by the supervisor's clock
 
     @property
@@ -65,7 +64,9 @@ class Supervisor:
         self._on_change = on_change  # called whenever `life` has come or gone
         self.backoff = backoff or Backoff()
         self._now = now
+        self._progress = Progress.begin(now())  # of the present engine, ready or not
         self.life: EngineLife | None = None
+        self.last_life: EngineLife | None = None  # the newest that was ready, over or not
         self.restarts = 0
 
     def send(self, message: ToEngine, incarnation: str) -> None:
@@ -92,35 +93,48 @@ class Supervisor:
 
     async def _follow(self, client: EngineClient) -> None:
         """Follows an engine from its start to its end, which raises `EngineLost`."""
-        ready = await client.ready(self._config.startup_timeout_s)
-        load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
-        began = self._now()
-        life = EngineLife(client, ready, load, Progress.begin(began), began)
-        self.life = life
-        LOG.info("engine %s is ready", client.incarnation)
-        self._on_change()
-        hang_s = self._config.hang_timeout_s
-        patience_s = hang_s / 10
+        limits = Limits(
+            startup_s=self._config.startup_timeout_s, serving_s=self._config.hang_timeout_s
+        )
+        patience_s = limits.serving_s / 10
+        self._progress = Progress.begin(self._now())
         while True:
-            asked = self._now()
             messages = await client.receive(patience_s)
-            stood_still_s = self._now() - asked - patience_s
-            if stood_still_s > patience_s:  # a stopped process, or a frozen machine
+            now = self._now()
+            self._progress, stood_still_s = look(self._progress, now, patience_s)
+            if stood_still_s:
                 LOG.warning("this process stood still for %.1f s", stood_still_s)
-                life.progress = pardon(life.progress, stood_still_s)
-            self._take(life, messages)
-            if why := verdict(life.progress, self._now(), hang_s):
+            for message in messages:
+                self._take(client, message, now)
+            if why := verdict(self._progress, now, limits):
                 raise EngineLost(f"the engine hangs: {why}")
 
-    def _take(self, life: EngineLife, messages: Sequence[ToFront]) -> None:
-        for message in messages:
-            if isinstance(message, Heartbeat):
-                life.load = message.load
-                life.progress = observe(life.progress, message, self._now())
-            elif isinstance(message, Ready | StartupFailed):
-                raise EngineLost(f"the engine said {type(message).__name__} while it ran")
-            else:
-                self._attempts.deliver(message)
+    def _take(self, client: EngineClient, message: ToFront, now: float) -> None:
+        if isinstance(message, Heartbeat):
+            self._take_beat(client, message, now)
+        elif self.life is not None and not isinstance(message, Ready | StartupFailed):
+            self._attempts.deliver(message)
+        elif self.life is None and isinstance(message, Ready):
+            self._begin_life(client, message, now)
+        elif self.life is None and isinstance(message, StartupFailed):
+            raise EngineLost(message.message, permanent=message.permanent)
+        else:
+            when = "before it was ready" if self.life is None else "while it ran"
+            raise EngineLost(f"the engine said {type(message).__name__} {when}")
+
+    def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
+        if beat.phase != self._progress.phase and (self.life or beat.phase != "serving"):
+            LOG.info("engine %s is now %s", client.incarnation, beat.phase)
+        self._progress = observe(self._progress, beat, now)
+        if self.life is not None:
+            self.life.load = beat.load
+
+    def _begin_life(self, client: EngineClient, ready: Ready, now: float) -> None:
+        load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
+        self.life = self.last_life = EngineLife(client, ready, load, now)
+        self._progress = replace(self._progress, is_ready=True)
+        LOG.info("engine %s is ready", client.incarnation)
+        self._on_change()
 
     async def _lose(self, client: EngineClient, lost: EngineLost) -> None:
         """Buries an engine; only once its memory is gone do its attempts hear of it."""

@@ -62,6 +62,7 @@ def tiny_fleet(
             worker_flags=(
                 *("--device", "cpu", "--page-size", str(TINY.page_size)),
                 *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
+                *("--hang-timeout-s", "30"),  # tests let engines stand still, on busy machines
                 *worker_flags,
             ),
             prefill_flags=prefill_flags,

@@ -20,10 +20,10 @@ from unittest.mock import patch
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, serialize_specialization_data
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
@@ -115,7 +115,11 @@ def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> 
             attributes[index,] = [["tt.divisibility", 16]]
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    target = GPUTarget("cuda", 90, 32)
+    # A launch fails where Triton cannot describe it to who is told of compilations, as engines are.
+    described = make_backend(target).parse_options(options)
+    serialize_specialization_data(name, signature, constants, attributes, described, "key", target)
+    compiled = triton.compile(source, target=target, options=options)
     return _read(name, compiled)
 
 

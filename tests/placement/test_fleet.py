@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import redis
 import redis_server
 
-from effuse.placement.fleet import FleetView, Snapshot, merge
+from effuse.placement.fleet import GRACE_S, FleetView, Snapshot, merge
 from effuse.placement.records import WorkerRecord, encode
 from effuse.placement.store import Store
 
@@ -38,17 +39,52 @@ def test_a_newer_life_replaces_the_older_one() -> None:
 
 def test_a_missing_worker_stays_until_its_known_lease_is_over() -> None:
     view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 0.0, 0.0)
+    view = merge(view, [], 1.9, 1.9)
     assert ids(merge(view, [], 2.9, 2.9)) == ["decode-0"]
     assert ids(merge(view, [], 3.0, 3.0)) == []
 
 
-def test_leases_stand_still_while_redis_is_gone() -> None:
+@pytest.mark.parametrize("pause_s", [2.1, 12.0, 40.0])
+@pytest.mark.parametrize("is_current", [True, False], ids=["stood still", "Redis was gone"])
+def test_after_a_time_in_which_nothing_was_heard_workers_have_a_lease_to_come_back(
+    pause_s: float, is_current: bool
+) -> None:
+    """Of a frozen machine Redis too says that all leases have run out."""
+    view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 10.0, 10.0)
+    deaf = dataclasses.replace(view, is_current=is_current)
+    now = 10.0 + pause_s
+    assert deaf.alive(now), "nobody is gone for who has not asked"
+    back = merge(deaf, [], now, now)
+    assert ids(merge(back, [], now + GRACE_S - 0.1, now + GRACE_S - 0.1)) == ["decode-0"]
+    later = merge(back, [], now + 1.9, now + 1.9)
+    assert ids(merge(later, [], now + GRACE_S, now + GRACE_S)) == []
+
+
+def test_a_pause_between_question_and_answer_is_noticed_too() -> None:
+    view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 10.0, 10.0)
+    late = merge(view, stored((redis_server.RECORD, 3.0)), 10.5, 52.0)
+    assert late.alive(52.1) == [redis_server.RECORD]
+    again = merge(late, [], 52.1, 52.1)
+    assert again.alive(52.1 + GRACE_S - 0.1) == [redis_server.RECORD]
+
+
+def test_who_always_asks_late_sees_the_dead_all_the_same() -> None:
     view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 0.0, 0.0)
-    lost = Snapshot(view.sightings, False, lost_at=1.0)
-    back = merge(lost, [], 60.0, 60.0)  # a new Redis that no worker has found yet
-    assert ids(back) == ["decode-0"]
-    assert ids(merge(back, [], 61.9, 61.9)) == ["decode-0"]
-    assert ids(merge(back, [], 62.0, 62.0)) == []
+    view = merge(view, [], 5.0, 5.0)
+    assert ids(view) == ["decode-0"]
+    assert ids(merge(view, [], 10.0, 10.0)) == []
+
+
+def test_a_worker_that_was_heard_again_is_pardoned_again() -> None:
+    view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 0.0, 0.0)
+    view = merge(view, [], 12.0, 12.0)
+    view = merge(view, stored((redis_server.RECORD, 3.0)), 13.0, 13.0)
+    assert ids(merge(view, [], 53.0, 53.0)) == ["decode-0"]
+
+
+def test_a_longer_lease_is_not_cut_by_a_pause() -> None:
+    view = merge(EMPTY, stored((redis_server.RECORD, 60.0)), 0.0, 0.0)
+    assert merge(view, [], 10.0, 10.0).sightings["decode-0"].expires_at == 60.0
 
 
 def test_a_released_worker_goes_at_once() -> None:
@@ -74,8 +110,8 @@ def test_against_a_server_that_is_emptied_killed_and_comes_back() -> None:
                 view = FleetView(store, now=lambda: now)
                 assert view.workers() == ()
                 prefill = redis_server.worker(worker_id="prefill-0", role="prefill")
-                await store.register(redis_server.RECORD, 60.0, "")
-                await store.register(prefill, 60.0, "")
+                await store.announce(redis_server.RECORD, 60.0, "process-1", takes=True)
+                await store.announce(prefill, 60.0, "process-1", takes=True)
                 await view.poll()
                 assert [w.worker_id for w in view.workers()] == ["decode-0", "prefill-0"]
                 assert view.workers("prefill") == (prefill,)
@@ -97,7 +133,9 @@ def test_against_a_server_that_is_emptied_killed_and_comes_back() -> None:
                     await view.poll()
                     assert view.is_current
                     assert len(view.workers()) == 2, "nor at once when it is back and empty"
-                    now += 60.0
+                    now += GRACE_S - 1.0
+                    await view.poll()
+                    now += 1.0
                     assert view.workers() == (), "and what does not come back is over"
                 server.start()
 
@@ -110,10 +148,10 @@ def test_a_lease_that_runs_out_between_polls_is_noticed() -> None:
         with redis_server.running() as server:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 view = FleetView(store, now=lambda: now)
-                await store.register(redis_server.RECORD, 60.0, "")
+                await store.announce(redis_server.RECORD, 1.0, "process-1", takes=True)
                 await view.poll()
                 assert len(view.workers()) == 1
-                now = 61.0
+                now = 1.0
                 assert view.workers() == ()
 
     asyncio.run(go())
@@ -123,7 +161,7 @@ def test_run_polls_until_it_is_cancelled() -> None:
     async def go() -> None:
         with redis_server.running() as server:
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
-                await store.register(redis_server.RECORD, 60.0, "")
+                await store.announce(redis_server.RECORD, 60.0, "process-1", takes=True)
                 view = FleetView(store, poll_s=0.01)
                 task = asyncio.ensure_future(view.run())
                 async with asyncio.timeout(20):

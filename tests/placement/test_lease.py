@@ -33,28 +33,22 @@ def test_what_is_not_listed_is_refused_by_name(state: LeaseState, event: LeaseEv
         advance(Lease(TIMES, state), event, now=0.0)
 
 
-def test_a_new_lease_registers_at_once_then_renews() -> None:
+def test_a_new_lease_is_taken_at_once_then_renewed() -> None:
     lease = Lease(TIMES)
-    assert (lease.action, lease.wait_s(now=100.0)) == (Action.REGISTER, 0.0)
-    lease = advance(lease, LeaseEvent.REGISTERED, now=100.0)
+    assert (lease.action, lease.wait_s(now=100.0)) == (Action.TAKE, 0.0)
+    lease = advance(lease, LeaseEvent.HELD, now=100.0)
     assert (lease.action, lease.wait_s(now=100.25)) == (Action.RENEW, 0.75)
 
 
 def test_unreachable_keeps_what_is_held_and_asks_again_sooner() -> None:
-    held = advance(Lease(TIMES), LeaseEvent.REGISTERED, now=0.0)
+    held = advance(Lease(TIMES), LeaseEvent.HELD, now=0.0)
     lease = advance(held, LeaseEvent.UNREACHABLE, now=1.0)
     assert (lease.state, lease.wait_s(now=1.0)) == (LeaseState.HELD, TIMES.retry_s)
 
 
-def test_a_lost_lease_is_taken_again_at_once() -> None:
-    held = advance(Lease(TIMES), LeaseEvent.REGISTERED, now=0.0)
-    lease = advance(held, LeaseEvent.MISSING, now=1.0)
-    assert (lease.action, lease.wait_s(now=1.0)) == (Action.REGISTER, 0.0)
-
-
 @pytest.mark.parametrize("event", [LeaseEvent.SUPERSEDED, LeaseEvent.RELEASED])
 def test_the_ends_are_final(event: LeaseEvent) -> None:
-    lease = advance(advance(Lease(TIMES), LeaseEvent.REGISTERED, 0.0), event, 1.0)
+    lease = advance(advance(Lease(TIMES), LeaseEvent.HELD, 0.0), event, 1.0)
     assert lease.action is Action.STOP
     assert not any(state is lease.state for state, _ in TRANSITIONS)
 

@@ -43,18 +43,18 @@ async def expired(client: redis.Redis, key: str) -> None:
     await eventually(lambda: not client.exists(key))
 
 
-def test_a_lease_is_renewed_only_by_the_life_that_holds_it(
+def test_a_new_process_takes_the_lease_and_the_old_one_hears_of_it(
     server: ValkeyServer, plain: redis.Redis
 ) -> None:
     async def go() -> None:
         async with opened(server.connection_url) as store:
             first, second = redis_server.RECORD, redis_server.worker(incarnation="life-2")
-            assert await store.renew(first, LONG_S) == "missing"
-            assert await store.register(first, LONG_S, "") == "registered"
-            assert await store.renew(first, LONG_S) == "renewed"
-            assert await store.register(second, LONG_S, "") == "registered"
-            assert await store.renew(first, LONG_S) == "superseded"
-            assert await store.register(first, LONG_S, "life-1") == "superseded"
+            assert await store.announce(first, LONG_S, "process-1", takes=True) == "held"
+            assert await store.announce(first, LONG_S, "process-1", takes=False) == "held"
+            assert await store.announce(second, LONG_S, "process-2", takes=True) == "held"
+            for _ in range(2):
+                renewed = await store.announce(first, LONG_S, "process-1", takes=False)
+                assert renewed == "superseded"
             ((value, left_s),) = await store.workers()
             assert decode_worker(value) == second
             assert 0 < left_s <= LONG_S
@@ -62,27 +62,17 @@ def test_a_lease_is_renewed_only_by_the_life_that_holds_it(
     asyncio.run(go())
 
 
-def test_a_process_takes_over_from_its_own_earlier_life(
-    server: ValkeyServer, plain: redis.Redis
+@pytest.mark.parametrize("found", ["nobody", "process-1", "process-2"])
+def test_a_process_that_held_the_lease_renews_it_whatever_an_earlier_redis_shows(
+    server: ValkeyServer, plain: redis.Redis, found: str
 ) -> None:
     async def go() -> None:
         async with opened(server.connection_url) as store:
-            await store.register(redis_server.RECORD, LONG_S, "")
-            renewed = redis_server.worker(incarnation="life-2")
-            assert await store.register(renewed, LONG_S, "life-1") == "registered"
-
-    asyncio.run(go())
-
-
-def test_a_process_that_did_not_hear_the_answer_may_register_again(
-    server: ValkeyServer, plain: redis.Redis
-) -> None:
-    async def go() -> None:
-        async with opened(server.connection_url) as store:
-            await store.register(redis_server.RECORD, LONG_S, "")
-            renewed = redis_server.worker(incarnation="life-2")
-            for _ in range(2):
-                assert await store.register(renewed, LONG_S, "life-1") == "registered"
+            if found != "nobody":
+                await store.announce(redis_server.RECORD, LONG_S, found, takes=True)
+            newer = redis_server.worker(incarnation="life-2")
+            assert await store.announce(newer, LONG_S, "process-2", takes=False) == "held"
+            assert [decode_worker(value) for value, _ in await store.workers()] == [newer]
 
     asyncio.run(go())
 
@@ -90,7 +80,7 @@ def test_a_process_that_did_not_hear_the_answer_may_register_again(
 def test_a_silent_worker_vanishes_and_is_pruned(server: ValkeyServer, plain: redis.Redis) -> None:
     async def go() -> None:
         async with opened(server.connection_url) as store:
-            await store.register(redis_server.RECORD, 0.05, "")
+            await store.announce(redis_server.RECORD, 0.05, "process-1", takes=True)
             await expired(plain, store.keys.worker("decode-0"))
             assert plain.sismember(store.keys.workers, "decode-0")
             assert await store.workers() == []
@@ -105,8 +95,10 @@ def test_two_fleets_in_one_redis_never_meet(server: ValkeyServer, plain: redis.R
             opened(server.connection_url, "blue") as blue,
             opened(server.connection_url, "green") as green,
         ):
-            await blue.register(redis_server.RECORD, LONG_S, "")
-            await green.register(redis_server.worker(incarnation="other"), LONG_S, "")
+            await blue.announce(redis_server.RECORD, LONG_S, "process-1", takes=True)
+            await green.announce(
+                redis_server.worker(incarnation="other"), LONG_S, "process-1", takes=True
+            )
             await blue.place(redis_server.PLACED, LONG_S)
             assert [decode_worker(v).incarnation for v, _ in await blue.workers()] == ["life-1"]
             assert [decode_worker(v).incarnation for v, _ in await green.workers()] == ["other"]
@@ -183,7 +175,7 @@ def test_the_running_set_forgets_requests_of_a_dead_router(
 def test_values_of_a_wrong_kind_are_left_out(server: ValkeyServer, plain: redis.Redis) -> None:
     async def go() -> None:
         async with opened(server.connection_url) as store:
-            await store.register(redis_server.RECORD, LONG_S, "")
+            await store.announce(redis_server.RECORD, LONG_S, "process-1", takes=True)
             plain.set(store.keys.worker("text"), "hello", px=60_000)
             plain.sadd(store.keys.workers, "text")
             assert [v for v, _ in await store.workers()] == [encode(redis_server.RECORD)]
@@ -196,10 +188,10 @@ def test_scripts_are_loaded_again_after_they_were_flushed(
 ) -> None:
     async def go() -> None:
         async with opened(server.connection_url) as store:
-            await store.register(redis_server.RECORD, LONG_S, "")
+            await store.announce(redis_server.RECORD, LONG_S, "process-1", takes=True)
             plain.flushall()
             plain.script_flush()
-            assert await store.renew(redis_server.RECORD, LONG_S) == "missing"
+            assert await store.workers() == []
 
     asyncio.run(go())
 
@@ -212,7 +204,7 @@ def test_a_dead_server_is_told_at_once_and_asked_again_only_after_a_while() -> N
             async with Store(
                 server.connection_url, "blue", timeout_s=20.0, now=lambda: now
             ) as store:
-                await store.register(redis_server.RECORD, LONG_S, "")
+                await store.announce(redis_server.RECORD, LONG_S, "process-1", takes=True)
                 server.terminate()
                 with pytest.raises(StoreUnavailable, match="Connection"):
                     await store.workers()

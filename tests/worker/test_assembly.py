@@ -1,7 +1,8 @@
-"""The forward that a worker measures its memory with, which is larger than a short model's text."""
+"""What an engine is made of: the forward that measures its memory, and forwards that show life."""
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ from decoding.engines import layout_of, load_tiny
 
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner
-from effuse.worker.assembly import warm_up
+from effuse.placement.records import Role
+from effuse.worker.assembly import assemble, warm_up
+from effuse.worker.config import WorkerConfig
+from effuse.worker.messages import Heartbeat
+from effuse.worker.pulse import Pulse
 
 
 @pytest.mark.parametrize("num_rows", [4, 24, 25, 60])
@@ -25,3 +30,16 @@ def test_rows_to_warm_up_with_stay_within_the_models_positions(
     warm_up(runner, num_rows)
     is_written = memory.tensor.abs().sum((0, 1, 2, 3, 5)) > 0
     assert is_written.tolist() == [True, *[False] * 15]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_every_layer_of_a_forward_is_a_sign_of_life(tmp_path: Path, role: Role) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    told: list[Heartbeat] = []
+    hours = count(step=3600.0)
+    pulse = Pulse(told.append, now=lambda: next(hours))  # each layer takes long enough to be told
+    config = WorkerConfig(model=path, device="cpu", num_pages=4)
+    parts = assemble(config, "life-1", role, "d2f", pulse)
+    assert [beat.marks for beat in told] == list(range(1, parts.model.config.num_layers + 1))
+    warm_up(parts.runner, 8)
+    assert len(told) == 2 * parts.model.config.num_layers

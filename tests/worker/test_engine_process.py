@@ -24,6 +24,7 @@ from effuse.worker.messages import (
     ToEngine,
     ToFront,
 )
+from effuse.worker.pulse import Pulse
 
 ONE = AttemptId("r", 1, "t1")
 START = StartPrefill(attempt=ONE, prompt_token_ids=(1, 2))
@@ -94,7 +95,7 @@ def front() -> Iterator[Front]:
     theirs.connect("inproc://front")
     core = Core()
     made: list[Front] = []
-    loop = EngineLoop(core, theirs, now=lambda: made[0].now)
+    loop = EngineLoop(core, theirs, Pulse(now=lambda: made[0].now))
     made.append(Front(ours, theirs, loop, core))
     yield made[0]
     context.destroy(linger=0)
@@ -151,7 +152,7 @@ def test_the_load_after_an_end_is_told_before_the_end(front: Front) -> None:
 
 def test_an_idle_engine_is_woken_by_its_connector(front: Front) -> None:
     wake = os.eventfd(1)
-    loop = EngineLoop(front.core, front.theirs, wakes=(wake,), idle_ms=None)
+    loop = EngineLoop(front.core, front.theirs, Pulse(), wakes=(wake,), idle_ms=None)
     assert loop.turn()  # returns although nothing was said and nothing will be
     os.close(wake)
 

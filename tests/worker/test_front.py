@@ -24,8 +24,10 @@ from fronts import decode_request, event_of, running
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.decode_worker.server import make_role
-from effuse.placement.announcer import Superseded
+from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
+from effuse.placement.lease import LeaseTimes
+from effuse.placement.records import Load
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import (
@@ -38,7 +40,9 @@ from effuse.protos.errors import (
 )
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker import front, metrics, supervisor
+from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_client import new_incarnation
 from effuse.worker.front import Front
 from effuse.worker.supervisor import GaveUp
 
@@ -120,6 +124,19 @@ def test_a_hung_engine_is_noticed_and_replaced(tmp_path: Path, first_token: int)
             assert isinstance(error, Unavailable)
             await one.until_new_life(old)
             assert await answer(one, decode_request("good", one.incarnation))
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("first_token", [fake_engine.COMPILE, fake_engine.LONG_FORWARD])
+def test_an_engine_that_is_busy_for_long_is_not_hung(tmp_path: Path, first_token: int) -> None:
+    async def go() -> None:
+        config = dataclasses.replace(CONFIG, hang_timeout_s=1.0)
+        assert 2 * config.hang_timeout_s < fake_engine.LONG_S
+        async with running(make_role(), config, tmp_path) as one:
+            old = one.incarnation
+            assert await answer(one, decode_request("long", old, first_token))
+            assert one.incarnation == old
 
     asyncio.run(go())
 
@@ -240,7 +257,8 @@ def test_the_port_of_a_worker_that_is_superseded_outlives_its_engine(
             record = shell.record()
             assert record is not None
             other = msgspec.structs.replace(record, incarnation="another")
-            assert await store.register(other, 60.0, "") == "registered"
+            later = new_incarnation()
+            assert await store.announce(other, 60.0, later, takes=True) == "held"
             await until_refused(one)
             assert not psutil.pid_exists(engine)
             assert isinstance(await fronts.failure_of(hung), Draining)
@@ -293,6 +311,40 @@ def test_a_worker_announces_itself_its_new_life_and_its_end(
                     await eventually(lambda: shows(one.incarnation))
                 await view.poll()
                 assert view.workers() == ()
+
+    asyncio.run(go())
+
+
+def test_the_loss_of_an_engine_is_announced_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is announced but what has changed, and the next engine is long in coming.
+    slow = LeaseTimes(ttl_s=7200.0, renew_s=3600.0, retry_s=1.0)
+    monkeypatch.setattr(front, "Store", partial(Store, timeout_s=20.0))
+    monkeypatch.setattr(front, "Announcer", partial(Announcer, times=slow))
+
+    async def go() -> None:
+        with redis_server.running() as server:
+            config = dataclasses.replace(CONFIG, redis_url=server.connection_url, fleet="blue")
+            async with (
+                Store(server.connection_url, "blue", timeout_s=20.0) as store,
+                running(make_role(), config, tmp_path) as one,
+            ):
+                supervising, old = one.front.shell.supervisor, one.incarnation
+                view = FleetView(store)
+
+                async def shows(state: str) -> bool:
+                    await view.poll()
+                    return [(w.state, w.incarnation) for w in view.workers()] == [(state, old)]
+
+                await eventually(lambda: shows("ready"))
+                supervising.backoff = Backoff(first_s=3600.0, most_s=3600.0)
+                assert supervising.life is not None
+                os.kill(supervising.life.client.pid, signal.SIGKILL)
+                await eventually(lambda: shows("starting"))
+                (record,) = view.workers()
+                assert record.load == Load()
+                assert supervising.life is None
 
     asyncio.run(go())
 

@@ -25,7 +25,8 @@ from effuse.worker.config import WorkerConfig
 config = flags.parse(WorkerConfig, sys.argv[1:], prog="test", about="")
 sys.exit(front.run(config, fronts.use_fake_engine(make_role())))
 """
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(fronts.__file__).parent)}
+PATHS = [str(Path(fronts.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -43,13 +44,15 @@ def started(
     ready = tmp_path / "ready.json"
     flags = ["--ready-file", str(ready), "--log-level", "error", *others]
     command = [sys.executable, "-P", "-c", LAUNCH, *flags]
-    with subprocess.Popen(command, env=ENVIRONMENT) as process:
+    log = tmp_path / "log"
+    with log.open("wb") as told, subprocess.Popen(command, env=ENVIRONMENT, stderr=told) as process:
         try:
             until(lambda: ready.exists() or process.poll() is not None)
             (engine,) = psutil.Process(process.pid).children()
             yield process, engine
         finally:
             process.kill()
+            sys.stderr.write(log.read_text())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -159,6 +162,20 @@ def test_a_front_that_stood_still_does_not_take_its_engine_for_hung(tmp_path: Pa
         time.sleep(3)  # long enough for a verdict over an engine that is silent from now on
         assert engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE
         assert json.loads(ready.read_text()) == before
+
+
+def test_a_stopped_engine_is_noticed_killed_and_replaced(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    with started(tmp_path) as (process, engine):
+        before = json.loads(ready.read_text())["incarnation"]
+        engine.suspend()
+        until(lambda: engine.status() == psutil.STATUS_STOPPED)
+        until(lambda: not engine.is_running())
+        until(lambda: before not in ready.read_text())
+        (lost,) = [line for line in (tmp_path / "log").read_text().splitlines() if "lost" in line]
+        assert f"engine {before} is lost: the engine hangs: its loop has not turned" in lost
+        (successor,) = psutil.Process(process.pid).children()
+        assert successor.pid != engine.pid
 
 
 def test_an_engine_that_hangs_after_that_is_replaced(tmp_path: Path) -> None:

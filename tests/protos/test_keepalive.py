@@ -1,0 +1,121 @@
+"""A peer that stands still raises nothing by itself: pings find it out, from either end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+from eventually import eventually
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from effuse.protos import rpc
+from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
+
+QUICK = rpc.Keepalive(time_s=0.5, timeout_s=0.5, ping_timeout_s=0.5)
+CALLER = """
+import sys, grpc
+from effuse.v1 import worker_pb2, worker_pb2_grpc
+stub = worker_pb2_grpc.DecodeServiceStub(grpc.insecure_channel(sys.argv[1]))
+for _ in stub.Decode(worker_pb2.DecodeRequest()):
+    print("begun", flush=True)
+"""
+SERVER = """
+import asyncio
+from effuse.protos import rpc
+async def main():
+    server = rpc.RpcServer(rpc.FLEET_LIMITS)
+    print(await server.start("127.0.0.1:0", []), flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+class Endless(pb_grpc.DecodeServiceServicer):
+    """Answers that never end, and how many run."""
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    async def Decode(
+        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[pb.DecodeResponse]:
+        self.running += 1
+        try:
+            yield pb.DecodeResponse()
+            await asyncio.sleep(1000)
+        finally:
+            self.running -= 1
+
+    async def Rehearse(
+        self, request: pb.RehearseRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[pb.RehearseResponse]:
+        yield pb.RehearseResponse()
+
+
+@asynccontextmanager
+async def child(code: str, *arguments: str) -> AsyncIterator[tuple[Process, str]]:
+    """A process and the first line that it says."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", code, *arguments), stdout=PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            said = await process.stdout.readline()
+        yield process, said.decode().strip()
+    finally:
+        process.kill()
+        async with asyncio.timeout(30):
+            await process.wait()
+
+
+async def stop(process: Process) -> None:
+    """Has the process stand still."""
+    process.send_signal(signal.SIGSTOP)
+    await eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+
+
+def test_the_calls_of_a_caller_that_stands_still_are_ended() -> None:
+    async def go() -> None:
+        endless, server = Endless(), rpc.RpcServer(rpc.FLEET_LIMITS, QUICK)
+        pb_grpc.add_DecodeServiceServicer_to_server(endless, server.server)
+        port = await server.start("127.0.0.1:0", [])
+        try:
+            async with child(CALLER, f"127.0.0.1:{port}") as (caller, said):
+                assert (said, endless.running) == ("begun", 1)
+                await asyncio.sleep(3 * QUICK.time_s)
+                assert endless.running == 1, "a caller that answers pings was cut off"
+                await stop(caller)
+                await eventually(lambda: endless.running == 0)
+        finally:
+            await server.stop(0)
+
+    asyncio.run(go())
+
+
+def test_a_server_that_stands_still_fails_the_calls_to_it() -> None:
+    async def go() -> None:
+        async with (
+            child(SERVER) as (server, port),
+            rpc.connect(f"127.0.0.1:{port}") as channel,
+        ):
+            watch = health_pb2_grpc.HealthStub(channel).Watch(
+                health_pb2.HealthCheckRequest(service=""), timeout=60
+            )
+            async with asyncio.timeout(60):
+                assert await watch.read() is not grpc.aio.EOF
+                await stop(server)
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    await watch.read()
+            assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(go())
