@@ -121,6 +121,21 @@ def test_a_front_that_answers_is_waited_for_although_its_lease_has_run_out() -> 
     run(body, num_prefill=0)
 
 
+def test_who_announces_that_it_is_starting_is_waited_for_and_not_asked() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        (worker,) = fleet.decode
+        worker.record = msgspec.structs.replace(worker.record, state="starting")
+        await fleet.announce()
+        asking = asyncio.create_task(ask(fleet))
+        await until(lambda: fleet.is_waiting("worker"))
+        worker.record = msgspec.structs.replace(worker.record, state="ready")
+        await start_anew(fleet, worker, "2")
+        assert (await asking).text == TEXT
+        assert len(worker.requests) == 1
+
+    run(body, num_prefill=0)
+
+
 def test_a_request_that_comes_meanwhile_waits_too() -> None:
     async def body(fleet: FakeFleet) -> None:
         (worker,) = fleet.decode
