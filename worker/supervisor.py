@@ -17,7 +17,7 @@ from effuse.worker.attempts import Attempts
 from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_client import EngineClient, EngineLost
-from effuse.worker.messages import Heartbeat, Ready, StartupFailed, ToEngine, ToFront
+from effuse.worker.messages import Heartbeat, Phase, Ready, StartupFailed, ToEngine, ToFront
 from effuse.worker.watchdog import Limits, Progress, look, observe, verdict
 
 LOG = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class Supervisor:
         self.backoff = backoff or Backoff()
         self._now = now
         self._progress = Progress.begin(now())  # of the present engine, ready or not
+        self._told_phase: Phase = "serving"  # the phase that was logged last
         self.life: EngineLife | None = None
         self.last_life: EngineLife | None = None  # the newest that was ready, over or not
         self.restarts = 0
@@ -123,8 +124,11 @@ class Supervisor:
             raise EngineLost(f"the engine said {type(message).__name__} {when}")
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
-        if beat.phase != self._progress.phase and (self.life or beat.phase != "serving"):
+        # A start compiles dozens of kernels, most of them in a millisecond from the cache.
+        is_news = self.life is not None or beat.phase in ("loading", "capturing")
+        if is_news and beat.phase != self._told_phase:
             LOG.info("engine %s is now %s", client.incarnation, beat.phase)
+            self._told_phase = beat.phase
         self._progress = observe(self._progress, beat, now)
         if self.life is not None:
             self.life.load = beat.load
@@ -133,6 +137,7 @@ class Supervisor:
         load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
         self.life = self.last_life = EngineLife(client, ready, load, now)
         self._progress = replace(self._progress, is_ready=True)
+        self._told_phase = "serving"
         LOG.info("engine %s is ready", client.incarnation)
         self._on_change()
 
