@@ -110,6 +110,13 @@ class Alone:
         self._end = End("receiver", "nixl", self._paged.memory)
         say(**self._end.hello())
 
+    def _meet(self, **sender: str) -> None:
+        """Gets to know the sender's bare agent, and answers its first write."""
+        assert self._end is not None and self._end.bare is not None
+        self._end.bare.meet(**sender)
+        say()
+        say(**self._end.bare.answer())
+
     def _spare(self, handoffs: int, pages: int) -> None:
         """Spare pages that so many handoffs, far enough apart, take in turns."""
         say(targets=self._targets(handoffs, pages))
@@ -131,12 +138,14 @@ class Alone:
             for number in range(handoffs)
         ]
 
-    def _steps(self, prompt: int, answer: int, at_once: int, seconds: float) -> None:
+    def _steps(
+        self, prompt: int, answer: int, at_once: int, seconds: float, hears_bare: bool = False
+    ) -> None:
         """Time of a step, and how many handoffs came meanwhile; the load goes on from call to
-        call."""
+        call. Bare writes need a receiver that polls, here and there."""
         if self._load is None:
             self._load = self._begin(prompt, answer, at_once)
-        begin, steps = self._run(self._load, seconds)
+        begin, steps = self._run(self._load, seconds, hears_bare=hears_bare)
         arrived = self._arrived
         say(step_s=(time.perf_counter() - begin) / max(1, steps), steps=steps, arrived=arrived)
 
@@ -155,7 +164,9 @@ class Alone:
             load.step()
         return load
 
-    def _run(self, load: ClosedLoad, seconds: float) -> tuple[float, int]:
+    def _run(
+        self, load: ClosedLoad, seconds: float, *, hears_bare: bool = False
+    ) -> tuple[float, int]:
         """When it began, and how many forwards were made."""
         self._arrived = 0
         before, begin = load.engine.counters.steps, time.perf_counter()
@@ -163,6 +174,9 @@ class Alone:
             load.step()
             if self._end is not None:
                 self._arrived += self._end.arrived()
+            if hears_bare:
+                assert self._end is not None and self._end.bare is not None
+                self._end.bare.hear()
         return begin, load.engine.counters.steps - before
 
     def _messages(self, prompt: int, answer: int) -> Iterator[StartDecode]:

@@ -298,11 +298,15 @@ class Bench:
         turns: dict[str, list[float]] = {"without": [], "bare": [], "with": []}
         handoffs: list[float] = []
         with gpu_handoff.end("sender", flags, gpu) as sender:
-            sender.ask(do="meet", **alone.ask(do="listen"))
             spare = alone.ask(do="spare", handoffs=count, pages=pages)
+            alone.ask(do="meet", **sender.ask(do="meet", **alone.ask(do="listen")))
+            # Connecting takes both; from then on nobody polls the receiver's bare agent.
+            first = {"source": paced["source"], "target": spare["targets"][0], "parts": 1}
+            sender.ask(do="write", **first)
+            alone.hear()
             for turn in range(-1, 6):
                 told = [alone.ask(**steps)]
-                alone.tell(**steps)
+                alone.tell(**steps, hears_bare=True)
                 sender.ask(do="write_many", **paced, **spare)
                 told.append(alone.hear())
                 held = alone.ask(do="reserve", handoffs=count, pages=pages)

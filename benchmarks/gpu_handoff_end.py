@@ -63,7 +63,7 @@ class End:
         self._connector.start()
         self._generation = 0
         self._events: deque[object] = deque()
-        self._bare = Bare(role, self._memory) if kind == "nixl" else None
+        self.bare = Bare(role, self._memory) if kind == "nixl" else None
 
     def _transport(self) -> Transport:
         if self._kind == "nixl":
@@ -77,10 +77,10 @@ class End:
 
     def hello(self) -> dict[str, str]:
         """How the bare agent is reached, if there is one."""
-        return {} if self._bare is None else self._bare.hello()
+        return {} if self.bare is None else self.bare.hello()
 
     def _meet(self, **peer: str) -> None:
-        say(**({} if self._bare is None else self._bare.meet(**peer)))
+        say(**({} if self.bare is None else self.bare.meet(**peer)))
 
     def _reserve(self, name: str, pages: Sequence[int]) -> None:
         say(reservation=self.expect(name, pages))
@@ -150,22 +150,22 @@ class End:
         self._connector.finish(given, lambda: boundary if is_final() else None)
 
     def _write(self, source: Sequence[int], target: Sequence[int], parts: int) -> None:
-        assert self._bare is not None
-        say(**self._bare.write(source, target, parts))
+        assert self.bare is not None
+        say(**self.bare.write(source, target, parts))
 
     def _answer(self) -> None:
-        assert self._bare is not None
-        say(**self._bare.answer())
+        assert self.bare is not None
+        say(**self.bare.answer())
 
     def _write_many(
         self, source: Sequence[int], targets: Sequence[Sequence[int]], every_s: float
     ) -> None:
         """Bare writes of the same pages, one beginning `every_s` after the other."""
-        assert self._bare is not None
+        assert self.bare is not None
         begin, seconds = time.monotonic(), []
         for number, target in enumerate(targets):
             time.sleep(max(0.0, begin + number * every_s - time.monotonic()))
-            seconds.append(self._bare.write_alone(source, target))
+            seconds.append(self.bare.write_alone(source, target))
         say(seconds=seconds)
 
     def _await(self) -> object:
@@ -241,6 +241,10 @@ class Bare:
             state = agent.check_xfer_state(handle)
         agent.release_xfer_handle(handle)
         return time.perf_counter() - begin
+
+    def hear(self) -> None:
+        """Moves on what is under way."""
+        self._agent.get_new_notifs()
 
     def answer(self) -> dict[str, float]:
         """Waits for a write and answers it."""
