@@ -146,11 +146,6 @@ def _steps(content: Content) -> str:
             f"{1e3 * found['without']:.3f} ms, ratio {found['with'] / found['without']:.3f}; "
             f"a handoff then takes {1e3 * found['handoff_p50_s']:.2f} ms."
         )
-        if "bare" in found:
-            told += (
-                f" Beside as many bare writes: {1e3 * found['bare']:.3f} ms, "
-                f"{found['bare'] / found['without']:.3f}."
-            )
     return told
 
 

@@ -108,44 +108,28 @@ class Alone:
     def _listen(self) -> None:
         """Opens the spare pages to a sender."""
         self._end = End("receiver", "nixl", self._paged.memory)
-        say(**self._end.hello())
-
-    def _meet(self, **sender: str) -> None:
-        """Gets to know the sender's bare agent, and answers its first write."""
-        assert self._end is not None and self._end.bare is not None
-        self._end.bare.meet(**sender)
         say()
-        say(**self._end.bare.answer())
-
-    def _spare(self, handoffs: int, pages: int) -> None:
-        """Spare pages that so many handoffs, far enough apart, take in turns."""
-        say(targets=self._targets(handoffs, pages))
 
     def _reserve(self, handoffs: int, pages: int) -> None:
-        """Reservations of them."""
+        """Reservations of spare pages, which handoffs far enough apart take in turns."""
         assert self._end is not None
+        first, slots = self._limits.num_pages, SPARE_PAGES // pages
+        names = [f"arriving {next(self._names)}" for _ in range(handoffs)]
         say(
             reservations=[
-                self._end.expect(f"arriving {next(self._names)}", target)
-                for target in self._targets(handoffs, pages)
+                self._end.expect(
+                    name, [first + (at % slots) * pages + page for page in range(pages)]
+                )
+                for at, name in enumerate(names)
             ]
         )
 
-    def _targets(self, handoffs: int, pages: int) -> list[list[int]]:
-        first, slots = self._limits.num_pages, SPARE_PAGES // pages
-        return [
-            [first + (number % slots) * pages + page for page in range(pages)]
-            for number in range(handoffs)
-        ]
-
-    def _steps(
-        self, prompt: int, answer: int, at_once: int, seconds: float, hears_bare: bool = False
-    ) -> None:
+    def _steps(self, prompt: int, answer: int, at_once: int, seconds: float) -> None:
         """Time of a step, and how many handoffs came meanwhile; the load goes on from call to
-        call. Bare writes need a receiver that polls, here and there."""
+        call."""
         if self._load is None:
             self._load = self._begin(prompt, answer, at_once)
-        begin, steps = self._run(self._load, seconds, hears_bare=hears_bare)
+        begin, steps = self._run(self._load, seconds)
         arrived = self._arrived
         say(step_s=(time.perf_counter() - begin) / max(1, steps), steps=steps, arrived=arrived)
 
@@ -164,9 +148,7 @@ class Alone:
             load.step()
         return load
 
-    def _run(
-        self, load: ClosedLoad, seconds: float, *, hears_bare: bool = False
-    ) -> tuple[float, int]:
+    def _run(self, load: ClosedLoad, seconds: float) -> tuple[float, int]:
         """When it began, and how many forwards were made."""
         self._arrived = 0
         before, begin = load.engine.counters.steps, time.perf_counter()
@@ -174,9 +156,6 @@ class Alone:
             load.step()
             if self._end is not None:
                 self._arrived += self._end.arrived()
-            if hears_bare:
-                assert self._end is not None and self._end.bare is not None
-                self._end.bare.hear()
         return begin, load.engine.counters.steps - before
 
     def _messages(self, prompt: int, answer: int) -> Iterator[StartDecode]:

@@ -63,7 +63,7 @@ class End:
         self._connector.start()
         self._generation = 0
         self._events: deque[object] = deque()
-        self.bare = Bare(role, self._memory) if kind == "nixl" else None
+        self._bare = Bare(role, self._memory) if kind == "nixl" else None
 
     def _transport(self) -> Transport:
         if self._kind == "nixl":
@@ -73,14 +73,10 @@ class End:
         return ZmqTransport(self._memory)
 
     def _hello(self) -> None:
-        say(**self.hello())
-
-    def hello(self) -> dict[str, str]:
-        """How the bare agent is reached, if there is one."""
-        return {} if self.bare is None else self.bare.hello()
+        say(**({} if self._bare is None else self._bare.hello()))
 
     def _meet(self, **peer: str) -> None:
-        say(**({} if self.bare is None else self.bare.meet(**peer)))
+        say(**({} if self._bare is None else self._bare.meet(**peer)))
 
     def _reserve(self, name: str, pages: Sequence[int]) -> None:
         say(reservation=self.expect(name, pages))
@@ -150,23 +146,12 @@ class End:
         self._connector.finish(given, lambda: boundary if is_final() else None)
 
     def _write(self, source: Sequence[int], target: Sequence[int], parts: int) -> None:
-        assert self.bare is not None
-        say(**self.bare.write(source, target, parts))
+        assert self._bare is not None
+        say(**self._bare.write(source, target, parts))
 
     def _answer(self) -> None:
-        assert self.bare is not None
-        say(**self.bare.answer())
-
-    def _write_many(
-        self, source: Sequence[int], targets: Sequence[Sequence[int]], every_s: float
-    ) -> None:
-        """Bare writes of the same pages, one beginning `every_s` after the other."""
-        assert self.bare is not None
-        begin, seconds = time.monotonic(), []
-        for number, target in enumerate(targets):
-            time.sleep(max(0.0, begin + number * every_s - time.monotonic()))
-            seconds.append(self.bare.write_alone(source, target))
-        say(seconds=seconds)
+        assert self._bare is not None
+        say(**self._bare.answer())
 
     def _await(self) -> object:
         while not self._events:
@@ -191,25 +176,23 @@ class Bare:
     def hello(self) -> dict[str, str]:
         """How it is reached."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        address, num_pages = str(self._memory.address), str(self._memory.num_pages)
-        return {"metadata": metadata, "address": address, "num_pages": num_pages}
+        return {"metadata": metadata, "address": str(self._memory.address)}
 
-    def meet(self, metadata: str, address: str, num_pages: str) -> dict[str, str]:
+    def meet(self, metadata: str, address: str) -> dict[str, str]:
         """Gets to know the other one; says how this one is reached."""
         peer = self._agent.add_remote_agent(base64.b64decode(metadata))
         self._peer = peer.decode() if isinstance(peer, bytes) else str(peer)
-        ends = (
-            ("", self._memory.address, self._memory.num_pages),
-            (self._peer, int(address), int(num_pages)),
-        )
         self._lists = {
-            parts: [self._prepare(*end, parts) for end in ends]
+            parts: [
+                self._prepare(owner, base, parts)
+                for owner, base in (("", self._memory.address), (self._peer, int(address)))
+            ]
             for parts in (1, self._memory.layout.num_groups)
         }
         return self.hello()
 
-    def _prepare(self, owner: str, base: int, num_pages: int, parts: int) -> object:
-        size, count = self._memory.page_bytes // parts, num_pages * parts
+    def _prepare(self, owner: str, base: int, parts: int) -> object:
+        size, count = self._memory.page_bytes // parts, self._memory.num_pages * parts
         described = np.array([[base, size, 0, size, count]], dtype=np.uint64)
         return self._agent.prep_xfer_dlist(owner, described, self._kind)
 
@@ -230,21 +213,6 @@ class Bare:
         seconds = time.perf_counter() - begin
         agent.release_xfer_handle(handle)
         return {"seconds": seconds, "post_s": posted - begin}
-
-    def write_alone(self, source: Sequence[int], target: Sequence[int]) -> float:
-        """Writes pages that nobody hears of; seconds."""
-        begin = time.perf_counter()
-        (own, theirs), agent = self._lists[1], self._agent
-        handle = agent.make_prepped_xfer("WRITE", own, _units(source, 1), theirs, _units(target, 1))
-        state = agent.transfer(handle)
-        while state != "DONE":
-            state = agent.check_xfer_state(handle)
-        agent.release_xfer_handle(handle)
-        return time.perf_counter() - begin
-
-    def hear(self) -> None:
-        """Moves on what is under way."""
-        self._agent.get_new_notifs()
 
     def answer(self) -> dict[str, float]:
         """Waits for a write and answers it."""
