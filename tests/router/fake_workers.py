@@ -38,6 +38,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.idle.set()
         self.crashed = asyncio.Event()
         self.is_starting = False  # its engine is gone and not back
+        self.num_others = 0  # attempts that this router knows nothing of
+        self.num_asked = 0  # for its load
         self.server = RpcServer(rpc.FLEET_LIMITS)
         self.record = worker_record(worker_id, self.role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server.server)
@@ -83,7 +85,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetLoad(
         self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> pb.GetLoadResponse:
+        self.num_asked += 1
         return pb.GetLoadResponse(
+            running=len(self.running) + self.num_others,
             worker=pb.WorkerRef(
                 worker_id=self.worker_id,
                 incarnation="" if self.is_starting else self.record.incarnation,
