@@ -13,7 +13,7 @@ from router.fake_model import BLOCK_SIZE, MASK, ids_of, worker_record
 
 from effuse.placement.records import Role
 from effuse.protos import rpc
-from effuse.protos.errors import EffuseError, EngineLost
+from effuse.protos.errors import EffuseError, EngineLost, Replaced
 from effuse.protos.rpc import RpcServer
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc
@@ -38,6 +38,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.idle.set()
         self.crashed = asyncio.Event()
         self.is_starting = False  # its engine is gone and not back
+        self.past_lives: set[str] = set()  # of engines that others have followed
         self.num_others = 0  # attempts that this router knows nothing of
         self.num_asked = 0  # for its load
         self.server = RpcServer(rpc.FLEET_LIMITS)
@@ -64,6 +65,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         action = self.at.get(name)
         if action is not None:
             await action()
+
+    def check_life(self, incarnation: str) -> None:
+        """The call must be meant for the engine of now; one for an earlier engine may be late."""
+        if incarnation in self.past_lives:
+            raise Replaced("another engine has followed")
+        assert incarnation == self.record.incarnation
 
     def begin(self, attempt: pb.AttemptId) -> None:
         self.served.append(attempt.request_id)
@@ -127,7 +134,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[object, object],
     ) -> AsyncIterator[pb.PrefillResponse]:
         start = (await anext(request_iterator)).start
-        assert start.incarnation == self.record.incarnation
+        self.check_life(start.incarnation)
         self.prompts.append(list(start.prompt_token_ids))
         self.begin(start.attempt)
         try:
@@ -163,7 +170,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
     async def Decode(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[pb.DecodeResponse]:
-        assert request.incarnation == self.record.incarnation
+        self.check_life(request.incarnation)
         self.requests.append(request)
         self.begin(request.attempt)
         try:

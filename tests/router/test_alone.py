@@ -130,6 +130,7 @@ class Engines:
         worker.at["start"] = start
 
     def _restart(self, worker: FakeDecode) -> None:
+        worker.past_lives.add(worker.record.incarnation)
         life = f"{int(worker.record.incarnation) + 1}"
         worker.record = msgspec.structs.replace(worker.record, incarnation=life)
         worker.is_starting = False
