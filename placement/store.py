@@ -7,7 +7,7 @@ that come again. What the answers mean for a lease or a view is decided elsewher
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, Self, cast
@@ -28,7 +28,7 @@ Placing = Literal["placed", "stale", "duplicate"]
 MOST_ENDED = 50_000
 """Placements of ended requests that a fleet keeps, the newest ones; about 50 MB in Redis."""
 _MOST_LOOKUPS = 2  # at once; clients cause them, and must never take the last connection
-_CONNECTIONS = _MOST_LOOKUPS + 2  # the view of the fleet and the writer of placements
+_CONNECTIONS = _MOST_LOOKUPS + 3  # the view of the fleet, the writer of placements, refusals
 
 
 class StoreUnavailable(Exception):
@@ -96,6 +96,7 @@ class Store:
         self._workers = self._load_script("workers")
         self._place = self._load_script("place")
         self._running = self._load_script("running")
+        self._refused = self._load_script("refused")
 
     async def __aenter__(self) -> Self:
         return self
@@ -173,6 +174,20 @@ class Store:
         prefix, circuit = keys.request_prefix, self.placement_circuit
         answer = await self._run_script(self._running, [keys.running], [prefix], circuit)
         return cast(list[bytes], answer)
+
+    async def share_refusals(self, refused: Mapping[str, float], most: int) -> dict[str, float]:
+        """Adds digests that Redis lacks, each for so many seconds, and returns all it has with the
+        seconds left. Beyond `most` of them the first to run out are dropped."""
+        args: list[str | bytes | int] = [most]
+        for digest, left_s in refused.items():
+            args += [digest, _ms(left_s)]
+        answer = await self._run_script(self._refused, [self.keys.refused], args)
+        flat = cast(list[bytes | int], answer)
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return {
+            cast(bytes, digest).decode("ascii", "replace"): cast(int, left) / 1000
+            for digest, left in pairs
+        }
 
     async def _wait_for_turn(self) -> None:
         try:

@@ -8,7 +8,8 @@ catching them (`interceptor.py`), deciding what to retry (the router), logging.
     │   ├── InvalidRequest     INVALID_ARGUMENT     a field is wrong; BadRequest names it
     │   ├── NotFound           NOT_FOUND            no model or request of that name
     │   ├── AlreadyRunning     ALREADY_EXISTS       a request of that id is running
-    │   └── NotSupported       UNIMPLEMENTED        the model or the server cannot do it
+    │   ├── NotSupported       UNIMPLEMENTED        the model or the server cannot do it
+    │   └── Poisonous          FAILED_PRECONDITION  engines died of this very request
     ├── Refused                FAILED_PRECONDITION  meant for another attempt, layout or role
     │   └── Replaced           FAILED_PRECONDITION  meant for a life of the worker that is over
     ├── Aborted                ABORTED              the attempt was ended before
@@ -127,6 +128,13 @@ class NotSupported(CallerError):
     reason = "NOT_SUPPORTED"
 
 
+class Poisonous(CallerError):
+    """Engines died of this very request; it is refused for a while."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "POISONOUS"
+
+
 class Refused(EffuseError):
     """A message meant for another attempt, another layout, or another role."""
 
@@ -229,8 +237,8 @@ class Bug(EffuseError):
 
 
 _KINDS: Final[tuple[type[EffuseError], ...]] = (
-    CallerError, NotFound, AlreadyRunning, NotSupported, Refused, Replaced, Aborted, Overloaded,
-    Unavailable, Starting, Draining, EngineLost, PeerLost, TransferFailed, Unreserved,
+    CallerError, NotFound, AlreadyRunning, NotSupported, Poisonous, Refused, Replaced, Aborted,
+    Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost, TransferFailed, Unreserved,
     DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}

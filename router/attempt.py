@@ -165,7 +165,9 @@ class Attempt:
                 self._take_verified(event.verified, now)
             case "commit":
                 request.fingerprint = self._placement.decode.fingerprint
-                return request.add_commit(event.commit, now)
+                news = request.add_commit(event.commit, now)
+                self._router.note_survival(request)
+                return news
             case "draft":
                 return self._describe_draft(event.draft)
             case "finished":

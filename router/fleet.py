@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc.aio
 
-from effuse.placement.records import WorkerRecord
+from effuse.placement.records import Role, WorkerRecord
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.calls import is_task_cancelled
@@ -24,11 +24,14 @@ from effuse.router.policy import (
     Candidate,
     Condition,
     Fingerprint,
+    Holder,
     InFlight,
     Placement,
     PrefillMode,
     Prospect,
     WorkerLife,
+    choose_own,
+    has_own,
     life_of,
     place,
     prospect,
@@ -43,7 +46,12 @@ if TYPE_CHECKING:
 LOG: Final = logging.getLogger(__name__)
 
 ASK_S: Final = 1.0
-"""Longest that a worker which is out may take to say how it is."""
+"""Longest that a worker may take to say how it is."""
+
+EMPTY_S: Final = 5.0
+EMPTY_LOOK_S: Final = 0.1
+"""How long a worker of our own is waited for to be empty, longer than a hang takes to be noticed,
+and how often it is asked."""
 
 
 class View(Protocol):
@@ -71,6 +79,7 @@ class RoutedFleet:
         self._mode: PrefillMode = mode
         self.standing = Standing(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
+        self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
         self._peers: dict[str, WorkerChannel] = {}
         self._addresses: dict[WorkerLife, str] = {}
         self._seen: set[tuple[WorkerLife, Condition]] = set()
@@ -94,6 +103,9 @@ class RoutedFleet:
         model: str,
         excluded: Collection[WorkerLife] = (),
         fingerprint: Fingerprint | None = None,
+        *,
+        holder: Holder | None = None,
+        alone: Collection[Role] = (),
     ) -> AttemptNeeds:
         """What an attempt asks of the fleet, as things stand."""
         return AttemptNeeds(
@@ -103,6 +115,8 @@ class RoutedFleet:
             excluded=excluded,
             broken=self.standing.broken_pairs(),
             doubtful=self.standing.doubtful_pairs(),
+            holder=holder,
+            alone=alone,
         )
 
     def place(self, need: AttemptNeeds) -> Placement | None:
@@ -116,6 +130,43 @@ class RoutedFleet:
     def why_refused(self, model: str) -> str:
         """What keeps a prefill worker from a decode worker that fits; empty where nothing does."""
         return why_refused(self.candidates(), model)
+
+    # Workers of their own, for requests that run alone.
+
+    @property
+    def num_alone(self) -> int:
+        """Requests that workers are kept for: they run there, or will once it is empty."""
+        return len(set(self._kept.values()))
+
+    def keep_workers(self, holder: Holder, need: AttemptNeeds) -> None:
+        """Has workers take nothing but this request from now on, where others can do without. One
+        at a time of those that ask the same."""
+        if has_own(self.candidates(), need):
+            return
+        self.release_workers(holder)
+        if any(holder.digest == other.digest for other in self._kept.values()):
+            return
+        for record in choose_own(self.candidates(), need):
+            LOG.info("%s is kept for request %s alone", record.worker_id, holder.request_id)
+            self._kept[life_of(record)] = holder
+
+    def release_workers(self, holder: Holder) -> None:
+        """Others may have them again."""
+        own = [life for life, other in self._kept.items() if other == holder]
+        for life in own:
+            del self._kept[life]
+        if own:
+            self.announce_change()
+
+    async def until_empty(self, records: Sequence[WorkerRecord]) -> None:
+        """Returns once these workers say that nothing is in them, or after `EMPTY_S`. What other
+        routers gave them, or clients left behind, is known to them alone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EMPTY_S):
+                while not all(  # noqa: ASYNC110  # no worker tells by itself
+                    await asyncio.gather(*map(self._is_empty, records))
+                ):
+                    await asyncio.sleep(EMPTY_LOOK_S)
 
     @contextmanager
     def counted(
@@ -174,22 +225,31 @@ class RoutedFleet:
 
     async def _ask(self, record: WorkerRecord) -> Condition | None:
         """What it says of itself; None where it does not answer."""
-        stub = self.peer(record.address).worker
-        try:
-            load = await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
-        except grpc.aio.AioRpcError:
-            return None
-        except asyncio.CancelledError:
-            if is_task_cancelled():
-                raise
-            return None
-        if load.worker.worker_id != record.worker_id:
+        load = await self._load_of(record)
+        if load is None or load.worker.worker_id != record.worker_id:
             return None  # another one has its address now
         if load.draining:
             return Condition.DRAINING
         if load.worker.incarnation != record.incarnation:
             return Condition.STARTING
         return Condition.READY
+
+    async def _is_empty(self, record: WorkerRecord) -> bool:
+        """Whether nothing is in it; one that does not answer is not waited for."""
+        load = await self._load_of(record)
+        return load is None or load.running + load.waiting == 0
+
+    async def _load_of(self, record: WorkerRecord) -> worker_pb2.GetLoadResponse | None:
+        """What its front says; None where it does not answer."""
+        stub = self.peer(record.address).worker
+        try:
+            return await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
+        except grpc.aio.AioRpcError:
+            return None
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            return None
 
     # Channels, and what is kept of each worker.
 
@@ -231,6 +291,7 @@ class RoutedFleet:
             condition=self.standing.condition(record),
             is_full=self.standing.is_full(life),
             is_suspect=life in suspects,
+            kept_for=self._kept.get(life),
         )
 
     def _count_in_flight(

@@ -31,6 +31,7 @@ from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
 from effuse.router.fleet import DecodeDemand
 from effuse.router.ladder import REFUSALS, Failure, FailureKind
+from effuse.router.poison import digest_of
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
@@ -137,6 +138,7 @@ class Handler:
                 )
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
+        request.digest = digest_of(asked, token_ids, request.max_tokens)
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
@@ -144,15 +146,13 @@ class Handler:
         state: PlacementState = "failed"
         try:
             while True:
-                placement = await self._choose_workers()
-                num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
                 try:
-                    with router.fleet.counted(placement, num_prompt, num_tokens) as share:
-                        reason = await self._begin_attempt(placement, share).run()
+                    reason = await self._run_attempt()
                 except Unfinished as unfinished:
                     await self._prepare_retry(unfinished.failure)
                 else:
                     request.apply_event(Event.FINISHED, router.now())
+                    router.verdicts.clear(request.digest)
                     state = "finished"
                     return reason
         except (asyncio.CancelledError, ClientGone, DeadlineExceeded):
@@ -161,16 +161,33 @@ class Handler:
         finally:
             self._close_record(state)
 
+    async def _run_attempt(self) -> pb.FinishReason:
+        """One attempt; raises `EffuseError`, `ClientGone` or `Unfinished`."""
+        request, fleet = self._request, self._router.fleet
+        num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
+        try:
+            placement = await self._choose_workers()
+            with fleet.counted(placement, num_prompt, num_tokens) as share:
+                return await self._begin_attempt(placement, share).run()
+        finally:
+            fleet.release_workers(request.holder)
+
     # Before an attempt.
 
     async def _choose_workers(self) -> Placement:
-        """Waits as long as a worker may yet take the request; raises `Unavailable`."""
+        """Waits as long as a worker may yet take the request; raises `Unavailable` and, where
+        engines turn out to die of it, `Poisonous`."""
         request, router = self._request, self._router
         fleet = router.fleet
         while True:
+            router.check_poison(request)
             need = self._need()
+            request.alone = need.alone
+            if need.alone:
+                fleet.keep_workers(request.holder, need)
             placement = fleet.place(need)
             if placement is not None:
+                await self._wait_until_empty(placement)
                 return placement
             prospect = fleet.prospect(need)
             if prospect is Prospect.NONE:
@@ -178,8 +195,15 @@ class Handler:
             if prospect is Prospect.WORKER:
                 request.setbacks.begin_stall(router.now())
                 self._check_stall()
-            with router.metrics.waiting(prospect.value):
+            with router.metrics.waiting("alone" if need.alone else prospect.value):
                 await fleet.wait_for_change(self._look_again_s())
+
+    async def _wait_until_empty(self, placement: Placement) -> None:
+        """Those of its workers that it has alone."""
+        workers, alone = (placement.decode, placement.prefill), self._request.alone
+        if own := [one for one in workers if one is not None and one.role in alone]:
+            with self._router.metrics.waiting("alone"):
+                await self._router.fleet.until_empty(own)
 
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
@@ -188,6 +212,8 @@ class Handler:
             request.asked.model.name,
             request.setbacks.avoided(self._router.now()),
             request.fingerprint if request.token_ids else None,
+            holder=request.holder,
+            alone=self._router.verdicts.roles_alone(request.digest),
         )
 
     def _look_again_s(self) -> float:
@@ -252,6 +278,7 @@ class Handler:
         self._raise_if_final(failure)
         request.apply_event(Event.LOST, router.now(), error.message[:80])
         request.setbacks.add(failure, router.now())
+        router.note_death(request, failure)
         # Next time its pages come first.
         request.is_patient = request.is_patient or failure.outcome is FailureKind.LATE
         if request.setbacks.losses_in_a_row > router.config.max_losses:

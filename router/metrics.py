@@ -33,6 +33,10 @@ class Metrics:
         self.refused = Counter(
             "effuse_refused", "Requests refused at the door", ["status"], registry=self.registry
         )
+        self.poison = Counter(
+            "effuse_refused_poison", "Requests refused since engines died of them",
+            registry=self.registry,
+        )  # fmt: skip
         self.losses = Counter(
             "effuse_worker_losses", "Attempts lost, by worker", ["worker", "reason"],
             registry=self.registry,
@@ -84,7 +88,7 @@ class Metrics:
 
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
-        """A request waits: for a worker to come back, for a seat, or for the retry budget."""
+        """A request waits: for a worker to come back, a seat, the retry budget, a worker alone."""
         with self.stalled.labels(reason).track_inprogress():
             yield
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
-from effuse.placement.records import WorkerRecord
+from effuse.placement.records import Role, WorkerRecord
 
 PrefillMode = Literal["auto", "remote", "local"]
 
@@ -48,6 +48,13 @@ class Condition(Enum):
     UNREACHABLE = "unreachable"  # a call to it broke off
 
 
+class Holder(NamedTuple):
+    """A request that workers are kept for, to run it alone."""
+
+    digest: str  # of what it asks of an engine
+    request_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A worker as the policy sees it."""
@@ -57,6 +64,7 @@ class Candidate:
     condition: Condition = Condition.READY
     is_full: bool = False  # it said so a moment ago
     is_suspect: bool = False  # it failed a moment ago
+    kept_for: Holder | None = None  # it is to run nothing else
 
     @property
     def life(self) -> WorkerLife:
@@ -85,6 +93,8 @@ class AttemptNeeds:
     excluded: Collection[WorkerLife] = ()
     broken: Collection[Pair] = ()  # pairs that hand nothing over now
     doubtful: Collection[Pair] = ()  # pairs that come after others
+    holder: Holder | None = None
+    alone: Collection[Role] = ()  # roles in which it takes only workers kept for it, once empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +142,52 @@ def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
     Of a worker that drains another life may follow, as of one that is lost."""
     if place(candidates, need) is not None:
         return Prospect.NOW
-    idle = [replace(c, in_flight=InFlight(), is_full=False) for c in candidates]
+    idle = [replace(c, kept_for=None) for c in _idle(candidates)]
+    need = replace(need, alone=())
     if place(idle, need) is not None:
         return Prospect.SEAT
     well = [replace(c, condition=Condition.READY) for c in idle]
     if place(well, replace(need, excluded=(), broken=())) is not None:
         return Prospect.WORKER
     return Prospect.NONE
+
+
+def has_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
+    """Whether workers are kept for a request that runs alone with which it can begin once they are
+    empty."""
+    return place(_idle(candidates), need) is not None
+
+
+def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[WorkerRecord]:
+    """Workers to keep for a request that runs alone, the least loaded; none where others would lack
+    them."""
+    shared = replace(need, alone=())
+    chosen = place(candidates, shared) or place(_idle(candidates), shared)
+    if chosen is None:
+        return []
+    own = [r for r in (chosen.decode, chosen.prefill) if r is not None and r.role in need.alone]
+    return own if all(_may_keep_one(candidates, need, record.role) for record in own) else []
+
+
+def _idle(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The same workers with nothing in them."""
+    return [replace(c, in_flight=InFlight(), is_full=False) for c in candidates]
+
+
+def _may_keep_one(candidates: Sequence[Candidate], need: AttemptNeeds, role: Role) -> bool:
+    """Half of the workers at most are kept, and others have one that is ready, unless there is only
+    one in all."""
+    known = [
+        c
+        for c in candidates
+        if (c.record.role, c.record.model.name) == (role, need.model)
+        and c.condition is not Condition.DRAINING
+    ]
+    if len(known) == 1:
+        return known[0].kept_for is None
+    num_kept = sum(1 for c in known if c.kept_for)
+    num_free = sum(1 for c in known if c.condition is Condition.READY and not c.kept_for)
+    return num_free > 1 and num_kept < len(known) // 2
 
 
 def why_refused(candidates: Sequence[Candidate], model: str) -> str:
@@ -190,7 +239,15 @@ def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
         candidate.condition is Condition.READY
         and candidate.record.model.name == need.model
         and candidate.life not in need.excluded
+        and _is_its_own(candidate, need)
     )
+
+
+def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:
+    """Whether nobody else has it, and, where the request runs alone, nobody else is still in it."""
+    if candidate.record.role not in need.alone:
+        return candidate.kept_for is None
+    return candidate.kept_for == need.holder and not candidate.in_flight.requests
 
 
 def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:

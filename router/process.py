@@ -29,6 +29,7 @@ GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationS
 MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
+SHARE_S: Final = 1.0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -67,6 +68,7 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
         loops = [
             beside.create_task(router.view.run()),
             beside.create_task(router.placements.run()),
+            beside.create_task(_share_refusals(router)),
         ]
         await router.view.first_poll()
         with _metrics_served(router):
@@ -131,6 +133,13 @@ async def _ask_absent(router: Router) -> None:
     while True:
         await router.fleet.ask_absent()
         await asyncio.sleep(FOLLOW_S)
+
+
+async def _share_refusals(router: Router) -> None:
+    """Keeps what is refused in step with other routers, until cancelled."""
+    while True:
+        await router.share_refusals()
+        await asyncio.sleep(SHARE_S)
 
 
 async def _tell_health(router: Router, server: RpcServer) -> None:

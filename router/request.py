@@ -8,15 +8,16 @@ says it. Not here: what is done on each event (`handler.py`, `attempt.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from effuse.placement.records import Role
 from effuse.protos.errors import EffuseError
 from effuse.router.detokenizer import AnswerText
 from effuse.router.ladder import Setbacks
-from effuse.router.policy import Fingerprint
+from effuse.router.policy import Fingerprint, Holder
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
@@ -122,6 +123,7 @@ class Request:
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
     max_tokens: int = 0
+    digest: str = ""  # of what it asks of an engine, whatever its id
 
     # Where it is, and how it came there. Workers are ids for people to read.
     state: State = State.QUEUED
@@ -135,6 +137,7 @@ class Request:
     setbacks: Setbacks = field(default_factory=Setbacks)
     last_error: EffuseError | None = None
     is_patient: bool = False  # prefill waits for decode from now on
+    alone: Collection[Role] = ()  # roles in which nothing else runs beside this attempt
 
     # What is final of the answer, and the blocks in flight after it.
     token_ids: list[int] = field(default_factory=list)
@@ -152,6 +155,11 @@ class Request:
     earlier_forwards: int = 0  # of attempts that are over
     forwards: int = 0  # of the attempt that runs
     preemptions: int = 0
+
+    @property
+    def holder(self) -> Holder:
+        """Who it is to whoever keeps workers for it alone."""
+        return Holder(self.digest, self.id)
 
     # Where it is.
 

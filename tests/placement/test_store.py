@@ -262,6 +262,28 @@ def test_a_dead_server_is_told_at_once_and_asked_again_only_after_a_while() -> N
     asyncio.run(go())
 
 
+def test_refusals_are_shared_for_their_time_and_bounded(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            assert await store.share_refusals({}, 2) == {}
+            told = await store.share_refusals({"a": 30.0, "b": 60.0}, 2)
+            assert set(told) == {"a", "b"}
+            assert 20 < told["a"] <= 30 and 50 < told["b"] <= 60
+            assert 50_000 < int(plain.pttl(store.keys.refused)) <= 60_000
+            assert (await store.share_refusals({"a": LONG_S}, 2))["a"] <= 30, "it was prolonged"
+            assert set(await store.share_refusals({"c": 45.0}, 2)) == {"b", "c"}
+
+            async def is_over() -> bool:
+                return "d" not in await store.share_refusals({}, 4)
+
+            assert "d" in await store.share_refusals({"d": 0.5}, 4)
+            await eventually(is_over)
+
+    asyncio.run(go())
+
+
 def test_many_lookups_at_once_never_take_the_fleet_s_connections(server: ValkeyServer) -> None:
     """Clients cause them; were they told of as failures, nobody would ask Redis for a while."""
 

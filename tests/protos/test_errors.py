@@ -14,6 +14,7 @@ KINDS = [
     (errors.NotFound, grpc.StatusCode.NOT_FOUND, False),
     (errors.AlreadyRunning, grpc.StatusCode.ALREADY_EXISTS, False),
     (errors.NotSupported, grpc.StatusCode.UNIMPLEMENTED, False),
+    (errors.Poisonous, grpc.StatusCode.FAILED_PRECONDITION, False),
     (errors.Refused, grpc.StatusCode.FAILED_PRECONDITION, True),
     (errors.Replaced, grpc.StatusCode.FAILED_PRECONDITION, True),
     (errors.Aborted, grpc.StatusCode.ABORTED, True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ class FakeStore(Store):
     def __init__(self) -> None:
         self.records: dict[str, WorkerRecord] = {}
         self.placements: dict[str, PlacementRecord] = {}
+        self.refused: dict[str, float] = {}
         self.is_down = False
         self._changed = asyncio.Event()
 
@@ -52,6 +53,11 @@ class FakeStore(Store):
         self._check()
         record = self.placements.get(request_id)
         return None if record is None else encode(record)
+
+    async def share_refusals(self, refused: Mapping[str, float], most: int) -> dict[str, float]:
+        self._check()
+        self.refused = {**refused, **self.refused}
+        return self.refused
 
     def _check(self) -> None:
         if self.is_down:
