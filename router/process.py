@@ -18,7 +18,7 @@ from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import RouterConfig, parse
-from effuse.router.policy import live_workers
+from effuse.router.policy import Prospect, live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
@@ -73,6 +73,7 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             async with router.cleanup.running():
                 server = await _start(router)
                 loops.append(beside.create_task(_follow_fleet(router, server)))
+                loops.append(beside.create_task(_ask_absent(router)))
                 await rpc.serve(server, stop, drain_s=config.drain_s, on_drain=drain)
         await router.flush_placements()
         for loop in loops:
@@ -113,11 +114,22 @@ def _metrics_served(router: Router) -> Iterator[None]:
 
 
 async def _follow_fleet(router: Router, server: RpcServer) -> None:
-    """Keeps queue, health and channels in step with the fleet, until cancelled."""
+    """Keeps queue, waiting requests, health and channels in step with the fleet, until
+    cancelled."""
     while True:
         router.count_seats()
+        router.fleet.look()
+        router.metrics.show_workers(router.fleet.candidates())
         await _tell_health(router, server)
         await router.fleet.forget_gone()
+        await asyncio.sleep(FOLLOW_S)
+
+
+async def _ask_absent(router: Router) -> None:
+    """Asks workers that are out how they are, until cancelled. Beside the rest: they may be slow to
+    answer."""
+    while True:
+        await router.fleet.ask_absent()
         await asyncio.sleep(FOLLOW_S)
 
 
@@ -128,7 +140,10 @@ async def _tell_health(router: Router, server: RpcServer) -> None:
     worker where those are required. Liveness is the empty name, and always serving."""
     prefill, decode = live_workers(router.fleet.candidates())
     models = router.catalogue.live()
-    can_serve = any(router.fleet.place(name, ()) is not None for name in models)
+    can_serve = any(
+        router.fleet.prospect(router.fleet.need(name)) in (Prospect.NOW, Prospect.SEAT)
+        for name in models
+    )
     for name, serving in (
         (GENERATION, can_serve),
         (MODELS, bool(models)),

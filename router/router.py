@@ -21,6 +21,7 @@ from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
 from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
+from effuse.router.ladder import RetryBudget
 from effuse.router.metrics import Metrics
 from effuse.router.policy import live_workers
 from effuse.router.tokenizer import Tokenizer
@@ -51,6 +52,9 @@ class Router:
         self.admission = Admission(config.max_concurrent_requests, config.max_queue)
         self.requests = KnownRequests(store, now)
         self.cleanup = Cleanup(self.fleet)
+        self.retry_budget = RetryBudget(
+            config.retry_share, float(config.max_concurrent_requests), now()
+        )
         self.num_retries = 0
         self.metrics = Metrics()
         self._add_gauges()
@@ -71,7 +75,11 @@ class Router:
         gauge, admission, cleanup = self.metrics.gauge, self.admission, self.cleanup
         gauge("num_requests_running", "Requests on workers", lambda: admission.num_running)
         gauge("num_requests_waiting", "Requests in the queue", lambda: admission.num_waiting)
-        gauge("retries", "Attempts after the first, so far", lambda: self.num_retries)
+        gauge("retries", "Attempts after losses, so far", lambda: self.num_retries)
+        gauge(
+            "retry_budget", "Attempts after losses that need not wait",
+            lambda: self.retry_budget.left(self.now()),
+        )  # fmt: skip
         gauge("aborts", "Attempts ended on workers, so far", lambda: cleanup.num_aborts)
         gauge("calls_ended_late", "Calls cut off at their end, so far", lambda: cleanup.num_late)
         gauge("placements_dropped", "Placements never written", lambda: self.placements.dropped)

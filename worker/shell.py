@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
-from effuse.protos.errors import Draining, EffuseError, Refused, Unavailable
+from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
 from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, ToEngine
@@ -71,11 +71,9 @@ class Shell:
             raise Draining("this worker is draining", retry_after_s=_STARTING_RETRY_S)
         life = self.supervisor.life
         if life is None:
-            raise Unavailable(
-                "the engine of this worker is starting", retry_after_s=_STARTING_RETRY_S
-            )
+            raise Starting("the engine of this worker is starting", retry_after_s=_STARTING_RETRY_S)
         if incarnation != life.incarnation:
-            raise Refused(
+            raise Replaced(
                 f"this is incarnation {life.incarnation} of {self.identity.worker_id}, "
                 f"the request is meant for {incarnation!r}"
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from effuse.placement.records import Load
-from effuse.protos.errors import Unavailable
+from effuse.protos import errors
 from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
 from effuse.worker.backoff import Backoff
@@ -147,7 +147,7 @@ class Supervisor:
         self._on_change()
         await client.kill()
         self._attempts.lose_engine(
-            Unavailable(
+            errors.EngineLost(
                 "the engine of this worker was lost while the request ran; another try may succeed",
                 retry_after_s=_RETRY_AFTER_S,
                 labels={"incarnation": client.incarnation},

@@ -13,7 +13,7 @@ from router.fake_model import BLOCK_SIZE, MASK, ids_of, worker_record
 
 from effuse.placement.records import Role
 from effuse.protos import rpc
-from effuse.protos.errors import EffuseError
+from effuse.protos.errors import EffuseError, EngineLost
 from effuse.protos.rpc import RpcServer
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc
@@ -37,6 +37,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.idle = asyncio.Event()
         self.idle.set()
         self.crashed = asyncio.Event()
+        self.is_starting = False  # its engine is gone and not back
         self.server = RpcServer(rpc.FLEET_LIMITS)
         self.record = worker_record(worker_id, self.role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server.server)
@@ -82,7 +83,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetLoad(
         self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> pb.GetLoadResponse:
-        return pb.GetLoadResponse(role=self.role)
+        return pb.GetLoadResponse(
+            worker=pb.WorkerRef(
+                worker_id=self.worker_id,
+                incarnation="" if self.is_starting else self.record.incarnation,
+            ),
+            role=self.role,
+        )
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
@@ -234,6 +241,16 @@ def raises(error: EffuseError) -> Point:
         raise error
 
     return fail
+
+
+def ends_its_engine(worker: FakeWorker) -> Point:
+    """A point at which the worker's engine ends; its front lives and starts another one."""
+
+    async def end() -> None:
+        worker.is_starting = True
+        raise EngineLost("the engine was lost")
+
+    return end
 
 
 def once(point: Point) -> Point:

@@ -17,6 +17,7 @@ from effuse.protos import rpc
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.router import process
 from effuse.router.config import RouterConfig
+from effuse.router.policy import Condition
 from effuse.router.router import Router
 from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2_grpc, model_pb2_grpc
@@ -77,6 +78,19 @@ class FakeFleet:
     @property
     def workers(self) -> list[FakeWorker]:
         return [*self.prefill, *self.decode]
+
+    def condition(self, worker: FakeWorker) -> Condition | None:
+        """What the router takes it for; None where it does not know it."""
+        found = {c.record.worker_id: c.condition for c in self.router.fleet.candidates()}
+        return found.get(worker.worker_id)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """A metric of the router, as it would be scraped now."""
+        return self.router.metrics.registry.get_sample_value(name, labels)
+
+    def is_waiting(self, reason: str) -> bool:
+        """Whether one request waits for that."""
+        return self.metric("effuse_num_requests_stalled", reason=reason) == 1
 
     async def idle(self) -> None:
         """Returns once no worker runs an attempt, the router runs no request and has told Redis."""
