@@ -20,7 +20,8 @@ from e2e.client import Client, all_at_once
 from effuse.v1 import generation_pb2 as pb
 
 PATIENCE_S = 180.0  # for a worker to come back: restarts pause up to 60 s
-_SEEN_S = 30.0  # for a signal to show
+SEEN_S = 30.0  # for a signal to show
+_LOOK_S = 10.0
 _POLL_S = 0.05
 _MARKER = "chaos:marker"
 _ENGINES = (Kind.ENGINE_KILLED, Kind.ENGINE_PAUSED)
@@ -55,7 +56,7 @@ class Injector:
             is_there = fault.target in ready and bool(others)
             return fault.target not in self._away and (is_there or fault.kind in OF_REDIS)
 
-        return self._wait(can, _SEEN_S) and not self._wait(lambda: False, lull_s) and can()
+        return self._wait(can, _LOOK_S) and not self._wait(lambda: False, lull_s) and can()
 
     def _ready(self) -> set[str]:
         """Workers that are ready in a life that was not ended. Notes who is back."""
@@ -85,11 +86,11 @@ class Injector:
         running = all_at_once(lambda one: self._standing(one, fault), in_flight, CLIENTS)
         injected = Injected(fault=fault, at_s=time.monotonic(), evidence="", running=running)
         self._ledger.injected.append(injected)
-        if fault.kind in (Kind.ENGINE_KILLED, Kind.FRONT_KILLED):
+        if fault.kind in (Kind.ENGINE_KILLED, Kind.FRONT_KILLED) and fault.target in lives:
             self._ended.add(lives[fault.target].incarnation)
-        self._away[fault.target] = injected
         with contextlib.suppress(NotThere):  # it ended by itself just now: there is no evidence
             injected.evidence = self._hit(fault)
+        self._away[fault.target] = injected  # now, as who stands still is listed for a while
         return injected
 
     def _standing(self, exchange: Exchange, fault: Fault) -> Standing:
@@ -114,7 +115,7 @@ class Injector:
         if fault.kind in PAUSES:
             return self._pause(victims[0], fault)
         victims[0].kill()
-        _, alive = psutil.wait_procs(victims, timeout=_SEEN_S)
+        _, alive = psutil.wait_procs(victims, timeout=SEEN_S)
         gone = "pid " + ", ".join(str(one.pid) for one in victims) + " gone"
         return gone if not [one for one in alive if one.is_running()] else ""
 
@@ -130,15 +131,17 @@ class Injector:
 
     def _pause(self, victim: psutil.Process, fault: Fault) -> str:
         """A front ends its engine where that shows nothing for too long; nobody else may end."""
+        began = time.monotonic()
         victim.suspend()
         try:
-            stops = self._wait(lambda: _is_stopped(victim), _SEEN_S)
+            stops = self._wait(lambda: _is_stopped(victim), SEEN_S)
             is_deaf = fault.kind is not Kind.REDIS_PAUSED or not self._subject.redis_answers()
             self._wait(lambda: not victim.is_running(), fault.hold_s)
-            if stops and is_deaf and victim.is_running() and _is_stopped(victim):
-                return f"pid {victim.pid} stood still for {fault.hold_s:.1f} s"
-            ended = fault.kind is Kind.ENGINE_PAUSED and not victim.is_running()
-            return f"pid {victim.pid} stood still and was ended" if ended else ""
+            told = f"pid {victim.pid} stood still for {time.monotonic() - began:.1f} s"
+            if stops and is_deaf and _is_stopped(victim):
+                return told
+            is_replaced = fault.kind is Kind.ENGINE_PAUSED and not victim.is_running()
+            return f"{told} and was ended" if stops and is_replaced else ""
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.resume()
