@@ -93,7 +93,9 @@ class Clients:
                 exchange.status = exchange.status or "OK"
             exchange.ended_s = time.monotonic()
             if not exchange.mode.is_cancelled:
-                exchange.attempts = self._client.attempt_of(exchange.name)
+                found = self._client.look_up(exchange.name)
+                exchange.attempts = found.attempt
+                exchange.workers = f"{found.prefill_worker or 'local'} -> {found.decode_worker}"
             time.sleep(chance.expovariate(1 / MEAN_THINK_S))
 
     def _next(self) -> tuple[Exchange, random.Random]:

@@ -72,6 +72,7 @@ class Exchange:
     status: str = ""  # name of the gRPC status it ended with
     details: str = ""
     attempts: int = 0  # of the router; 0 where it was not asked
+    workers: str = ""  # of the last one
 
     @property
     def name(self) -> str:
@@ -137,6 +138,7 @@ class Ledger:
 
     seed: int
     connector: str
+    epoch_s: float = 0.0  # the wall clock when the monotonic one was 0, to find moments in logs
     planned: int = 0  # faults
     expected: list[Answer] = field(default_factory=list)  # by job, from an undisturbed run
     exchanges: list[Exchange] = field(default_factory=list)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -13,7 +15,8 @@ from chaos.ledger import Exchange, Injected, Ledger
 from chaos.plan import KILLS
 from chaos.verdict import Finding
 
-_TOLD = 50  # findings that the text tells; JSON has all
+_TOLD = 50  # findings and slow requests that the text tells; JSON has all
+SLOW_S = 5.0
 ON_TARGET = ("prefilled there", "decodes there")
 
 
@@ -33,6 +36,7 @@ def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
         "by_fault": {name: _of_kind(some) for name, some in _by_kind(ledger.injected).items()},
         "gap_after_kill": spread([gap for one in kills for gap in gaps(ledger, one)]),
         "longest_request": max((_took_s(one) for one in ledger.exchanges), default=0.0),
+        "slow": [_line_of(ledger, one) for one in slow(ledger)],
         "router_bytes": [ledger.before and ledger.before.router_bytes,
                          ledger.after and ledger.after.router_bytes],
         "findings": Counter(one.charge for one in findings),
@@ -50,6 +54,12 @@ def gaps(ledger: Ledger, injected: Injected) -> list[float]:
     return found
 
 
+def slow(ledger: Ledger) -> list[Exchange]:
+    """Requests that took long, the longest first."""
+    found = [one for one in ledger.exchanges if _took_s(one) > SLOW_S]
+    return sorted(found, key=_took_s, reverse=True)
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, 99th percentile and worst of some seconds."""
     if len(values) < 2:
@@ -64,7 +74,7 @@ def write(ledger: Ledger, findings: Sequence[Finding], directory: Path) -> Path:
     told = figures(ledger, findings)
     everything = told | {
         "stories": [_story(ledger, one) for one in findings],
-        "injected": [_line(one) for one in ledger.injected],
+        "injected": [_line(ledger, one) for one in ledger.injected],
     }
     (directory / "report.json").write_text(json.dumps(everything, indent=1))
     text = directory / "report.txt"
@@ -82,6 +92,8 @@ def lines(ledger: Ledger, findings: Sequence[Finding]) -> list[str]:
         f"attempts that requests took: {dict(sorted(told['attempts'].items()))}",
         f"a stream's gap after a kill: {_tell(told['gap_after_kill'])}",
         f"the longest request: {told['longest_request']:.1f} s",
+        f"requests that took longer than {SLOW_S:g} s: {len(told['slow'])}",
+        *(f"  {line}" for line in told["slow"][:_TOLD]),
         "faults, and what ran at their moment:",
     ]
     for name, kind in told["by_fault"].items():
@@ -111,31 +123,42 @@ def _of_kind(injected: Sequence[Injected]) -> dict[str, Any]:
 def _story(ledger: Ledger, finding: Finding) -> str:
     if finding.number is None:
         return f"{finding.charge}: {finding.story}"
-    exchange = ledger.exchanges[finding.number]
+    told = _line_of(ledger, ledger.exchanges[finding.number])
+    return f"{finding.charge}: {finding.story}; {told}"
+
+
+def _line_of(ledger: Ledger, exchange: Exchange) -> str:
+    """A request, and the faults that it met with."""
+    began_s, took_s = exchange.began_s, _took_s(exchange)
     met = [
-        _line(one) for one in ledger.injected if exchange.began_s - 1 < one.at_s < _end_s(exchange)
+        _line(ledger, one)
+        for one in ledger.injected
+        if began_s - 1 < one.at_s < (exchange.ended_s or math.inf)
     ]
+    moments = ", ".join(f"+{event.at_s - began_s:.2f}" for event in exchange.events)
     return (
-        f"{finding.charge}: {exchange.name}, {exchange.mode.value}, job {exchange.job}, began at "
-        f"{exchange.began_s:.3f}: {finding.story}; meanwhile: {'; '.join(met) or 'no fault'}"
+        f"{exchange.name}, {exchange.mode.value}, job {exchange.job}, began at "
+        f"{_clock(ledger, began_s)} and took {took_s:.1f} s, attempt {exchange.attempts} on "
+        f"{exchange.workers or 'nobody'}, events at {moments or 'no time'}; "
+        f"{'; '.join(met) or 'no fault'}"
     )
 
 
-def _line(injected: Injected) -> str:
+def _line(ledger: Ledger, injected: Injected) -> str:
     back = "never" if injected.recovered_s is None else f"after {injected.recovered_s:.1f} s"
-    fault = injected.fault
-    return (
-        f"{injected.at_s:.3f} {fault.kind.value}, {fault.target}: {injected.evidence}, ready {back}"
-    )
+    fault, clock = injected.fault, _clock(ledger, injected.at_s)
+    return f"{clock} {fault.kind.value}, {fault.target}: {injected.evidence}, ready {back}"
+
+
+def _clock(ledger: Ledger, at_s: float) -> str:
+    """As logs write it."""
+    at = datetime.fromtimestamp(ledger.epoch_s + at_s)
+    return at.isoformat(" ", "milliseconds").replace(".", ",")
 
 
 def _tell(spread_s: dict[str, float]) -> str:
     told = [f"{name} {value:.2f} s" for name, value in spread_s.items() if name != "count"]
     return f"{', '.join(told)} (of {spread_s['count']:.0f})"
-
-
-def _end_s(exchange: Exchange) -> float:
-    return float("inf") if exchange.ended_s is None else exchange.ended_s
 
 
 def _took_s(exchange: Exchange) -> float:

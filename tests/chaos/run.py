@@ -5,6 +5,7 @@ stopped and emptied, and a verdict over every request. The report is left in bui
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000, help="kills among the faults")
     parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
     found = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the fleet would outlive it
     home = HOME / f"{found.connector}-{found.seed}"
     tell = partial(print, flush=True)
     ledger = carry_out(
@@ -52,6 +54,7 @@ def carry_out(
     plan = draw_plan(seed, kills, PREFILL, DECODE)
     jobs = draw_all(seed)
     ledger = Ledger(seed=seed, connector=connector, planned=len(plan))
+    ledger.epoch_s = time.time() - time.monotonic()
     with running(_flags(home, connector), complains=True) as up, connect(up.address) as client:
         subject = Subject(up)
         ledger.expected = all_at_once(partial(answer_of, client), jobs, CLIENTS)
