@@ -39,7 +39,7 @@ _MOST_TOGETHER = 64  # events in one message
 
 
 @dataclass(slots=True)
-class _Stream:
+class _DecodeCall:
     """What is known of one Decode call while it runs."""
 
     attempt: OpenAttempt
@@ -64,7 +64,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         start = start_of(request, life.ready.model.block_size)
         writer = writer_of(request)
         attempt = self._shell.begin(start.attempt, life.incarnation, start)
-        stream = _Stream(attempt, writer, time.monotonic())
+        stream = _DecodeCall(attempt, writer, time.monotonic())
         self._shell.metrics.prompt_tokens += len(start.prompt_token_ids)
         try:
             async with asyncio.timeout(self._shell.time_left(context.time_remaining())):
@@ -87,7 +87,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             most_pages=request.most_pages,
         )
         attempt = self._shell.begin(start.attempt, request.incarnation, start)
-        stream = _Stream(attempt, writer, time.monotonic())
+        stream = _DecodeCall(attempt, writer, time.monotonic())
         remaining_s = self._shell.time_left(context.time_remaining())
         try:
             async with asyncio.timeout(min(_REHEARSAL_S, remaining_s)):
@@ -97,7 +97,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         finally:
             self._leave(stream)
 
-    async def _relay_rehearsal(self, stream: _Stream, context: _RehearseContext) -> None:
+    async def _relay_rehearsal(self, stream: _DecodeCall, context: _RehearseContext) -> None:
         while not stream.is_verified:
             event = await stream.attempt.next_event()
             if isinstance(event, Failed):
@@ -112,13 +112,13 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             else:
                 await context.write(pb.RehearseResponse(verified=told.verified))
 
-    def _leave(self, stream: _Stream) -> None:
+    def _leave(self, stream: _DecodeCall) -> None:
         """Ends what has not ended by itself, although nobody waits for it."""
         if not stream.attempt.ended.is_set():
             self._shell.attempts.abandon(stream.attempt)
             self._shell.spawn(self._end(stream))
 
-    async def _relay(self, stream: _Stream, context: _Context) -> None:
+    async def _relay(self, stream: _DecodeCall, context: _Context) -> None:
         while True:
             event = await stream.attempt.next_event()
             response = self._handle_event(stream, event)
@@ -130,11 +130,11 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             if isinstance(event, Finished):
                 return
 
-    def _handle_event(self, stream: _Stream, event: CoreEvent) -> pb.DecodeResponse:
+    def _handle_event(self, stream: _DecodeCall, event: CoreEvent) -> pb.DecodeResponse:
         self._note(stream, event)
         return _response(event)
 
-    def _note(self, stream: _Stream, event: CoreEvent) -> None:
+    def _note(self, stream: _DecodeCall, event: CoreEvent) -> None:
         metrics, elapsed_s = self._shell.metrics, time.monotonic() - stream.began_at
         if isinstance(event, Reserved):
             stream.is_relayed = True
@@ -153,7 +153,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         elif isinstance(event, Failed):
             raise to_error(event)
 
-    async def _end(self, stream: _Stream) -> None:
+    async def _end(self, stream: _DecodeCall) -> None:
         """Ends an attempt whose stream broke off, failed or ran out of time."""
         attempt = stream.attempt
         try:

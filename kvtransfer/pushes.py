@@ -1,8 +1,7 @@
 """The sending half of every connector: what is sent of each push, when, and how it ends.
 
-Layers leave as they become final, digests are taken beside, and the manifest follows as soon as all
-has left: it is there before the last bytes are, which are verified then without another word. How
-bytes travel is the transport's. Runs on the connector's thread.
+Layers leave as they become final, digests are taken beside, and the manifest follows when all has
+landed. How bytes travel is the transport's. Runs on the connector's thread.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ class Pushes:
             return True
 
     def _move_on(self, push: Push) -> bool:
-        """Sends what is final; then, when all has left, the manifest. True if anything was sent."""
+        """Sends what is final; then, when all has landed, the manifest. True if anything was."""
         # First: the boundary is there after the pages, so all of these are looked at below.
         if push.boundary_state is None and push.boundary is not None:
             push.boundary_state = push.boundary()
@@ -213,6 +212,9 @@ class Pushes:
         if boundary is None or push.is_finished:
             return moved
         if push.batches or push.queue or push.digesting:
+            return moved
+        push.digest_pages()  # while bytes are under way
+        if push.deliveries:
             return moved
         push.is_finished = True
         self._transport.say(push.peer, Finish(push.manifest(boundary, self._now())))

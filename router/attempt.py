@@ -20,8 +20,8 @@ from effuse.protos.errors import EffuseError, PeerLost, Refused
 from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
 from effuse.router.client import Recipient
 from effuse.router.detokenizer import draft_text
-from effuse.router.fleet import Share
-from effuse.router.ladder import Failure, Outcome, judge
+from effuse.router.fleet import DecodeDemand
+from effuse.router.ladder import Failure, FailureKind, judge
 from effuse.router.policy import Placement, life_of
 from effuse.router.request import BrokenStream, Event, IllegalRequestEvent, Request, State
 from effuse.router.router import Router
@@ -50,7 +50,7 @@ class Attempt:
         request: Request,
         placement: Placement,
         client: Recipient,
-        share: Share,
+        share: DecodeDemand,
     ) -> None:
         self._router = router
         self._request = request
@@ -209,7 +209,7 @@ class Attempt:
         """Prefill has failed: nothing will come of decode's call but, where the pages did not get
         through, why."""
         assert self._prefill is not None and self._prefill.failure is not None
-        if self._judge(self._prefill.failure).outcome is Outcome.HANDOFF:
+        if self._judge(self._prefill.failure).outcome is FailureKind.HANDOFF:
             loop = asyncio.get_running_loop()
             self._breaking_off = loop.call_later(LAST_WORD_S, self._cancel_decode)
         else:

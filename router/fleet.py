@@ -20,11 +20,11 @@ from effuse.protos.rpc import connect
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.calls import is_task_cancelled
 from effuse.router.policy import (
+    AttemptNeeds,
     Candidate,
     Condition,
     Fingerprint,
     InFlight,
-    Need,
     Placement,
     PrefillMode,
     Prospect,
@@ -94,9 +94,9 @@ class RoutedFleet:
         model: str,
         excluded: Collection[WorkerLife] = (),
         fingerprint: Fingerprint | None = None,
-    ) -> Need:
+    ) -> AttemptNeeds:
         """What an attempt asks of the fleet, as things stand."""
-        return Need(
+        return AttemptNeeds(
             model=model,
             mode=self._mode,
             fingerprint=fingerprint,
@@ -105,11 +105,11 @@ class RoutedFleet:
             doubtful=self.standing.doubtful_pairs(),
         )
 
-    def place(self, need: Need) -> Placement | None:
+    def place(self, need: AttemptNeeds) -> Placement | None:
         """Picks workers for an attempt; nothing is counted yet."""
         return place(self.candidates(), need)
 
-    def prospect(self, need: Need) -> Prospect:
+    def prospect(self, need: AttemptNeeds) -> Prospect:
         """What an attempt can expect."""
         return prospect(self.candidates(), need)
 
@@ -118,11 +118,13 @@ class RoutedFleet:
         return why_refused(self.candidates(), model)
 
     @contextmanager
-    def counted(self, placement: Placement, prompt_len: int, max_tokens: int) -> Iterator[Share]:
+    def counted(
+        self, placement: Placement, prompt_len: int, max_tokens: int
+    ) -> Iterator[DecodeDemand]:
         """Counts an attempt on its workers as long as it lasts; then somebody else may have its
         seat."""
         decode, prefill = placement.decode, placement.prefill
-        share = Share(self, decode, 0 if prefill else prompt_len)
+        share = DecodeDemand(self, decode, 0 if prefill else prompt_len)
         self._count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
         if prefill is not None:
             self._count_in_flight(prefill, 1, prompt_len)
@@ -245,7 +247,7 @@ class RoutedFleet:
         )
 
 
-class Share:
+class DecodeDemand:
     """What an attempt takes of its decode worker."""
 
     def __init__(self, fleet: RoutedFleet, decode: WorkerRecord, own_prompt: int) -> None:

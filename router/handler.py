@@ -29,9 +29,9 @@ from effuse.protos.errors import (
 from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
-from effuse.router.fleet import Share
-from effuse.router.ladder import REFUSALS, Failure, Outcome
-from effuse.router.policy import Need, Placement, Prospect
+from effuse.router.fleet import DecodeDemand
+from effuse.router.ladder import REFUSALS, Failure, FailureKind
+from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
 from effuse.router.validation import Findings, check_request_id, fit, validate
@@ -181,7 +181,7 @@ class Handler:
             with router.metrics.waiting(prospect.value):
                 await fleet.wait_for_change(self._look_again_s())
 
-    def _need(self) -> Need:
+    def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
         request = self._request
         return self._router.fleet.need(
@@ -216,7 +216,7 @@ class Handler:
             why = refused or f"{why}, or no prefill worker fits a decode worker"
         return self._unavailable(why)
 
-    def _begin_attempt(self, placement: Placement, share: Share) -> Attempt:
+    def _begin_attempt(self, placement: Placement, share: DecodeDemand) -> Attempt:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
@@ -253,7 +253,7 @@ class Handler:
         request.apply_event(Event.LOST, router.now(), error.message[:80])
         request.setbacks.add(failure, router.now())
         # Next time its pages come first.
-        request.is_patient = request.is_patient or failure.outcome is Outcome.LATE
+        request.is_patient = request.is_patient or failure.outcome is FailureKind.LATE
         if request.setbacks.losses_in_a_row > router.config.max_losses:
             text = f"{request.setbacks.losses_in_a_row} workers were lost under it in a row"
             raise self._unavailable(text, retryable=False) from error
@@ -276,7 +276,7 @@ class Handler:
             raise Bug(
                 f"{failure.worker.worker_id} does not take what it is sent: {error.message}"
             ) from error
-        if failure.outcome is Outcome.FINAL:
+        if failure.outcome is FailureKind.FINAL:
             raise error
 
     # The placement that Redis knows, written beside the request.

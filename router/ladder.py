@@ -35,7 +35,7 @@ from effuse.protos.errors import (
 from effuse.router.policy import Condition, Pair, Placement, WorkerLife, life_of
 
 
-class Outcome(Enum):
+class FailureKind(Enum):
     """How an attempt failed."""
 
     UNREADY = "not ready"  # no attempt: the worker takes part in no choice until it is
@@ -47,22 +47,22 @@ class Outcome(Enum):
     FINAL = "final"  # nobody can do better
 
 
-REFUSALS: Final = frozenset({Outcome.UNREADY, Outcome.FULL, Outcome.LATE})
+REFUSALS: Final = frozenset({FailureKind.UNREADY, FailureKind.FULL, FailureKind.LATE})
 
-_OUTCOMES: Final[Mapping[type[EffuseError], Outcome]] = {
-    Starting: Outcome.UNREADY,
-    Draining: Outcome.UNREADY,
-    Replaced: Outcome.UNREADY,
-    Overloaded: Outcome.FULL,
-    Unreserved: Outcome.LATE,
-    EngineLost: Outcome.LOST,
-    PeerLost: Outcome.LOST,
-    Cancelled: Outcome.LOST,
-    Refused: Outcome.FAILED,
-    Aborted: Outcome.FAILED,
-    Bug: Outcome.FAILED,
-    TransferFailed: Outcome.FAILED,
-    Unavailable: Outcome.FAILED,
+_OUTCOMES: Final[Mapping[type[EffuseError], FailureKind]] = {
+    Starting: FailureKind.UNREADY,
+    Draining: FailureKind.UNREADY,
+    Replaced: FailureKind.UNREADY,
+    Overloaded: FailureKind.FULL,
+    Unreserved: FailureKind.LATE,
+    EngineLost: FailureKind.LOST,
+    PeerLost: FailureKind.LOST,
+    Cancelled: FailureKind.LOST,
+    Refused: FailureKind.FAILED,
+    Aborted: FailureKind.FAILED,
+    Bug: FailureKind.FAILED,
+    TransferFailed: FailureKind.FAILED,
+    Unavailable: FailureKind.FAILED,
 }
 _IN_HANDOFF: Final = (Unavailable, TransferFailed, Refused, Aborted, DeadlineExceeded)
 _RETRIED_ANYWAY: Final = (Cancelled, DeadlineExceeded)
@@ -80,7 +80,7 @@ _CONDITIONS: Final[Mapping[type[EffuseError], Condition]] = {
 class Failure:
     """A failed attempt, as it is judged."""
 
-    outcome: Outcome
+    outcome: FailureKind
     error: EffuseError
     worker: WorkerRecord  # it said so, or was lost
     pair: Pair | None = None  # where it is a handoff that failed
@@ -97,11 +97,11 @@ def judge(
     """Returns what an error of `worker` means; `is_handoff`: its pages were on their way."""
     kind, writer = type(error), placement.prefill
     if not error.retryable and kind not in _RETRIED_ANYWAY:
-        return Failure(Outcome.FINAL, error, worker)
+        return Failure(FailureKind.FINAL, error, worker)
     if is_handoff and writer is not None and kind in _IN_HANDOFF:
         pair = (life_of(writer), life_of(placement.decode))
-        return Failure(Outcome.HANDOFF, error, worker, pair)
-    return Failure(_OUTCOMES.get(kind, Outcome.FINAL), error, worker)
+        return Failure(FailureKind.HANDOFF, error, worker, pair)
+    return Failure(_OUTCOMES.get(kind, FailureKind.FINAL), error, worker)
 
 
 PAUSE_S: Final = 0.1
@@ -133,7 +133,7 @@ class Setbacks:
         else:
             self.num_losses += 1
             self._losses = [*self._losses[1 - TOLD_LOSSES :], told]
-        if failure.outcome in (Outcome.LOST, Outcome.FAILED):
+        if failure.outcome in (FailureKind.LOST, FailureKind.FAILED):
             self.losses_in_a_row += 1
             pause_s = min(PAUSE_S * 2.0 ** self._failures[life], MOST_PAUSE_S)
             self._failures[life] += 1

@@ -14,7 +14,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from effuse.placement.records import Role
-from effuse.router.ladder import REFUSALS, Failure, Outcome
+from effuse.router.ladder import REFUSALS, Failure, FailureKind
 from effuse.router.policy import Candidate, Condition
 from effuse.v1 import generation_pb2 as pb
 
@@ -72,7 +72,7 @@ class Metrics:
 
     def count_failure(self, failure: Failure) -> None:
         """An attempt that failed, where another one may follow."""
-        if failure.outcome is not Outcome.FINAL:
+        if failure.outcome is not FailureKind.FINAL:
             counter = self.refusals if failure.outcome in REFUSALS else self.losses
             counter.labels(failure.worker.worker_id, failure.error.reason).inc()
 

@@ -76,7 +76,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class AttemptNeeds:
     """What an attempt asks of the fleet."""
 
     model: str
@@ -108,7 +108,7 @@ Fitting = dict[Fingerprint, list[Candidate]]
 """Prefill workers by their fingerprint."""
 
 
-def place(candidates: Sequence[Candidate], need: Need) -> Placement | None:
+def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | None:
     """Picks the least loaded pair with a free seat; None where there is none.
 
     `auto` lets decode prefill where no prefill worker fits, or where none of those that do can hand
@@ -126,7 +126,7 @@ def place(candidates: Sequence[Candidate], need: Need) -> Placement | None:
     return Placement(decode.record, None if prefill is None else prefill.record)
 
 
-def prospect(candidates: Sequence[Candidate], need: Need) -> Prospect:
+def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
     """What to expect: the same choice in a fleet that nothing runs on, then in one that is well.
 
     Of a worker that drains another life may follow, as of one that is lost."""
@@ -144,7 +144,7 @@ def prospect(candidates: Sequence[Candidate], need: Need) -> Prospect:
 def why_refused(candidates: Sequence[Candidate], model: str) -> str:
     """Of the links that prefill workers refuse, the fastest: how fast it is, and how fast it should
     be. Empty where none is refused."""
-    need = Need(model=model, mode="remote")
+    need = AttemptNeeds(model=model, mode="remote")
     usable = [c for c in candidates if _is_usable(c, need)]
     fitting = _by_fingerprint(c for c in usable if c.record.role == "prefill")
     refused = [
@@ -185,7 +185,7 @@ def life_of(record: WorkerRecord) -> WorkerLife:
     return record.worker_id, record.incarnation
 
 
-def _is_usable(candidate: Candidate, need: Need) -> bool:
+def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
     return (
         candidate.condition is Condition.READY
         and candidate.record.model.name == need.model
@@ -200,7 +200,7 @@ def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
     return fitting
 
 
-def _may_decode(candidate: Candidate, fitting: Fitting, need: Need) -> bool:
+def _may_decode(candidate: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
     """Whether it has a seat, the weights, and someone to prefill: itself, where that is allowed."""
     if not candidate.has_seat or need.fingerprint not in (None, candidate.record.fingerprint):
         return False
@@ -209,7 +209,7 @@ def _may_decode(candidate: Candidate, fitting: Fitting, need: Need) -> bool:
     return any(_writers(candidate, fitting, need))
 
 
-def _is_cut_off(decode: Candidate, fitting: Fitting, need: Need) -> bool:
+def _is_cut_off(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
     """Whether prefill workers fit, and none of them is trusted to hand over to it."""
     if decode.record.fingerprint not in fitting:
         return False
@@ -217,7 +217,7 @@ def _is_cut_off(decode: Candidate, fitting: Fitting, need: Need) -> bool:
     return not any(trusted)
 
 
-def _writers(decode: Candidate, fitting: Fitting, need: Need) -> Iterator[Candidate]:
+def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterator[Candidate]:
     """Prefill workers that can hand over to `decode`."""
     for candidate in fitting.get(decode.record.fingerprint, ()):
         if (

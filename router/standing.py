@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from effuse.placement.records import WorkerRecord
-from effuse.router.ladder import Failure, Outcome
+from effuse.router.ladder import Failure, FailureKind
 from effuse.router.policy import Condition, Pair, WorkerLife, life_of
 
 SUSPICION_S: Final = 6.0
@@ -72,14 +72,14 @@ class Standing:
         record, now = failure.worker, self._now()
         life = life_of(record)
         match failure.outcome:
-            case Outcome.UNREADY | Outcome.LOST:
+            case FailureKind.UNREADY | FailureKind.LOST:
                 self._absent[life] = Absence(record, failure.condition)
-            case Outcome.FULL:
+            case FailureKind.FULL:
                 wait_s = failure.error.retry_after_s or FULL_S
                 self._full_until[life] = now + min(wait_s, SUSPICION_S)
-            case Outcome.HANDOFF if failure.pair is not None:
+            case FailureKind.HANDOFF if failure.pair is not None:
                 self._break(failure.pair, now)
-        if failure.outcome in (Outcome.LOST, Outcome.FAILED):
+        if failure.outcome in (FailureKind.LOST, FailureKind.FAILED):
             self._suspect_until[life] = now + SUSPICION_S
 
     def note_try(self, pair: Pair) -> None:

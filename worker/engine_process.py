@@ -5,6 +5,7 @@ front, however that ended.
 """
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -160,6 +161,10 @@ def _run(
     except (ValueError, OSError) as error:
         tell(socket, [StartupFailed(message=str(error), permanent=True)])
         return 2
+    # What there is now stays. A full collection over it stops every thread for 0.1 s, that of the
+    # connector too: handoffs of 92 ms among those of 1 ms were seen on a GPU.
+    gc.collect()
+    gc.freeze()
     loop = EngineLoop(engine.core, socket, pulse, wakes=engine.wakes)
     with listen_while_alive(config.host) as sign_of_life:
         port = sign_of_life.getsockname()[1]

@@ -9,7 +9,7 @@ from effuse.protos import errors
 from effuse.router.ladder import (
     RETRIES_PER_S,
     Failure,
-    Outcome,
+    FailureKind,
     RetryBudget,
     Setbacks,
     judge,
@@ -23,44 +23,44 @@ REMOTE, LOCAL = Placement(DECODE, PREFILL), Placement(DECODE, None)
 @pytest.mark.parametrize(
     ("error", "outcome", "in_handoff"),
     [
-        (errors.Starting("-"), Outcome.UNREADY, Outcome.UNREADY),
-        (errors.Draining("-"), Outcome.UNREADY, Outcome.UNREADY),
-        (errors.Replaced("-"), Outcome.UNREADY, Outcome.UNREADY),
-        (errors.Overloaded("-"), Outcome.FULL, Outcome.FULL),
-        (errors.Unreserved("-"), Outcome.LATE, Outcome.LATE),
-        (errors.EngineLost("-"), Outcome.LOST, Outcome.LOST),
-        (errors.PeerLost("-"), Outcome.LOST, Outcome.LOST),
-        (errors.Cancelled("-"), Outcome.LOST, Outcome.LOST),
-        (errors.Refused("-"), Outcome.FAILED, Outcome.HANDOFF),
-        (errors.Aborted("-"), Outcome.FAILED, Outcome.HANDOFF),
-        (errors.Unavailable("-"), Outcome.FAILED, Outcome.HANDOFF),
-        (errors.TransferFailed("-"), Outcome.FAILED, Outcome.HANDOFF),
-        (errors.DeadlineExceeded("-"), Outcome.FINAL, Outcome.HANDOFF),
-        (errors.Bug("-", retryable=True), Outcome.FAILED, Outcome.FAILED),
-        (errors.Bug("-"), Outcome.FINAL, Outcome.FINAL),
-        (errors.Overloaded("-", retryable=False), Outcome.FINAL, Outcome.FINAL),
-        (errors.InvalidRequest.of("prompt", "-"), Outcome.FINAL, Outcome.FINAL),
+        (errors.Starting("-"), FailureKind.UNREADY, FailureKind.UNREADY),
+        (errors.Draining("-"), FailureKind.UNREADY, FailureKind.UNREADY),
+        (errors.Replaced("-"), FailureKind.UNREADY, FailureKind.UNREADY),
+        (errors.Overloaded("-"), FailureKind.FULL, FailureKind.FULL),
+        (errors.Unreserved("-"), FailureKind.LATE, FailureKind.LATE),
+        (errors.EngineLost("-"), FailureKind.LOST, FailureKind.LOST),
+        (errors.PeerLost("-"), FailureKind.LOST, FailureKind.LOST),
+        (errors.Cancelled("-"), FailureKind.LOST, FailureKind.LOST),
+        (errors.Refused("-"), FailureKind.FAILED, FailureKind.HANDOFF),
+        (errors.Aborted("-"), FailureKind.FAILED, FailureKind.HANDOFF),
+        (errors.Unavailable("-"), FailureKind.FAILED, FailureKind.HANDOFF),
+        (errors.TransferFailed("-"), FailureKind.FAILED, FailureKind.HANDOFF),
+        (errors.DeadlineExceeded("-"), FailureKind.FINAL, FailureKind.HANDOFF),
+        (errors.Bug("-", retryable=True), FailureKind.FAILED, FailureKind.FAILED),
+        (errors.Bug("-"), FailureKind.FINAL, FailureKind.FINAL),
+        (errors.Overloaded("-", retryable=False), FailureKind.FINAL, FailureKind.FINAL),
+        (errors.InvalidRequest.of("prompt", "-"), FailureKind.FINAL, FailureKind.FINAL),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, errors.EffuseError) else "",
 )
 def test_what_an_error_means(
-    error: errors.EffuseError, outcome: Outcome, in_handoff: Outcome
+    error: errors.EffuseError, outcome: FailureKind, in_handoff: FailureKind
 ) -> None:
     assert judge(error, DECODE, REMOTE, is_handoff=False).outcome is outcome
     assert judge(error, DECODE, LOCAL, is_handoff=True).outcome is outcome
     found = judge(error, DECODE, REMOTE, is_handoff=True)
     assert found.outcome is in_handoff
     pair = (life_of(PREFILL), life_of(DECODE))
-    assert found.pair == (pair if in_handoff is Outcome.HANDOFF else None)
+    assert found.pair == (pair if in_handoff is FailureKind.HANDOFF else None)
 
 
-def failed(outcome: Outcome, worker_id: str = "d0", why: str = "it died") -> Failure:
+def failed(outcome: FailureKind, worker_id: str = "d0", why: str = "it died") -> Failure:
     return Failure(outcome, errors.Unavailable(why), worker_record(worker_id, "decode"))
 
 
 def test_refusals_are_no_losses() -> None:
     setbacks = Setbacks()
-    for outcome in (Outcome.UNREADY, Outcome.FULL, Outcome.LATE):
+    for outcome in (FailureKind.UNREADY, FailureKind.FULL, FailureKind.LATE):
         setbacks.add(failed(outcome), 0.0)
     assert (setbacks.num_losses, setbacks.losses_in_a_row) == (0, 0)
     assert not setbacks.avoided(0.0)
@@ -69,10 +69,10 @@ def test_refusals_are_no_losses() -> None:
 
 def test_losses_in_a_row_end_with_a_block_and_a_handoff_is_none() -> None:
     setbacks = Setbacks()
-    setbacks.add(failed(Outcome.HANDOFF), 0.0)
+    setbacks.add(failed(FailureKind.HANDOFF), 0.0)
     assert (setbacks.num_losses, setbacks.losses_in_a_row) == (1, 0)
-    setbacks.add(failed(Outcome.LOST), 0.0)
-    setbacks.add(failed(Outcome.FAILED), 0.0)
+    setbacks.add(failed(FailureKind.LOST), 0.0)
+    setbacks.add(failed(FailureKind.FAILED), 0.0)
     assert setbacks.losses_in_a_row == 2
     setbacks.begin_stall(5.0)
     setbacks.begin_stall(6.0)
@@ -85,7 +85,7 @@ def test_losses_in_a_row_end_with_a_block_and_a_handoff_is_none() -> None:
 def test_a_worker_that_fails_a_request_again_is_left_alone_for_longer() -> None:
     setbacks, now, pauses = Setbacks(), 10.0, []
     for _ in range(8):
-        setbacks.add(failed(Outcome.FAILED), now)
+        setbacks.add(failed(FailureKind.FAILED), now)
         assert setbacks.avoided(now) == {("d0", "1")}
         pauses.append(setbacks.next_change_s(now))
         now += pauses[-1] or 0.0
@@ -96,10 +96,10 @@ def test_a_worker_that_fails_a_request_again_is_left_alone_for_longer() -> None:
 def test_what_it_met_with_is_told_by_worker_losses_and_refusals_apart() -> None:
     setbacks = Setbacks()
     assert setbacks.tell() == ""
-    setbacks.add(failed(Outcome.LOST, "d0"), 0.0)
-    setbacks.add(failed(Outcome.FAILED, "d1", "a step failed"), 0.0)
-    setbacks.add(failed(Outcome.UNREADY, "d2"), 0.0)
-    setbacks.add(failed(Outcome.UNREADY, "d2"), 0.0)
+    setbacks.add(failed(FailureKind.LOST, "d0"), 0.0)
+    setbacks.add(failed(FailureKind.FAILED, "d1", "a step failed"), 0.0)
+    setbacks.add(failed(FailureKind.UNREADY, "d2"), 0.0)
+    setbacks.add(failed(FailureKind.UNREADY, "d2"), 0.0)
     assert setbacks.tell() == (
         "2 attempts lost (d0: it died; d1: a step failed), 2 refusals (d2 not ready 2 times)"
     )
@@ -108,8 +108,8 @@ def test_what_it_met_with_is_told_by_worker_losses_and_refusals_apart() -> None:
 def test_what_is_told_is_bounded() -> None:
     setbacks = Setbacks()
     for number in range(50):
-        setbacks.add(failed(Outcome.LOST, f"d{number}", "why " * 100), 0.0)
-        setbacks.add(failed(Outcome.FULL, f"d{number}"), 0.0)
+        setbacks.add(failed(FailureKind.LOST, f"d{number}", "why " * 100), 0.0)
+        setbacks.add(failed(FailureKind.FULL, f"d{number}"), 0.0)
     text = setbacks.tell()
     assert text.startswith("50 attempts lost (")
     assert "d49" in text and "d41" not in text.split("refusals")[0]

@@ -11,12 +11,12 @@ from router.fake_model import worker_record
 from effuse.placement.records import Link, Load, Role, WorkerRecord
 from effuse.protos import errors
 from effuse.router.fleet import RoutedFleet
-from effuse.router.ladder import Failure, Outcome
+from effuse.router.ladder import Failure, FailureKind
 from effuse.router.policy import (
+    AttemptNeeds,
     Candidate,
     Condition,
     InFlight,
-    Need,
     Pair,
     Placement,
     Prospect,
@@ -38,8 +38,8 @@ def candidate(record: WorkerRecord, tokens: int = 0, *, suspect: bool = False) -
     return Candidate(record, in_flight, is_suspect=suspect)
 
 
-def need(mode: str, excluded: Collection[WorkerLife] = (), **fields: object) -> Need:
-    return Need(model="fake", mode=mode, excluded=excluded, **fields)  # type: ignore[arg-type]
+def need(mode: str, excluded: Collection[WorkerLife] = (), **fields: object) -> AttemptNeeds:
+    return AttemptNeeds(model="fake", mode=mode, excluded=excluded, **fields)  # type: ignore[arg-type]
 
 
 def pairs(*names: str) -> set[Pair]:
@@ -165,7 +165,7 @@ def test_equal_workers_take_turns() -> None:
 def test_suspicion_ends() -> None:
     now = 0.0
     fleet = RoutedFleet(View(worker("d0"), worker("d1")), "auto", lambda: now)
-    fleet.standing.note(Failure(Outcome.FAILED, errors.Bug("a step failed"), worker("d0")))
+    fleet.standing.note(Failure(FailureKind.FAILED, errors.Bug("a step failed"), worker("d0")))
     assert names(fleet.place(fleet.need("fake"))) == (None, "d1")
     now = 6.1
     assert names(fleet.place(fleet.need("fake"))) == (None, "d0")
@@ -175,7 +175,7 @@ def test_one_attempt_at_a_time_tries_a_pair_that_failed() -> None:
     now = 0.0
     fleet = RoutedFleet(View(worker("d0"), worker("p0")), "remote", lambda: now)
     (pair,) = pairs("p0 d0")
-    failure = Failure(Outcome.HANDOFF, errors.TransferFailed("no way"), worker("p0"), pair)
+    failure = Failure(FailureKind.HANDOFF, errors.TransferFailed("no way"), worker("p0"), pair)
     fleet.standing.note(failure)
     assert fleet.place(fleet.need("fake")) is None
     now = 100.0
@@ -329,7 +329,7 @@ def out(condition: Condition) -> Candidate:
     ],
 )
 def test_what_a_request_can_expect(
-    workers: list[Candidate], asked: Need, expected: Prospect
+    workers: list[Candidate], asked: AttemptNeeds, expected: Prospect
 ) -> None:
     assert prospect(workers, asked) is expected
 

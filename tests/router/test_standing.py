@@ -8,7 +8,7 @@ from router.fake_model import worker_record
 
 from effuse.placement.records import Role, WorkerRecord
 from effuse.protos import errors
-from effuse.router.ladder import Failure, Outcome
+from effuse.router.ladder import Failure, FailureKind
 from effuse.router.policy import Condition, life_of
 from effuse.router.standing import Standing
 
@@ -27,26 +27,28 @@ def worker(worker_id: str, incarnation: str = "1") -> WorkerRecord:
 
 
 def lost(record: WorkerRecord, error: errors.EffuseError) -> Failure:
-    return Failure(Outcome.LOST, error, record)
+    return Failure(FailureKind.LOST, error, record)
 
 
 def unreached(prefill: str, decode: str) -> Failure:
     p, d = worker(prefill), worker(decode)
-    return Failure(Outcome.HANDOFF, errors.TransferFailed("no way"), p, (life_of(p), life_of(d)))
+    return Failure(
+        FailureKind.HANDOFF, errors.TransferFailed("no way"), p, (life_of(p), life_of(d))
+    )
 
 
 @pytest.mark.parametrize(
     ("outcome", "error", "condition"),
     [
-        (Outcome.LOST, errors.EngineLost("it died"), Condition.LOST),
-        (Outcome.LOST, errors.PeerLost("no route"), Condition.UNREACHABLE),
-        (Outcome.UNREADY, errors.Starting("not yet"), Condition.STARTING),
-        (Outcome.UNREADY, errors.Replaced("another life"), Condition.STARTING),
-        (Outcome.UNREADY, errors.Draining("no more"), Condition.DRAINING),
+        (FailureKind.LOST, errors.EngineLost("it died"), Condition.LOST),
+        (FailureKind.LOST, errors.PeerLost("no route"), Condition.UNREACHABLE),
+        (FailureKind.UNREADY, errors.Starting("not yet"), Condition.STARTING),
+        (FailureKind.UNREADY, errors.Replaced("another life"), Condition.STARTING),
+        (FailureKind.UNREADY, errors.Draining("no more"), Condition.DRAINING),
     ],
 )
 def test_who_cannot_take_a_request_is_out_by_the_call_that_tells(
-    outcome: Outcome, error: errors.EffuseError, condition: Condition
+    outcome: FailureKind, error: errors.EffuseError, condition: Condition
 ) -> None:
     standing, d0 = Standing(Clock()), worker("d0")
     assert standing.condition(d0) is Condition.READY
@@ -107,7 +109,7 @@ def test_full_is_not_out_and_not_suspect_and_ends_by_itself() -> None:
     clock = Clock()
     standing, d0 = Standing(clock), worker("d0")
     error = errors.Overloaded("no room", retry_after_s=2.0)
-    standing.note(Failure(Outcome.FULL, error, d0))
+    standing.note(Failure(FailureKind.FULL, error, d0))
     assert standing.is_full(life_of(d0))
     assert standing.condition(d0) is Condition.READY
     assert not standing.suspects()
@@ -184,8 +186,8 @@ def test_who_two_others_cannot_hand_over_with_is_suspect() -> None:
     assert standing.suspects() == {("d0", "1"), ("p0", "1")}
 
 
-@pytest.mark.parametrize("outcome", [Outcome.LOST, Outcome.FAILED])
-def test_who_failed_comes_after_others_for_a_while(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [FailureKind.LOST, FailureKind.FAILED])
+def test_who_failed_comes_after_others_for_a_while(outcome: FailureKind) -> None:
     clock = Clock()
     standing, d0 = Standing(clock), worker("d0")
     standing.note(Failure(outcome, errors.PeerLost("gone"), d0))
