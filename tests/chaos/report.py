@@ -45,13 +45,10 @@ def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
 
 def gaps(ledger: Ledger, injected: Injected) -> list[float]:
     """How long each stream that the fault hit waited for its next word, from the fault on."""
-    found = []
-    for standing in injected.running:
-        exchange = ledger.exchanges[standing.number]
-        if standing.state.startswith(ON_TARGET) and exchange.mode.is_streamed:
-            after = [one.at_s - injected.at_s for one in exchange.events]
-            found += [min(one for one in after if one > 0)] if max(after, default=0) > 0 else []
-    return found
+    hit = [one.number for one in injected.running if one.state.startswith(ON_TARGET)]
+    streams = [one for one in map(ledger.exchanges.__getitem__, hit) if one.mode.is_streamed]
+    waits = [[event.at_s - injected.at_s for event in one.events] for one in streams]
+    return [min(after) for one in waits if (after := [wait_s for wait_s in one if wait_s > 0])]
 
 
 def slow(ledger: Ledger) -> list[Exchange]:

@@ -5,6 +5,7 @@ stopped and emptied, and a verdict over every request. The report is left in bui
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import time
@@ -38,24 +39,27 @@ def main() -> int:
     found = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the fleet would outlive it
     home = HOME / f"{found.connector}-{found.seed}"
-    tell = partial(print, flush=True)
-    ledger = carry_out(
-        home, found.seed, found.requests, found.kills, connector=found.connector, tell=tell
-    )
-    findings = judge(ledger)
-    print(report.write(ledger, findings, home).read_text(), end="")
+    shutil.rmtree(home, ignore_errors=True)
+    ledger = Ledger(seed=found.seed, connector=found.connector)
+    try:
+        carry_out(ledger, found.requests, found.kills, home, partial(print, flush=True))
+    finally:  # a run that broke off is told, too
+        findings = judge(ledger)
+        print(report.write(ledger, findings, home).read_text(), end="")
     return 1 if findings else 0
 
 
-def carry_out(
-    home: Path, seed: int, requests: int, kills: int, *, connector: str, tell: Tell
-) -> Ledger:
-    """One run, its logs and its checkpoint in `home`. Raises UpError where no fleet starts."""
-    plan = draw_plan(seed, kills, PREFILL, DECODE)
-    jobs = draw_all(seed)
-    ledger = Ledger(seed=seed, connector=connector, planned=len(plan))
+def carry_out(ledger: Ledger, requests: int, kills: int, home: Path, tell: Tell) -> None:
+    """One run, written into `ledger`; its logs and its checkpoint are in `home`. Raises UpError
+    where no fleet starts."""
+    plan = draw_plan(ledger.seed, kills, PREFILL, DECODE)
+    jobs = draw_all(ledger.seed)
+    ledger.planned = len(plan)
     ledger.epoch_s = time.time() - time.monotonic()
-    with running(_flags(home, connector), complains=True) as up, connect(up.address) as client:
+    with (
+        running(_flags(home, ledger.connector), complains=True) as up,
+        connect(up.address) as client,
+    ):
         subject = Subject(up)
         ledger.expected = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         ledger.before = _settled(subject)
@@ -65,7 +69,6 @@ def carry_out(
             clients.wait_for(requests)
         ledger.after = _settled(subject)
         subject.close()
-    return ledger
 
 
 def _flags(home: Path, connector: str) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from chaos import report
+from chaos.ledger import Ledger
 from chaos.plan import Kind
 from chaos.run import carry_out
 from chaos.verdict import judge
@@ -18,7 +19,8 @@ KILLS = 8  # a deck: every engine once, a front of each kind, Redis
 # Restarts pause up to 60 s, and a slow machine may take many times what this one takes.
 @pytest.mark.timeout(900)
 def test_no_request_is_lost_or_changed(tmp_path: Path) -> None:
-    ledger = carry_out(tmp_path, SEED, REQUESTS, KILLS, connector="nixl", tell=print)
+    ledger = Ledger(seed=SEED, connector="nixl")
+    carry_out(ledger, REQUESTS, KILLS, tmp_path, print)
     findings = judge(ledger)
     assert not findings, "\n".join(report.lines(ledger, findings))
     assert {one.fault.kind for one in ledger.injected} == set(Kind)
