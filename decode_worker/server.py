@@ -45,7 +45,8 @@ class _DecodeCall:
     attempt: OpenAttempt
     writer: wire.Writer | None  # the prefill worker that pushes; None prefills here
     began_at: float
-    is_relayed: bool = False  # the reservation is known outside
+    # Pages that somebody outside was told of and may write into by himself.
+    num_exposed: int = 0
     is_verified: bool = False  # the writer is done
     num_commits: int = 0
 
@@ -63,6 +64,8 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         life = self._shell.admit(request.incarnation)
         start = start_of(request, life.ready.model.block_size)
         writer = writer_of(request)
+        if writer is not None:
+            self._shell.quarantines.check(writer)
         attempt = self._shell.begin(start.attempt, life.incarnation, start)
         stream = _DecodeCall(attempt, writer, time.monotonic())
         self._shell.metrics.prompt_tokens += len(start.prompt_token_ids)
@@ -86,6 +89,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             writer=writer.incarnation,
             most_pages=request.most_pages,
         )
+        self._shell.quarantines.check(writer)
         attempt = self._shell.begin(start.attempt, request.incarnation, start)
         stream = _DecodeCall(attempt, writer, time.monotonic())
         remaining_s = self._shell.time_left(context.time_remaining())
@@ -102,7 +106,8 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             event = await stream.attempt.next_event()
             if isinstance(event, Failed):
                 raise to_error(event)
-            stream.is_relayed = True
+            if isinstance(event, Reserved):
+                stream.num_exposed = _num_exposed(event)
             stream.is_verified = isinstance(event, Verified)
             if stream.is_verified:
                 self._shell.attempts.close(stream.attempt)
@@ -137,7 +142,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
     def _note(self, stream: _DecodeCall, event: CoreEvent) -> None:
         metrics, elapsed_s = self._shell.metrics, time.monotonic() - stream.began_at
         if isinstance(event, Reserved):
-            stream.is_relayed = True
+            stream.num_exposed = _num_exposed(event)
         elif isinstance(event, Verified):
             stream.is_verified = True
             metrics.handoff.observe(event.handoff_s)
@@ -159,15 +164,25 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         try:
             await self._shell.end_in_engine(attempt, "the stream ended")
             if stream.writer is not None and not stream.is_verified:
-                has_drained = True  # where nobody was told of the pages
-                if stream.is_relayed and not attempt.engine_gone:
-                    has_drained = await peer.until_gone(
-                        stream.writer, attempt.id, "its decode ended"
-                    )
+                has_drained = await self._wait_for_writer(stream, stream.writer)
                 gone = WriterGone(transfer_id=attempt.id.transfer_id, has_drained=has_drained)
                 self._shell.send(attempt, gone)
         finally:
             self._shell.attempts.close(attempt)
+
+    async def _wait_for_writer(self, stream: _DecodeCall, writer: wire.Writer) -> bool:
+        """Returns once the writer is in nobody's way; True if nothing of it can be under way."""
+        if not stream.num_exposed or stream.attempt.engine_gone:
+            return True
+        with self._shell.quarantines.holding(writer, stream.num_exposed) as tell:
+
+            def goes_on() -> bool:
+                tell()
+                return not stream.attempt.engine_gone
+
+            return await peer.until_gone(
+                writer, stream.attempt.id, "its decode ended", goes_on=goes_on
+            )
 
 
 def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
@@ -193,6 +208,12 @@ def writer_of(request: pb.DecodeRequest) -> wire.Writer | None:
     if which == "local":
         return None
     return wire.writer(request.remote, "remote")
+
+
+def _num_exposed(event: Reserved) -> int:
+    """Pages that the writer itself writes into; over ZMQ it is we who place what comes."""
+    reservation = event.reservation
+    return 0 if reservation.address.connector == "zmq" else len(reservation.pages)
 
 
 def _response(event: CoreEvent) -> pb.DecodeResponse:

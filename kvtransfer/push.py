@@ -68,6 +68,7 @@ class Push:
     peer: Peer
     origin: Origin
     known_at: float  # when the reservation was
+    promised_at: float = 0.0  # when the receiver was last told that pages are still to come
     covered: set[int] = field(default_factory=set)  # places of pages that were pushed
     batches: list[Batch] = field(default_factory=list)  # not all of whose layers have left
     queue: list[Chunk] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Push:
     @property
     def deadline(self) -> float:
         """When the lease ends."""
-        return self.known_at + self.reservation.lease_s
+        return max(self.known_at, self.promised_at) + self.reservation.lease_s
 
     @property
     def num_bytes(self) -> int:

@@ -75,8 +75,11 @@ class Pushes:
     ) -> None:
         """Pages of a reservation, to leave as their layers become final; asked for then."""
         try:
+            is_new = reservation.transfer_id not in self._pushes
             push = self._find(reservation, at)
-            if not push.is_failed and source_pages:
+            if not push.is_failed and not source_pages and not is_new:
+                self._promise(push, at)
+            elif not push.is_failed and source_pages:
                 push.cover(source_pages, first)
                 step = self._step(len(source_pages))
                 push.batches.append(Batch(first, tuple(source_pages), num_final, step))
@@ -139,8 +142,18 @@ class Pushes:
         peer = self._transport.reach(checked)
         push = Push(checked, peer, self._origin, at)
         self._pushes[reservation.transfer_id] = push
+        self._introduce(push)
+        return push
+
+    def _promise(self, push: Push, at: float) -> None:
+        """Has the lease begin anew at both ends: who introduces itself again has not finished."""
+        push.promised_at = at
+        self._introduce(push)
+
+    def _introduce(self, push: Push) -> None:
+        reservation = push.reservation
         self._transport.say(
-            peer,
+            push.peer,
             Begin(
                 reservation.attempt,
                 self._origin.incarnation,
@@ -148,7 +161,6 @@ class Pushes:
                 self._origin.fingerprint,
             ),
         )
-        return push
 
     def _step(self, num_pages: int) -> int:
         """Groups of layers of so many pages that are worth a delivery of their own."""

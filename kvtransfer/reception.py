@@ -20,6 +20,7 @@ from effuse.kvtransfer.connector import (
     ConnectorEvent,
     Fenced,
     HandoffRefused,
+    Promised,
 )
 from effuse.kvtransfer.digest import (
     Digester,
@@ -212,6 +213,8 @@ class Receptions:
                 expected = self._identified(begin.attempt, begin.source, begin.destination)
                 self._check_fingerprint(begin.fingerprint)
                 self._transport.learn(heard.reply, begin)
+                if expected.reply is not None and expected.manifest is None:
+                    self._emit(Promised(begin.attempt.transfer_id))
                 expected.reply = heard.reply
             case Pages() as pages:
                 self._take_pages(pages, heard.payload)

@@ -53,5 +53,10 @@ class Keys:
 
     @property
     def running(self) -> str:
-        """Key of the set of running request ids."""
-        return f"effuse:{{{self.fleet}}}:running"
+        """Key of the sorted set of running request ids, by when their placements expire."""
+        return f"effuse:{{{self.fleet}}}:running-until"
+
+    @property
+    def ended(self) -> str:
+        """Key of the same of ended requests, as many as are kept."""
+        return f"effuse:{{{self.fleet}}}:ended-until"

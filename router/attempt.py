@@ -124,6 +124,7 @@ class Attempt:
             message.remote.incarnation = placement.prefill.incarnation
             message.remote.address = placement.prefill.address
             message.remote.engine_port = placement.prefill.engine_port
+            message.remote.place = placement.prefill.place
         stub = self._router.fleet.peer(placement.decode.address).decode
         return stub.Decode(message, timeout=self._time_left())
 

@@ -168,6 +168,10 @@ def describe_worker(record: WorkerRecord, condition: Condition) -> model_pb2.Wor
         kv_bytes=load.kv_bytes,
         links=[_describe_link(link, record.min_handoff_gbps) for link in record.links],
         min_handoff_gbps=record.min_handoff_gbps,
+        quarantines=[
+            model_pb2.WorkerQuarantine(writer=one.writer, pages=one.pages, age_s=one.age_s)
+            for one in record.quarantines
+        ],
     )
 
 

@@ -83,3 +83,4 @@ class Router:
         gauge("aborts", "Attempts ended on workers, so far", lambda: cleanup.num_aborts)
         gauge("calls_ended_late", "Calls cut off at their end, so far", lambda: cleanup.num_late)
         gauge("placements_dropped", "Placements never written", lambda: self.placements.dropped)
+        gauge("redis_full", "Redis refuses placements for memory", lambda: self.placements.is_full)

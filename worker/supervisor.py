@@ -7,6 +7,7 @@ engine hangs is `watchdog.py`'s to say, when to give up `backoff.py`'s.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ from effuse.worker.watchdog import Limits, Progress, look, observe, verdict
 LOG = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 5.0
+_MOST_ENDED = 1024
 _RETRY_AFTER_S = 1.0  # about the time in which a small engine is back
 
 
@@ -69,6 +71,7 @@ class Supervisor:
         self.life: EngineLife | None = None
         self.last_life: EngineLife | None = None  # the newest that was ready, over or not
         self.restarts = 0
+        self.ended: deque[str] = deque(maxlen=_MOST_ENDED)  # lives whose process is gone
 
     def send(self, message: ToEngine, incarnation: str) -> None:
         """Says something to the engine of that incarnation; in vain if it is gone."""
@@ -88,6 +91,7 @@ class Supervisor:
             except asyncio.CancelledError:
                 await client.stop(0.0 if self.life is None else _STOP_GRACE_S)
                 self.life = None
+                self.ended.append(client.incarnation)
                 raise
             await asyncio.sleep(self.backoff.pause_s)
             self.restarts += 1
@@ -151,6 +155,7 @@ class Supervisor:
         self.life = None
         self._on_change()
         await client.kill()
+        self.ended.append(client.incarnation)
         self._attempts.lose_engine(
             errors.EngineLost(
                 "the engine of this worker was lost while the request ran; another try may succeed",

@@ -13,10 +13,12 @@ from kvtransfer.reception_scene import ALL, FINGERPRINT, PAGES, Scene
 
 import effuse.kvtransfer.reception as reception_module
 from effuse.kvtransfer.connector import (
+    ArrivalRefused,
     Arrived,
     Cause,
     Fenced,
     HandoffRefused,
+    Promised,
 )
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import (
@@ -86,6 +88,25 @@ def test_nothing_arrives_before_its_digests_are_there(scene: Scene) -> None:
     slow.digester.may_show = True
     slow.receptions.turn()
     assert [type(event) for event in slow.events] == [Arrived]
+
+
+def test_a_writer_that_introduces_itself_again_promises_pages_until_it_has_claimed_them(
+    scene: Scene,
+) -> None:
+    slow = Scene(is_two_sided=scene.is_two_sided, slow=True)
+    slow.begin()
+    assert slow.events == []
+    slow.begin()
+    slow.begin(source="prefill-2")  # not whom the pages are for: refused, and everything with it
+    promised, refused, *_ = slow.events
+    assert promised == Promised("transfer-1")
+    assert isinstance(refused, ArrivalRefused) and refused.cause is Cause.INCARNATION
+    claimed = Scene(is_two_sided=scene.is_two_sided, slow=True)
+    claimed.begin()
+    claimed.send()
+    claimed.finish()
+    claimed.begin()
+    assert claimed.events == []
 
 
 def test_a_flipped_byte_is_refused(scene: Scene) -> None:
