@@ -129,7 +129,7 @@ class FleetState:
     router_descriptors: int
     router_bytes: int  # resident memory
     running_keys: tuple[str, ...]  # in Redis, of requests that do not say that they ended
-    lasting_keys: tuple[str, ...]  # in Redis, that would never expire; the set of workers left out
+    lasting_keys: tuple[str, ...]  # in Redis, that would never expire; bounded indexes left out
 
 
 @dataclass(slots=True, kw_only=True)

@@ -130,7 +130,7 @@ class Subject:
     def _running_keys(self) -> Iterator[str]:
         prefix = self._keys.request_prefix
         with self.redis_client() as client:
-            for member in client.smembers(self._keys.running):
+            for member in client.zrange(self._keys.running, 0, -1):
                 yield f"{_text(member)} of {self._keys.running}"
             for key in client.scan_iter(match="*"):
                 name = _text(key)
@@ -138,9 +138,10 @@ class Subject:
                     yield name
 
     def _lasting_keys(self) -> Iterator[str]:
+        indexes = (self._keys.workers, self._keys.ended)  # bounded, and emptied by who writes them
         with self.redis_client() as client:
             for key in client.scan_iter(match="*"):
-                if _text(key) != self._keys.workers and client.ttl(key) == _NO_EXPIRY:
+                if _text(key) not in indexes and client.ttl(key) == _NO_EXPIRY:
                     yield _text(key)
 
 
