@@ -23,6 +23,10 @@ OVERLAYS := $(wildcard k8s/overlays/*)
 # What `make eval` measures.
 SEED ?= 1
 COUNT ?= 2000
+# What `make chaos` does; SEED draws requests and faults.
+REQUESTS ?= 20000
+KILLS ?= 1000
+CONNECTOR ?= nixl
 # What compute-sanitizer runs: each operator in one small shape, and whole steps without graphs.
 SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
   or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
@@ -87,6 +91,11 @@ train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); g
 load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `effuse up` starts
 	ghz="$$(.ci/tool ghz)"
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
+
+.PHONY: chaos
+chaos: $(VENV)/.dev ## Kill, stop and empty a loaded fleet's processes, judge every answer (SEED=1 REQUESTS=20000 KILLS=1000 CONNECTOR=nixl)
+	PYTHONPATH=tests $(BIN)/python -m chaos.run --seed $(SEED) --requests $(REQUESTS) --kills $(KILLS) \
+	  --connector $(CONNECTOR)
 
 .PHONY: k8s-try
 k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up

@@ -126,6 +126,7 @@ class Receptions:
         # Given up, and not yet known to be over: the address that they were told.
         self._given_up: dict[str, ReceiverAddress] = {}
         self._cut_off: dict[str, ReceiverAddress] = {}  # of these, those whose writer is gone
+        self._shut: set[ReceiverAddress] = set()  # one for each writer that died
         self._placing: dict[str, Expected] = {}  # given up, while copies into pages are under way
 
     def __len__(self) -> int:
@@ -145,10 +146,14 @@ class Receptions:
     # What the engine asks for.
 
     def expect(self, reservation: Reservation, writer: str | None) -> None:
-        """Accepts this transfer from now on."""
-        self._expected[reservation.transfer_id] = Expected(
-            reservation, writer, self._destination.layout
-        )
+        """Accepts this transfer from now on. One whose address was shut off since it was given out
+        is refused at once: its writer would hear nothing, and wait for the whole lease."""
+        transfer_id = reservation.transfer_id
+        self._expected[transfer_id] = Expected(reservation, writer, self._destination.layout)
+        if reservation.address in self._shut:
+            why = "its address was shut off, as another writer had died"
+            self._emit(ArrivalRefused(transfer_id, Cause.PEER, why))
+            self.forget(transfer_id)
 
     def forget(self, transfer_id: str) -> None:
         """Refuses this transfer from now on."""
@@ -322,6 +327,7 @@ class Receptions:
         unused = set(self._cut_off.values()) - in_use
         for address in unused:
             self._transport.shut_off(address)
+        self._shut |= unused
         for transfer_id, address in list(self._cut_off.items()):
             if address in unused:
                 self._free(transfer_id)

@@ -167,7 +167,9 @@ class ThreadConnector:
         _lower(self._request_signal)
         if self._closing.is_set():
             return False
-        for _ in range(len(self._requests)):
+        # Also those that come meanwhile: while another agent was made, the engine gave the old
+        # address out, and what it reserved must be known before that address is shut off.
+        while self._requests:
             self._requests.popleft()()
         return True
 

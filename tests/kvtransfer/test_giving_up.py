@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kvtransfer.reception_scene import Scene
 
-from effuse.kvtransfer.connector import Fenced
+from effuse.kvtransfer.connector import ArrivalRefused, Cause, Fenced
 from effuse.kvtransfer.messages import PageRef
 
 
@@ -75,3 +75,23 @@ def test_an_address_that_others_write_to_is_shut_off_after_them(one_sided: Scene
         one_sided.receptions.fence(reserved.transfer_id, has_drained=True)
     assert one_sided.events[1:] == [Fenced("transfer-2"), Fenced("transfer-3")]
     assert len(one_sided.receptions) == 1 and elsewhere.transfer_id == "transfer-4"
+
+
+def test_a_reservation_that_names_an_address_which_was_shut_off_is_refused_at_once(
+    one_sided: Scene,
+) -> None:
+    """The engine gave the address out just before, and asks for the transfer just after."""
+    one_sided.receptions.forget("transfer-1")
+    one_sided.receptions.fence("transfer-1", has_drained=False)
+    one_sided.receptions.turn()
+    assert one_sided.events == [Fenced("transfer-1")]
+    one_sided.expect([PageRef(0, 1)], number=2)
+    refused = one_sided.events[-1]
+    assert isinstance(refused, ArrivalRefused)
+    assert (refused.transfer_id, refused.cause) == ("transfer-2", Cause.PEER)
+    assert len(one_sided.receptions) == 0
+    one_sided.receptions.fence("transfer-2", has_drained=False)
+    one_sided.receptions.turn()
+    assert one_sided.events[-1] == Fenced("transfer-2"), "its pages are never free again"
+    one_sided.expect([PageRef(0, 2)], number=3, port=2)
+    assert len(one_sided.receptions) == 1

@@ -13,7 +13,7 @@ from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ConnectorDied, PushCancelled
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.messages import PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import FromWriter, Heard, Pace
 from effuse.kvtransfer.wire import Begin
@@ -134,6 +134,42 @@ def test_a_reservation_is_known_before_what_a_writer_says_of_it() -> None:
     made.close()
     assert made.transport.learnt == ["prefill-1"]
     assert made.transport.answers == []
+
+
+def test_what_is_reserved_while_an_address_is_renewed_keeps_the_old_one_open() -> None:
+    """To make another agent takes long, and until it is there the engine gives the old one out."""
+
+    class Renewing(Sleepy):
+        """At which the engine reserves pages for another writer as it is being renewed."""
+
+        def __init__(self, memory: PageMemory) -> None:
+            super().__init__(memory)
+            self.is_two_sided = False
+
+        def renew(self, address: ReceiverAddress) -> None:
+            super().renew(address)
+            made.expect(reserved(2), "prefill-2")
+
+    def reserved(number: int) -> Reservation:
+        pages = (PageRef(number - 1, 1),)
+        address = made.transport.address()
+        return reservation(
+            made.transport.memory, address, pages, incarnation="life-1", number=number
+        )
+
+    made = Counting(Renewing)
+    made.expect(reserved(1), "prefill-1")
+    made.forget("transfer-1")
+    made.fence("transfer-1", has_drained=False)
+    made.start()
+    assert made.transport.has_slept.wait(DEADLINE_S)
+    assert made.transport.renewed
+    assert not made.transport.shut
+    made.transport.has_slept.clear()
+    made.forget("transfer-2")
+    assert made.transport.has_slept.wait(DEADLINE_S)
+    made.close()
+    assert made.transport.shut == [made.transport.address()]
 
 
 def test_a_thread_that_dies_is_noticed(thread: Counting, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,148 @@
+"""Clients that ask one fleet, each its next request soon after the last one is over.
+
+What a request is follows from the seed and its number alone, whichever client sends it and when.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+from chaos.ledger import Answer, Commit, Exchange, Finish, Ledger, Mode
+from e2e.client import Client
+from e2e.tiny import TINY
+from e2e.workload import Job, draw_jobs
+
+from effuse.v1 import generation_pb2 as pb
+
+CLIENTS = 12
+DEADLINE_S = 150.0  # of each request; nothing here takes so long
+JOBS = 48  # of each algorithm
+MEAN_THINK_S = 0.03
+MEAN_CANCEL_S = 0.1
+_SHARES = {
+    Mode.STREAM: 5,
+    Mode.UNARY: 3,
+    Mode.STREAM_CANCELLED: 1,
+    Mode.UNARY_CANCELLED: 1,
+}
+
+
+def draw_all(seed: int) -> list[Job]:
+    """The jobs of a run: greedy and sampled, short and long, by either algorithm."""
+    return [
+        job
+        for algorithm in ("d2f", "block_diffusion")
+        for job in draw_jobs(
+            seed, JOBS, algorithm, block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=2
+        )
+    ]
+
+
+def answer_of(client: Client, job: Job) -> Answer:
+    """What an undisturbed fleet answers."""
+    response = client.generate(job.message())
+    return Answer(tuple(response.token_ids), response.text, response.finish_reason)
+
+
+class Clients:
+    """Sends until told to stop."""
+
+    def __init__(self, client: Client, jobs: list[Job], ledger: Ledger) -> None:
+        self._client = client
+        self._jobs = jobs
+        self._ledger = ledger
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._sending: list[Future[None]] = []
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Requests are sent for as long as this lasts; all have ended once it is left."""
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            self._sending = [threads.submit(self._send_all) for _ in range(CLIENTS)]
+            try:
+                yield
+            finally:
+                self._stop.set()
+        for one in self._sending:
+            one.result()
+
+    def wait_for(self, requests: int) -> None:
+        """Returns once so many have been sent."""
+        while len(self._ledger.exchanges) < requests and not any(o.done() for o in self._sending):
+            time.sleep(0.1)
+
+    def _send_all(self) -> None:
+        while not self._stop.is_set():
+            with self._lock:  # in the order of their numbers
+                exchange, chance = self._next()
+                self._ledger.exchanges.append(exchange)
+            try:
+                self._send(exchange, chance)
+            except grpc.RpcError as error:
+                exchange.status, exchange.details = error.code().name, error.details() or ""
+            else:
+                exchange.status = exchange.status or "OK"
+            exchange.ended_s = time.monotonic()
+            if not exchange.mode.is_cancelled:
+                found = self._client.look_up(exchange.name)
+                exchange.attempts = found.attempt
+                exchange.workers = f"{found.prefill_worker or 'local'} -> {found.decode_worker}"
+            time.sleep(chance.expovariate(1 / MEAN_THINK_S))
+
+    def _next(self) -> tuple[Exchange, random.Random]:
+        number = next(self._numbers)
+        chance = random.Random(f"{self._ledger.seed} request {number}")
+        (mode,) = chance.choices(list(_SHARES), list(_SHARES.values()))
+        job = chance.randrange(len(self._jobs))
+        return Exchange(number=number, job=job, mode=mode, began_s=time.monotonic()), chance
+
+    def _send(self, exchange: Exchange, chance: random.Random) -> None:
+        """Raises grpc.RpcError where it does not end well."""
+        message = self._jobs[exchange.job].message(exchange.name)
+        if exchange.mode.is_streamed:
+            wanted = chance.randint(0, 4) if exchange.mode.is_cancelled else None
+            self._stream(exchange, message, wanted)
+        else:
+            patience_s = chance.expovariate(1 / MEAN_CANCEL_S)
+            self._ask(exchange, message, patience_s if exchange.mode.is_cancelled else None)
+
+    def _ask(
+        self, exchange: Exchange, message: pb.GenerateRequest, patience_s: float | None
+    ) -> None:
+        call = self._client.stub.Generate.future(message, timeout=DEADLINE_S)
+        try:
+            response = call.result(timeout=patience_s)
+        except grpc.FutureTimeoutError:
+            call.cancel()
+            exchange.status = "CANCELLED"
+            return
+        now, token_ids = time.monotonic(), tuple(response.token_ids)
+        exchange.events += [
+            Commit(now, 0, token_ids, response.text),
+            Finish(now, response.finish_reason, response.usage.completion_tokens),
+        ]
+
+    def _stream(self, exchange: Exchange, message: pb.GenerateRequest, wanted: int | None) -> None:
+        """`wanted`: blocks after which the client breaks off; None waits for the end."""
+        call = self._client.stub.GenerateStream(message, timeout=DEADLINE_S)
+        if wanted == 0:
+            call.cancel()
+        for event in call:
+            now, commit, finished = time.monotonic(), event.commit, event.finished
+            if event.HasField("commit"):
+                token_ids = tuple(commit.token_ids)
+                exchange.events.append(Commit(now, commit.token_offset, token_ids, commit.text))
+            elif event.HasField("finished"):
+                told = Finish(now, finished.finish_reason, finished.usage.completion_tokens)
+                exchange.events.append(told)
+            if wanted is not None and len(exchange.events) >= wanted:
+                call.cancel()

@@ -1,0 +1,159 @@
+"""Carries a plan's faults out, one after the other, and sees each of them happen.
+
+The fleet can bear a fault as long as another worker of the same kind is ready: at least one of each
+kind is alive at any time. Nobody is waited for otherwise, so several may be away at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+from chaos.clients import CLIENTS
+from chaos.ledger import Exchange, Injected, Ledger, Standing
+from chaos.plan import OF_REDIS, PAUSES, Fault, Kind
+from chaos.subject import NotThere, Subject
+from e2e.client import Client, all_at_once
+
+from effuse.v1 import generation_pb2 as pb
+
+PATIENCE_S = 180.0  # for a worker to come back: restarts pause up to 60 s
+SEEN_S = 30.0  # for a signal to show
+_LOOK_S = 10.0
+_POLL_S = 0.05
+_MARKER = "chaos:marker"
+_ENGINES = (Kind.ENGINE_KILLED, Kind.ENGINE_PAUSED)
+
+
+class Injector:
+    """One run's faults."""
+
+    def __init__(self, subject: Subject, client: Client, ledger: Ledger) -> None:
+        self._subject = subject
+        self._client = client
+        self._ledger = ledger
+        self._ended: set[str] = set()  # lives that were killed, which may be listed for a while
+        self._away: dict[str, Injected] = {}  # by target: hit, and not seen ready since
+
+    def carry_out(self, plan: Sequence[Fault], tell: Callable[[Injected], None]) -> None:
+        """All faults; ends early where the fleet cannot bear the next one for too long."""
+        for fault in plan:
+            deadline = time.monotonic() + PATIENCE_S
+            while not self._can_bear(fault, fault.lull_s):
+                if time.monotonic() > deadline:
+                    return
+            tell(self._inject(fault))
+        self._wait(lambda: not self._away, PATIENCE_S)
+
+    def _can_bear(self, fault: Fault, lull_s: float) -> bool:
+        """Whether it can, and still can after a lull, as somebody may be lost by itself."""
+
+        def can() -> bool:
+            ready = self._ready()
+            others = {name for name in ready if name.startswith(fault.role)} - {fault.target}
+            is_there = fault.target in ready and bool(others)
+            return fault.target not in self._away and (is_there or fault.kind in OF_REDIS)
+
+        return self._wait(can, _LOOK_S) and not self._wait(lambda: False, lull_s) and can()
+
+    def _ready(self) -> set[str]:
+        """Workers that are ready in a life that was not ended. Notes who is back."""
+        lives = self._subject.workers()
+        ready = {name for name, one in lives.items() if one.incarnation not in self._ended}
+        back = ready | ({"redis"} if self._subject.redis_answers() else set())
+        for name in self._away.keys() & back:
+            injected = self._away.pop(name)
+            injected.recovered_s = time.monotonic() - injected.at_s
+        return ready
+
+    def _wait(self, done: Callable[[], bool], within_s: float) -> bool:
+        """Whether it came true in time. Who comes back meanwhile is noted."""
+        deadline = time.monotonic() + within_s
+        while not done():
+            if time.monotonic() > deadline:
+                return False
+            self._ready()
+            time.sleep(_POLL_S)
+        return True
+
+    # One fault.
+
+    def _inject(self, fault: Fault) -> Injected:
+        lives = self._subject.workers()
+        in_flight = self._ledger.in_flight()
+        running = all_at_once(lambda one: self._standing(one, fault), in_flight, CLIENTS)
+        injected = Injected(fault=fault, at_s=time.monotonic(), evidence="", running=running)
+        self._ledger.injected.append(injected)
+        if fault.kind in (Kind.ENGINE_KILLED, Kind.FRONT_KILLED) and fault.target in lives:
+            self._ended.add(lives[fault.target].incarnation)
+        with contextlib.suppress(NotThere):  # it ended by itself just now: there is no evidence
+            injected.evidence = self._hit(fault)
+        self._away[fault.target] = injected  # now, as who stands still is listed for a while
+        return injected
+
+    def _standing(self, exchange: Exchange, fault: Fault) -> Standing:
+        """Where a request is, seen from the fault's target."""
+        found = self._client.look_up(exchange.name)
+        if found.state != pb.REQUEST_STATE_RUNNING:
+            state = "waits" if found.state == pb.REQUEST_STATE_QUEUED else "comes or goes"
+        elif found.decode_worker == fault.target:
+            blocks = "blocks came" if exchange.commits else "no block came"
+            state = f"decodes there, {blocks if exchange.mode.is_streamed else 'unary'}"
+        elif found.prefill_worker == fault.target and not exchange.commits:
+            state = "prefilled there"
+        else:
+            state = "runs elsewhere"
+        return Standing(exchange.number, state)
+
+    def _hit(self, fault: Fault) -> str:
+        """Does it; how it was seen to happen, or nothing. Raises NotThere."""
+        if fault.kind is Kind.REDIS_EMPTIED:
+            return self._empty_redis()
+        victims = self._victims(fault)
+        if fault.kind in PAUSES:
+            return self._pause(victims[0], fault)
+        victims[0].kill()
+        _, alive = psutil.wait_procs(victims, timeout=SEEN_S)
+        gone = "pid " + ", ".join(str(one.pid) for one in victims) + " gone"
+        return gone if not [one for one in alive if one.is_running()] else ""
+
+    def _victims(self, fault: Fault) -> list[psutil.Process]:
+        """The process that is hit, and those that must end with it."""
+        if fault.kind in OF_REDIS:
+            return [self._subject.redis()]
+        engine = self._subject.engine(fault.target)
+        if fault.kind in _ENGINES:
+            return [engine]
+        front = self._subject.front(fault.target)
+        return [front, engine] if fault.kind is Kind.FRONT_KILLED else [front]
+
+    def _pause(self, victim: psutil.Process, fault: Fault) -> str:
+        """A front ends its engine where that shows nothing for too long; nobody else may end."""
+        began = time.monotonic()
+        victim.suspend()
+        try:
+            stops = self._wait(lambda: _is_stopped(victim), SEEN_S)
+            is_deaf = fault.kind is not Kind.REDIS_PAUSED or not self._subject.redis_answers()
+            self._wait(lambda: not victim.is_running(), fault.hold_s)
+            told = f"pid {victim.pid} stood still for {time.monotonic() - began:.1f} s"
+            if stops and is_deaf and _is_stopped(victim):
+                return told
+            is_replaced = fault.kind is Kind.ENGINE_PAUSED and not victim.is_running()
+            return f"{told} and was ended" if stops and is_replaced else ""
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.resume()
+
+    def _empty_redis(self) -> str:
+        with self._subject.redis_client() as client:
+            client.set(_MARKER, 1)
+            client.flushall()
+            return "" if client.exists(_MARKER) else "a key that was set is gone"
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_STOPPED
+    return False

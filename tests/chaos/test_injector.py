@@ -1,0 +1,152 @@
+"""A fault that did not happen has no evidence, and who could not bear one is not hit."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import redis_server
+from chaos import injector
+from chaos.injector import Injector
+from chaos.ledger import Injected, Ledger
+from chaos.plan import Fault, Kind
+from chaos.subject import NotThere, Subject
+from e2e.client import Client, connect, wait_until
+from redis import Redis
+
+from effuse.v1 import model_pb2
+
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+
+
+class Scene(Subject):
+    """Workers whose processes only sleep; each front's engine is another process beside it."""
+
+    def __init__(self, *names: str, redis_url: str = "") -> None:
+        self.fronts = {name: subprocess.Popen(SLEEP) for name in names}
+        self.engines = {name: subprocess.Popen(SLEEP) for name in names}
+        self.lives = dict.fromkeys(names, "1")  # of those that are ready
+        self._redis_url = redis_url
+
+    def front(self, worker: str) -> psutil.Process:
+        return psutil.Process(self.fronts[worker].pid)
+
+    def engine(self, worker: str) -> psutil.Process:
+        if worker not in self.lives:
+            raise NotThere(worker)
+        return psutil.Process(self.engines[worker].pid)
+
+    def workers(self) -> dict[str, model_pb2.Worker]:
+        return {name: model_pb2.Worker(incarnation=life) for name, life in self.lives.items()}
+
+    def redis_client(self, timeout_s: float = 30.0) -> Redis:
+        return Redis.from_url(self._redis_url, socket_timeout=timeout_s)
+
+    def redis_answers(self) -> bool:
+        return True
+
+    def ended(self, name: str) -> bool:
+        return not psutil.pid_exists(self.engines[name].pid)
+
+    def is_stopped(self, name: str) -> bool:
+        return self.front(name).status() == psutil.STATUS_STOPPED
+
+
+@contextlib.contextmanager
+def scene(*names: str, redis_url: str = "") -> Iterator[Scene]:
+    made = Scene(*names, redis_url=redis_url)
+    try:
+        yield made
+    finally:
+        for process in (*made.fronts.values(), *made.engines.values()):
+            process.kill()
+            process.wait(30)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with connect("127.0.0.1:1") as nobody:  # is never asked: nothing is in flight
+        yield nobody
+
+
+def carry_out(subject: Subject, client: Client, *plan: Fault) -> list[Injected]:
+    ledger = Ledger(seed=1, connector="zmq")
+    Injector(subject, client, ledger).carry_out(plan, lambda _: None)
+    return ledger.injected
+
+
+@pytest.fixture(autouse=True)
+def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(injector, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(injector, "_LOOK_S", 0.3)
+
+
+def killed(kind: Kind, name: str) -> Fault:
+    return Fault(kind, name, 0.0)
+
+
+def test_a_killed_engine_is_gone(client: Client) -> None:
+    with scene("decode-0", "decode-1") as subject:
+        (injected,) = carry_out(subject, client, killed(Kind.ENGINE_KILLED, "decode-0"))
+        assert injected.evidence
+        assert subject.ended("decode-0")
+        assert injected.recovered_s is None, "its old life was taken for a new one"
+
+
+def test_a_front_whose_engine_outlives_it_is_no_evidence(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(injector, "SEEN_S", 0.3)
+    with scene("decode-0", "decode-1") as subject:
+        (injected,) = carry_out(subject, client, killed(Kind.FRONT_KILLED, "decode-0"))
+        assert not injected.evidence
+
+
+def test_a_paused_front_stands_still_and_goes_on(client: Client) -> None:
+    pause = Fault(Kind.FRONT_PAUSED, "decode-0", 0.0, 0.5)
+    with scene("decode-0", "decode-1") as subject:
+        (injected,) = carry_out(subject, client, pause)
+        assert injected.evidence
+        assert not subject.is_stopped("decode-0")
+        assert injected.recovered_s is not None
+        assert injected.recovered_s >= pause.hold_s
+
+
+def test_a_pause_that_somebody_ends_is_no_evidence(client: Client) -> None:
+    pause = Fault(Kind.FRONT_PAUSED, "decode-0", 0.0, 3.0)
+    with scene("decode-0", "decode-1") as subject, ThreadPoolExecutor(1) as threads:
+        running = threads.submit(carry_out, subject, client, pause)
+        wait_until(lambda: subject.is_stopped("decode-0"), "it was never stopped")
+        time.sleep(0.2)
+        subject.front("decode-0").resume()
+        assert not running.result()[0].evidence
+
+
+def test_a_redis_that_is_emptied_has_lost_its_keys(client: Client) -> None:
+    with redis_server.running() as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        with scene("decode-0", redis_url=url) as subject, subject.redis_client() as redis:
+            redis.set("a", 1)
+            (injected,) = carry_out(subject, client, killed(Kind.REDIS_EMPTIED, "redis"))
+            assert injected.evidence
+            assert not redis.exists("a")
+
+
+def test_the_last_one_of_its_kind_is_not_hit(client: Client) -> None:
+    with scene("prefill-0", "decode-0") as subject:
+        assert not carry_out(subject, client, killed(Kind.ENGINE_KILLED, "decode-0"))
+        assert not subject.ended("decode-0")
+
+
+def test_nor_is_the_last_one_that_was_not_hit_before(client: Client) -> None:
+    plan = [killed(Kind.ENGINE_KILLED, name) for name in ("decode-0", "decode-1")]
+    with scene("decode-0", "decode-1") as subject:
+        (injected,) = carry_out(subject, client, *plan)
+        assert injected.fault is plan[0]
+        assert not subject.ended("decode-1")

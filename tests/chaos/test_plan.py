@@ -1,0 +1,43 @@
+"""A plan follows from its seed, and has what a run is to be hit with."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from chaos.plan import KILLS, LONGEST_PAUSE_S, PAUSES, Fault, Kind, draw_plan
+
+PREFILL = ("prefill-0", "prefill-1")
+DECODE = ("decode-0", "decode-1", "decode-2")
+A_DECK = 8  # kills
+
+
+def plan(seed: int, kills: int) -> list[Fault]:
+    return draw_plan(seed, kills, PREFILL, DECODE)
+
+
+def test_a_plan_follows_from_its_seed() -> None:
+    assert plan(1, 50) == plan(1, 50)
+    assert plan(1, 50) != plan(2, 50)
+    assert plan(1, 50) == plan(1, 80)[: len(plan(1, 50))]
+
+
+def test_it_has_as_many_kills_as_asked_for_and_ends_with_one() -> None:
+    for kills in range(1, 30):
+        faults = plan(3, kills)
+        assert sum(fault.kind in KILLS for fault in faults) == kills
+        assert faults[-1].kind in KILLS
+
+
+def test_each_deck_has_a_kill_of_every_engine_and_every_kind() -> None:
+    for seed in range(20):
+        # What follows the last kill of a deck is in the next one's plan.
+        faults = plan(seed, A_DECK + 1)[:12]
+        targets = Counter(fault.target for fault in faults if fault.kind is Kind.ENGINE_KILLED)
+        assert targets == Counter((*PREFILL, *DECODE))
+        assert {fault.kind for fault in faults} == set(Kind)
+
+
+def test_only_pauses_last() -> None:
+    for fault in plan(4, 200):
+        assert (0 < fault.hold_s <= LONGEST_PAUSE_S) == (fault.kind in PAUSES)
+        assert (fault.target == "redis") == (fault.role == "redis")
