@@ -12,8 +12,8 @@ from collections.abc import Callable
 Action = Callable[[], None]
 
 
-class Violation(AssertionError):
-    """What must never happen has happened."""
+class Violation(BaseException):
+    """What must never happen has happened. No Exception: engines survive those of a forward."""
 
 
 class Clock:

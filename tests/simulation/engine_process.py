@@ -59,8 +59,8 @@ from .pages import (
 from .transport import Fabric, SimTransport
 
 LEASE_S, RESERVATION_S, MOST_S = 2.0, 1.5, 20.0
-LOOK_S = {Pace.HOT: 0.002, Pace.MOVING: 0.05, Pace.BEGUN: 0.1, Pace.EXPECTING: 0.2}
-BUSY_S = 0.2  # between two looks of an engine that waits for something
+LOOK_S = {Pace.HOT: 0.002, Pace.MOVING: 0.1, Pace.BEGUN: 0.2, Pace.EXPECTING: 0.3}
+BUSY_S = 0.3  # between two looks of an engine that waits for something
 ENDS = (Failed, Finished, PromptPushed)
 
 
@@ -380,4 +380,3 @@ def event_text(event: object) -> str:
     transfer_id = getattr(event, "transfer_id", "") or getattr(attempt, "transfer_id", "")
     why = getattr(event, "message", "") or getattr(event, "token_ids", "")
     return f"{name} {transfer_id} {why}".rstrip()
-

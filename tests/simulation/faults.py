@@ -35,7 +35,10 @@ class Faults:
         fault(self)
 
     def _worker(self) -> str:
-        return self.clock.draw.choice(sorted(self.fleet.fronts))
+        """Any worker; it is troubled from now on."""
+        worker_id = self.clock.draw.choice(sorted(self.fleet.fronts))
+        self.fleet.troubled.add(worker_id)
+        return worker_id
 
     def engine_dies(self) -> None:
         """A crash, which its front hears of at once."""
@@ -73,6 +76,12 @@ class Faults:
         one, other = draw.sample([*sorted(self.fleet.fronts), ROUTER], 2)
         self.fleet.network.cut(one, other, draw.uniform(0.05, 4.0))
 
+    def link_is_slow(self) -> None:
+        """What two hosts send each other comes much later, long after its sender may have died."""
+        draw = self.clock.draw
+        one, other = draw.sample([*sorted(self.fleet.fronts), ROUTER], 2)
+        self.fleet.network.slow(one, other, draw.uniform(0.1, 2.0), draw.uniform(0.1, 2.0))
+
     def connection_breaks(self) -> None:
         """One connection is reset."""
         self.fleet.network.break_one(self._worker())
@@ -104,6 +113,7 @@ FAULTS: tuple[Callable[[Faults], None], ...] = (
     Faults.connector_sticks,
     Faults.link_is_cut,
     Faults.link_is_cut,
+    Faults.link_is_slow,
     Faults.connection_breaks,
     Faults.worker_is_unheard,
     Faults.redis_is_gone,

@@ -79,6 +79,7 @@ class Fleet:
         self.registry = Registry(fabric.clock, fabric.network)
         self.fronts: dict[str, Front] = {}  # the newest one of each host
         self.engines: dict[str, EngineProcess] = {}  # by incarnation, dead ones too
+        self.troubled: set[str] = set()  # workers that were not heard or not well at some time
         self._names: Counter[str] = Counter()
 
     def next_name(self, kind: str) -> str:
@@ -109,7 +110,9 @@ class Fleet:
         """Whether a host's connections to a writer's front and engine are refused."""
         if self.network.is_cut(host, writer.host):
             return False
-        return not self.fronts[writer.host].is_alive and not self.engines[writer.incarnation].is_alive
+        return (
+            not self.fronts[writer.host].is_alive and not self.engines[writer.incarnation].is_alive
+        )
 
     def abort(
         self, source: str, target: str, attempt: AttemptId, answer: Callable[[bool, str], None]

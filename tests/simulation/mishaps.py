@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from effuse.kvtransfer.digest import sealed
-from effuse.kvtransfer.messages import AttemptId, PageRef
+from effuse.kvtransfer.messages import AttemptId, Manifest, PageRef
 from effuse.kvtransfer.wire import Begin, Finish, Pages, ToReceiver, attempt_of
 
 from .clock import Clock, Violation
@@ -75,43 +75,28 @@ class Mishaps:
     def check_verified(self, transfer_id: str) -> None:
         """Raises Violation where something was wrong about a transfer that was taken for good."""
         if transfer_id in self.wrong:
-            raise Violation(f"{transfer_id} is verified although {self.wrong[transfer_id]} is wrong")
+            raise Violation(
+                f"{transfer_id} is verified although {self.wrong[transfer_id]} is wrong"
+            )
 
     def _happens(self, share: float) -> bool:
         return share > 0 and self.clock.draw.random() < share
 
 
 def _mistaken(message: ToReceiver, what: str) -> ToReceiver:
-    match message:
-        case Begin():
-            if what == "source":
-                return replace(message, source=STRANGER)
-            if what == "destination":
-                return replace(message, destination=STRANGER)
-            return replace(message, attempt=_other(message.attempt))
-        case Pages():
-            if what == "source":
-                return replace(message, source=STRANGER)
-            if what == "destination":
-                return replace(message, destination=STRANGER)
-            if what == "generation":
-                return replace(message, pages=_older(message.pages))
-            return replace(message, attempt=_other(message.attempt))
-        case Finish(manifest):
-            if what == "source":
-                wrong = replace(manifest, source_incarnation=STRANGER)
-            elif what == "destination":
-                wrong = replace(manifest, destination_incarnation=STRANGER)
-            elif what == "generation" and manifest.pages:
-                wrong = replace(manifest, pages=_older(manifest.pages))
-            else:
-                wrong = replace(manifest, attempt=_other(manifest.attempt))
-            return Finish(sealed(wrong))
+    """The message, wrong in one thing; the attempt where it does not speak of that thing."""
+    if isinstance(message, Finish):
+        manifest = message.manifest
+        names = {"source": "source_incarnation", "destination": "destination_incarnation"}
+        return Finish(sealed(replace(manifest, **_wrong(manifest, names.get(what, what)))))
+    return replace(message, **_wrong(message, what))
 
 
-def _other(attempt: AttemptId) -> AttemptId:
-    return AttemptId(attempt.request_id, attempt.attempt + 1, attempt.transfer_id)
-
-
-def _older(pages: tuple[PageRef, ...]) -> tuple[PageRef, ...]:
-    return tuple(PageRef(page.page_id, page.generation - 1) for page in pages)
+def _wrong(spoken: Begin | Pages | Manifest, what: str) -> dict[str, object]:
+    if what == "generation" and not isinstance(spoken, Begin) and spoken.pages:
+        older = [PageRef(page.page_id, page.generation - 1) for page in spoken.pages]
+        return {"pages": tuple(older)}
+    if what in ("attempt", "generation"):
+        ours = spoken.attempt
+        return {"attempt": AttemptId(ours.request_id, ours.attempt + 1, ours.transfer_id)}
+    return {what: STRANGER}

@@ -22,6 +22,7 @@ class Network:
 
     clock: Clock
     _cuts: dict[frozenset[str], int] = field(default_factory=dict)  # how many lie on a pair
+    _delays: dict[frozenset[str], tuple[float, float]] = field(default_factory=dict)
     _lines: list[Line] = field(default_factory=list)
 
     def is_cut(self, one: str, other: str) -> bool:
@@ -34,6 +35,16 @@ class Network:
         self._cuts[pair] = self._cuts.get(pair, 0) + 1
         self.clock.after(seconds, lambda: self._heal(pair))
         self.clock.after(KEEPALIVE_S, lambda: self._break(pair))
+
+    def slow(self, one: str, other: str, delay_s: float, seconds: float) -> None:
+        """Lets what is sent between two hosts take up to so much longer, for a while."""
+        self._delays[frozenset((one, other))] = delay_s, self.clock.now + seconds
+
+    def latency_s(self, pair: frozenset[str]) -> float:
+        """What the next message between two hosts takes."""
+        delay_s, until = self._delays.get(pair, (0.0, 0.0))
+        seconds = self.clock.draw.uniform(*LATENCY_S)
+        return seconds + self.clock.draw.uniform(0, delay_s) if self.clock.now < until else seconds
 
     def add(self, line: Line) -> None:
         """Takes note of a line, and forgets those that have ended."""
@@ -83,7 +94,7 @@ class Line:
     def send(self, arrive: Action) -> None:
         """Lets something happen at the other end, unless the line breaks before."""
         clock = self._network.clock
-        self._last_at = max(self._last_at, clock.now + clock.draw.uniform(*LATENCY_S))
+        self._last_at = max(self._last_at, clock.now + self._network.latency_s(self.pair))
         clock.after(self._last_at - clock.now, lambda: self._arrive(arrive))
 
     def break_off(self) -> None:

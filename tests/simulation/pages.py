@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -128,7 +129,7 @@ class TaggedMemory:
 
     def load(self, page_ids: Sequence[int], count: int) -> list[int]:
         """Tags of the positions before `count`; all groups of layers must agree."""
-        found = []
+        found: list[int] = []
         for position in range(count):
             at, slot = page_ids[position // PAGE] * GROUPS, position % PAGE
             tags = {self._cells[at + group][slot] for group in range(GROUPS)}
@@ -209,7 +210,7 @@ class PromptModel:
         at = max(clock.now, self._free_at)
         for group in range(GROUPS):
             at += clock.draw.uniform(0.001, 0.02)
-            clock.after(at - clock.now, lambda g=group: self._store(running, parts, g))  # type: ignore[misc]
+            clock.after(at - clock.now, partial(self._store, running, parts, group))
         self._free_at = at
         return [PartResult([], [], [], None) for _ in parts]
 

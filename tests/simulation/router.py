@@ -1,4 +1,4 @@
-"""A small model of the router: real requests and the real view of the fleet, attempts as calls back.
+"""A small model of the router: real requests, the real view of the fleet, attempts as calls back.
 
 It never gives up: whatever fails, a request is tried again, until its client has the answer or
 does not want it any more. So each must be answered once faults are over.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
@@ -35,7 +36,7 @@ from effuse.worker.messages import (
 from .clock import Clock, Violation
 from .fleet import ROUTER, Fleet, Writer
 from .network import Call
-from .pages import tag
+from .pages import TOKENS, tag
 from .worker import Lost
 
 POLL_S = 0.5
@@ -68,10 +69,11 @@ class Router:
         self.fleet = fleet
         self.clock: Clock = fleet.clock
         self.requests: list[Routed] = []
-        self.num_lost = 0  # attempts
+        self.num_lost = 0  # attempts, those left out whose pages came late
         self._snapshot = Snapshot({}, False)
         self._avoided: dict[str, float] = {}  # worker: until when
         self._in_flight: Counter[str] = Counter()
+        self._seen: set[str] = set()
         self._poll()
 
     @property
@@ -114,7 +116,16 @@ class Router:
             self._snapshot = Snapshot(before.sightings, False, 0, before.heard_at)
         else:
             self._snapshot = merge(self._snapshot, answer, now, now)
+        self._check_view()
         self.clock.after(POLL_S, self._poll)
+
+    def _check_view(self) -> None:
+        """Whoever was well and heard all the time is in the view, once it was."""
+        alive = {record.worker_id for record in self._snapshot.alive(self.clock.now)}
+        self._seen |= alive
+        for worker_id in self._seen - self.fleet.troubled:
+            if worker_id not in alive:
+                raise Violation(f"{worker_id} is taken for dead, and is well")
 
 
 class Routed:
@@ -161,7 +172,6 @@ class Routed:
 
     def lose(self, why: str) -> None:
         """An attempt has failed; another one follows."""
-        self._router.num_lost += 1
         self._clock.note(f"{self.request.id} lost an attempt: {why}")
         self.request.apply_event(Event.LOST, self._clock.now, why[:40])
         self._clock.after(self._clock.draw.uniform(0.01, 0.2), self.place)
@@ -214,6 +224,7 @@ class Attempt:
         self._prefill = prefill
         self._decode = decode
         self._calls: dict[str, Call] = {}
+        self._workers: list[str] = []
         self._is_over = False
         self._is_pushed = False
 
@@ -222,17 +233,15 @@ class Attempt:
         question, prefill, decode = self._routed.question, self._prefill, self._decode
         workers = [one.worker_id for one in (prefill, decode) if one is not None]
         self._router.count(workers, 1)
-        prompt = question.prompt()
+        self._workers = workers
         writer = None
         if prefill is not None:
             writer = Writer(prefill.worker_id, prefill.incarnation)
-            mishaps = self._fleet.fabric.mishaps
-            mixed_up = mishaps.mixes_up(self.id.transfer_id)
-            sent = tuple(token + 64 for token in prompt) if mixed_up else prompt
-            self._call(prefill, StartPrefill(attempt=self.id, prompt_token_ids=sent), None)
+            if not self._routed.request.is_patient:
+                self._send_prompt(prefill)
         message = StartDecode(
             attempt=self.id,
-            prompt_token_ids=prompt,
+            prompt_token_ids=question.prompt(),
             stopping=Stopping(max_tokens=question.max_tokens, stop_token_ids=frozenset()),
             sampling=Sampling(),
             settings=question.settings,
@@ -241,12 +250,18 @@ class Attempt:
         )
         self._call(decode, message, writer)
 
+    def _send_prompt(self, prefill: WorkerRecord) -> None:
+        prompt = self._routed.question.prompt()
+        if self._fleet.fabric.mishaps.mixes_up(self.id.transfer_id):
+            prompt = tuple(token + TOKENS for token in prompt)
+        self._call(prefill, StartPrefill(attempt=self.id, prompt_token_ids=prompt), None)
+
     def end(self) -> None:
         """Ends both calls, and has both workers end the attempt."""
         if self._is_over:
             return
         self._is_over = True
-        self._router.count(self._calls, -1)
+        self._router.count(self._workers, -1)
         for worker_id, call in self._calls.items():
             call.cancel()
             self._fleet.abort(ROUTER, worker_id, self.id, lambda drained, incarnation: None)
@@ -263,9 +278,10 @@ class Attempt:
 
         def arrive() -> None:
             front = self._fleet.fronts[host]
-            if front.is_alive:
-                start = lambda: front.start(message, worker.incarnation, writer, call, told)  # noqa: E731
-                front.when_awake(start)
+            if front.accept(call):
+                front.when_awake(
+                    partial(front.start, message, worker.incarnation, writer, call, told)
+                )
             else:
                 call.break_off()
 
@@ -281,12 +297,16 @@ class Attempt:
             return
         self._routed.take(event)
         if isinstance(event, Reserved) and self._prefill is not None:
-            self._pass_on(self._prefill.worker_id, event)
+            self._pass_on(self._prefill, event)
         if self._routed.request.is_ended:
             self._is_over = True
-            self._router.count(self._calls, -1)
+            self._router.count(self._workers, -1)
 
-    def _pass_on(self, host: str, reserved: Reserved) -> None:
+    def _pass_on(self, prefill: WorkerRecord, reserved: Reserved) -> None:
+        host = prefill.worker_id
+        if host not in self._calls:
+            self._send_prompt(prefill)
+
         def arrive() -> None:
             front = self._fleet.fronts[host]
             front.when_awake(lambda: front.reserve(reserved.reservation))
@@ -300,5 +320,8 @@ class Attempt:
         if not lost.is_retryable and not self._fleet.fabric.mishaps.are_any:
             raise Violation(f"{self.id} failed for good at {worker.worker_id}: {lost.text}")
         self.end()
-        self._router.avoid(worker.worker_id)
+        self._routed.request.is_patient |= lost.is_unreserved
+        if not lost.is_unreserved:
+            self._router.num_lost += 1
+            self._router.avoid(worker.worker_id)
         self._routed.lose(f"{worker.worker_id}: {lost.text}")

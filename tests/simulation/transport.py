@@ -36,8 +36,6 @@ from .mishaps import Mishaps
 from .network import Line, Network
 from .pages import LAYOUT, TaggedMemory
 
-LATE_S = (0.0, 0.004)  # from posting a write to its bytes being read
-
 
 class Host(Protocol):
     """The engine process that a transport belongs to."""
@@ -83,6 +81,7 @@ class Fabric:
     mishaps: Mishaps
     is_two_sided: bool
     lands_by_itself: bool  # one-sided writes need no look of the receiver
+    leaves_within_s: float  # from posting a write to its bytes being read
     agents: dict[str, Agent] = field(default_factory=dict)
     writers: dict[str, SimTransport] = field(default_factory=dict)  # by incarnation
 
@@ -309,8 +308,8 @@ class SimTransport:
 
     def _send(self, peer: Peer, leave: Action) -> None:
         """Lets something leave a little later, in order, if the process lives until then."""
-        clock = self._fabric.clock
-        peer.leaves_at = max(peer.leaves_at, clock.now + clock.draw.uniform(*LATE_S))
+        clock, most_s = self._fabric.clock, self._fabric.leaves_within_s
+        peer.leaves_at = max(peer.leaves_at, clock.now + clock.draw.uniform(0.0, most_s))
         clock.after(peer.leaves_at - clock.now, lambda: self._process.when_awake(leave))
 
     def _depart(self, write: Write) -> None:
@@ -378,4 +377,3 @@ class SimTransport:
                 placed.group,
             ):
                 write.is_done = True
-

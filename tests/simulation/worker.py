@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.placement.lease import Action as LeaseAction
@@ -43,7 +44,7 @@ TICK_S = 0.5
 HANG = Limits(startup_s=10.0, serving_s=1.6)
 ASK_S, FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 0.1, 1.0  # of a writer that is to let go
 LOST_AFTER_S = 6.0  # long after its connections have ended
-HAS_DRAINED = Callable[[bool, str], None]
+HasDrained = Callable[[bool, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class Running:
     is_let_go: bool = False  # by the engine
     is_closed: bool = False
     engine_gone: bool = False
-    aborts: list[HAS_DRAINED] = field(default_factory=list)  # to be answered at its end
+    aborts: list[HasDrained] = field(default_factory=list)  # to be answered at its end
+    unsent: list[CoreEvent | Lost] = field(default_factory=list)
 
 
 class Front:
@@ -92,6 +94,7 @@ class Front:
         self._last_incarnation = ""
         self._process = fleet.next_name(f"{worker_id}.process")
         self._buried: set[str] = set()
+        self._calls: list[Call] = []
         self._paused_until = 0.0
         self._asleep: list[Action] = []
         self._lease = Lease(LeaseTimes())
@@ -135,8 +138,8 @@ class Front:
         draw = self._clock.draw
         if self.engine is not None:
             self._clock.after(draw.choice((0.0, 0.3)), self.engine.die)
-        for running in self.attempts.values():
-            running.call.break_off()
+        for call in self._calls:
+            call.break_off()
         self._clock.after(draw.uniform(0.3, 1.5), lambda: self._fleet.replace(self))
 
     def lose_engine(self, why: str) -> None:
@@ -234,6 +237,12 @@ class Front:
 
     # What is asked of it.
 
+    def accept(self, call: Call) -> bool:
+        """Whether a connection is accepted; it breaks when this life ends."""
+        if self.is_alive:
+            self._calls.append(call)
+        return self.is_alive
+
     def start(
         self,
         message: StartPrefill | StartDecode,
@@ -267,7 +276,7 @@ class Front:
             running.is_reserved = True
             self._send(running, PushTo(reservation=reservation))
 
-    def abort(self, attempt: AttemptId, answer: HAS_DRAINED) -> None:
+    def abort(self, attempt: AttemptId, answer: HasDrained) -> None:
         """Somebody wants an attempt to end, whether it has begun or not."""
         running = self.attempts.get(attempt.transfer_id)
         if running is None:
@@ -309,8 +318,21 @@ class Front:
             self._close(running)
 
     def _tell(self, running: Running, event: CoreEvent | Lost) -> None:
-        if not running.is_ending:
-            running.call.answer(lambda: running.told(event))
+        """Relays an event; what one step has said goes in one message."""
+        if running.is_ending:
+            return
+        running.unsent.append(event)
+        if len(running.unsent) == 1:
+            self._clock.after(0.0, lambda: self.when_awake(lambda: self._flush(running)))
+
+    def _flush(self, running: Running) -> None:
+        told, running.unsent = running.unsent, []
+
+        def arrive() -> None:
+            for event in told:
+                running.told(event)
+
+        running.call.answer(arrive)
 
     def _send(self, running: Running, message: ToEngine) -> None:
         if self.engine is not None and self.engine.incarnation == running.incarnation:
@@ -364,7 +386,7 @@ class Front:
                 self._release(running, has_drained=False)
                 return
             longer_s = min(2 * pause_s, MOST_PAUSE_S)
-            again = lambda: self._ask_writer(running, writer, give_up_at, longer_s)  # noqa: E731
+            again = partial(self._ask_writer, running, writer, give_up_at, longer_s)
             self._clock.after(pause_s, lambda: self.when_awake(again))
 
         def answer(drained: bool, incarnation: str) -> None:
