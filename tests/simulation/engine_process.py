@@ -256,12 +256,13 @@ class EngineProcess:
     # Its threads.
 
     def _turn_engine(self) -> None:
-        core = self.core
+        core, is_told = self.core, bool(self._inbox)
         while self._inbox:
             core.handle(self._inbox.popleft())
         worked = core.step()
         said = core.outbox()
-        core.audit()
+        if worked or is_told:
+            core.audit()
         if said:
             self._check(said)
             self._tell(self.incarnation, said)
@@ -378,5 +379,6 @@ def event_text(event: object) -> str:
     name = type(event).__name__
     attempt = getattr(event, "attempt", None) or getattr(event, "reservation", None)
     transfer_id = getattr(event, "transfer_id", "") or getattr(attempt, "transfer_id", "")
-    why = getattr(event, "message", "") or getattr(event, "token_ids", "")
+    cause = getattr(event, "cause", None)  # its message may hold digests, which no seed decides
+    why = cause.value if cause else getattr(event, "message", "") or getattr(event, "token_ids", "")
     return f"{name} {transfer_id} {why}".rstrip()

@@ -28,14 +28,16 @@ class Mishaps:
     confused: float = 0.0
     failed: float = 0.0  # forwards
     mixed_up: float = 0.0  # prompts that are sent in the place of another
+    deadly: float = 0.0  # writes whose writer dies a moment after their bytes have left
     num_damaged: int = 0
     num_failed: int = 0
+    num_dead: int = 0
     wrong: dict[str, str] = field(default_factory=dict)  # by transfer id: what a peer said of it
 
     @property
     def are_any(self) -> bool:
         """Whether anything was made to go wrong."""
-        return bool(self.num_damaged or self.num_failed or self.wrong)
+        return bool(self.num_damaged or self.num_failed or self.num_dead or self.wrong)
 
     def fails(self) -> bool:
         """Whether this forward does."""
@@ -50,6 +52,12 @@ class Mishaps:
         self.num_damaged += 1
         self.clock.note("a write is damaged")
         return [[tag + 1 for tag in page] for page in pages]
+
+    def kills(self) -> bool:
+        """Whether the writer of this write dies."""
+        is_dead = self._happens(self.deadly)
+        self.num_dead += is_dead
+        return is_dead
 
     def confuse(self, message: ToReceiver) -> ToReceiver:
         """A writer's message as it is sent."""

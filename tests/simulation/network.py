@@ -79,14 +79,21 @@ class Line:
     """One direction of a connection from one host to another."""
 
     def __init__(
-        self, network: Network, source: str, target: str, on_break: Action = lambda: None
+        self,
+        network: Network,
+        source: str,
+        target: str,
+        on_break: Action = lambda: None,
+        delay_s: float = 0.0,
     ) -> None:
+        """`on_break` is told its end; `delay_s` is the most that it adds to the latency."""
         self.source = source
         self.pair = frozenset((source, target))
         self.is_open = True
         self._network = network
         self._target = target
         self._on_break = on_break
+        self._delay_s = delay_s
         self._last_at = 0.0
         self._held: deque[Action] = deque()
         network.add(self)
@@ -94,7 +101,10 @@ class Line:
     def send(self, arrive: Action) -> None:
         """Lets something happen at the other end, unless the line breaks before."""
         clock = self._network.clock
-        self._last_at = max(self._last_at, clock.now + self._network.latency_s(self.pair))
+        latency_s = self._network.latency_s(self.pair)
+        if self._delay_s:
+            latency_s += clock.draw.uniform(0.0, self._delay_s)
+        self._last_at = max(self._last_at, clock.now + latency_s)
         clock.after(self._last_at - clock.now, lambda: self._arrive(arrive))
 
     def break_off(self) -> None:

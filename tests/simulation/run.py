@@ -58,8 +58,10 @@ class Run:
             is_two_sided,
             lands_by_itself=draw.random() < 0.3,
             leaves_within_s=draw.choice((0.004, 0.004, 0.15)),
+            arrives_within_s=draw.choice((0.0, 0.0, 0.4)),
         )
-        self.is_swift = fabric.leaves_within_s < 0.1  # a push cannot take as long as its lease
+        # Whether no push takes as long as its lease.
+        self.is_swift = fabric.leaves_within_s + fabric.arrives_within_s < 0.1
         sizes = Sizes(
             model=model_of(draw.choice(("sdar", "sdar", "llada"))),
             prefill_pages=draw.choice((4, 8)),
@@ -84,7 +86,7 @@ class Run:
                 self.clock.run(HORIZON_S, self._is_over)
                 self._check_end()
         except (Exception, Violation) as error:
-            text = f"{type(error).__name__}: {error}\npython -m simulation --seed {self.seed}"
+            text = f"{type(error).__name__}: {error}\nPYTHONPATH=src:tests python -P -m simulation --seed {self.seed}"
             raise Broken(text) from error
         return Outcome(
             self.seed,
@@ -106,6 +108,8 @@ class Run:
                 mishaps.failed = 0.05
             case 3:
                 mishaps.mixed_up = 0.3
+            case 4 | 5:
+                mishaps.deadly = 0.1
         return mishaps
 
     def _ask(self, count: int) -> None:

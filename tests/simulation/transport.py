@@ -52,6 +52,10 @@ class Host(Protocol):
         """Something is to be looked at."""
         ...
 
+    def die(self) -> None:
+        """Ends, as in a crash."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Agent:
@@ -82,6 +86,7 @@ class Fabric:
     is_two_sided: bool
     lands_by_itself: bool  # one-sided writes need no look of the receiver
     leaves_within_s: float  # from posting a write to its bytes being read
+    arrives_within_s: float  # from then to the receiver's socket, beside the network's latency
     agents: dict[str, Agent] = field(default_factory=dict)
     writers: dict[str, SimTransport] = field(default_factory=dict)  # by incarnation
 
@@ -290,7 +295,8 @@ class SimTransport:
     def _connect(self, agent: Agent) -> Peer:
         peer = Peer(agent)
         network, host = self._fabric.network, agent.owner._process.host
-        peer.line = Line(network, self._process.host, host, lambda: self._lose(peer))
+        delay_s = self._fabric.arrives_within_s
+        peer.line = Line(network, self._process.host, host, lambda: self._lose(peer), delay_s)
         agent.lines.append(peer.line)
         if not agent.is_open:
             self._fabric.clock.after(0.01, peer.line.break_off)
@@ -315,6 +321,9 @@ class SimTransport:
     def _depart(self, write: Write) -> None:
         if not write.peer.line.is_open:
             return
+        if self._fabric.mishaps.kills():
+            self._fabric.clock.note(f"{self._process.incarnation} dies while it writes")
+            self._fabric.clock.after(0.001, self._process.die)
         tags = self._fabric.mishaps.damage(write.read())
         header = self._fabric.mishaps.confuse(write.header) if self.is_two_sided else write.header
         assert isinstance(header, Pages)
