@@ -249,7 +249,6 @@ class EngineProcess:
     def _resume(self) -> None:
         if not self.is_paused:
             asleep, self._asleep = self._asleep, []
-            self.clock.draw.shuffle(asleep)
             for action in asleep:
                 self.when_awake(action)
 

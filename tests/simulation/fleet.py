@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.placement.records import Role, WorkerRecord, encode
+from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord, encode
 from effuse.worker.messages import CoreEvent
 
 from .clock import Clock
 from .engine_process import EngineProcess, Sizes
 from .network import Call, Network
+from .pages import BLOCK, MASK, PAGE, TOKENS, fingerprint_of
 from .transport import Fabric
 
 if TYPE_CHECKING:
@@ -28,6 +29,39 @@ class Writer:
 
     host: str
     incarnation: str
+
+
+def record_of(
+    sizes: Sizes, worker_id: str, role: Role, incarnation: str, *, is_ready: bool
+) -> WorkerRecord:
+    """What a worker announces."""
+    model = sizes.model
+    return WorkerRecord(
+        worker_id=worker_id,
+        role=role,
+        address=worker_id,
+        incarnation=incarnation,
+        state="ready" if is_ready else "starting",
+        fingerprint=tuple((field.name, field.value) for field in fingerprint_of(model)),
+        model=ModelInfo(
+            name="simulated",
+            architecture=model.architecture,
+            block_size=BLOCK,
+            max_model_len=TOKENS,
+            vocab_size=model.vocab_size,
+            mask_token_id=MASK,
+            eos_token_ids=(),
+            prompt_attention=model.prompt_attention,
+            default_algorithm="d2f",
+        ),
+        capacity=Capacity(
+            total_pages=sizes.prefill_pages if role == "prefill" else sizes.decode_pages,
+            page_size=PAGE,
+            max_num_seqs=4,
+            max_num_batched_tokens=sizes.budget,
+        ),
+        load=Load(),
+    )
 
 
 @dataclass(slots=True)

@@ -86,8 +86,8 @@ class Run:
                 self.clock.run(HORIZON_S, self._is_over)
                 self._check_end()
         except (Exception, Violation) as error:
-            text = f"{type(error).__name__}: {error}\nPYTHONPATH=src:tests python -P -m simulation --seed {self.seed}"
-            raise Broken(text) from error
+            again = f"PYTHONPATH=src:tests python -P -m simulation --seed {self.seed}"
+            raise Broken(f"{type(error).__name__}: {error}\n{again}") from error
         return Outcome(
             self.seed,
             self.faults.counts,

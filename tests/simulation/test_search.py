@@ -9,8 +9,9 @@ import pytest
 from effuse.kvtransfer.handoff import RECEIVER, ReceiverEvent, ReceiverState
 from simulation import mutants
 from simulation.clock import Violation
+from simulation.handoffs import Trust, World, has_let_go
 from simulation.mutants import Patch
-from simulation.search import Trust, World, has_let_go, search
+from simulation.search import search
 
 DEPTH = 16  # within which planted bugs show
 
@@ -57,7 +58,7 @@ def test_no_entry_of_the_receivers_table_is_idle(
     state: ReceiverState, event: ReceiverEvent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it, something that happens has no answer."""
-    monkeypatch.delitem(RECEIVER, (state, event))  # type: ignore[arg-type]
+    monkeypatch.delitem(RECEIVER, (state, event))
     is_two_sided = (state, event) == (ReceiverState.ABORTING, ReceiverEvent.FENCED)
     with pytest.raises(Violation, match=re.escape(f"{event.name} of a reservation")):
         search(most_depth=DEPTH, is_two_sided=is_two_sided)

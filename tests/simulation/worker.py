@@ -14,7 +14,7 @@ from functools import partial
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.placement.lease import Action as LeaseAction
 from effuse.placement.lease import Lease, LeaseEvent, LeaseTimes, advance
-from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord
+from effuse.placement.records import Role
 from effuse.worker.attempts import attempt_of
 from effuse.worker.messages import (
     Abort,
@@ -36,9 +36,8 @@ from effuse.worker.watchdog import Limits, Progress, look, observe, verdict
 
 from .clock import Action
 from .engine_process import EngineProcess
-from .fleet import Fleet, Writer
+from .fleet import Fleet, Writer, record_of
 from .network import Call
-from .pages import BLOCK, MASK, PAGE, TOKENS, fingerprint_of
 
 TICK_S = 0.5
 HANG = Limits(startup_s=10.0, serving_s=1.6)
@@ -196,44 +195,19 @@ class Front:
 
     def _announce(self) -> None:
         takes = self._lease.action is LeaseAction.TAKE
-        registry = self._fleet.registry
-        told = registry.announce(self.record(), self._process, self._lease.times.ttl_s, takes=takes)
+        record = record_of(
+            self._fleet.sizes,
+            self.worker_id,
+            self.role,
+            self._last_incarnation,
+            is_ready=self.engine is not None,
+        )
+        ttl_s = self._lease.times.ttl_s
+        told = self._fleet.registry.announce(record, self._process, ttl_s, takes=takes)
         event = LeaseEvent.UNREACHABLE if told is None else LeaseEvent(told)
         self._lease = advance(self._lease, event, self._clock.now)
         if self._lease.action is LeaseAction.STOP:
             self.die()
-
-    def record(self) -> WorkerRecord:
-        """What this worker announces."""
-        sizes = self._fleet.sizes
-        model = sizes.model
-        pages = sizes.prefill_pages if self.role == "prefill" else sizes.decode_pages
-        return WorkerRecord(
-            worker_id=self.worker_id,
-            role=self.role,
-            address=self.host,
-            incarnation=self._last_incarnation,
-            state="starting" if self.engine is None else "ready",
-            fingerprint=tuple((field.name, field.value) for field in fingerprint_of(model)),
-            model=ModelInfo(
-                name="m",
-                architecture=model.architecture,
-                block_size=BLOCK,
-                max_model_len=TOKENS,
-                vocab_size=model.vocab_size,
-                mask_token_id=MASK,
-                eos_token_ids=(),
-                prompt_attention=model.prompt_attention,
-                default_algorithm="d2f",
-            ),
-            capacity=Capacity(
-                total_pages=pages,
-                page_size=PAGE,
-                max_num_seqs=4,
-                max_num_batched_tokens=sizes.budget,
-            ),
-            load=Load(),
-        )
 
     # What is asked of it.
 
