@@ -24,6 +24,7 @@ class Found:
 
 def is_end(world: World) -> bool:
     """All is over: the page is free and nothing of either handoff is left."""
+
     def is_over(one: Handoff) -> bool:
         return one.receiver in OVER and (not one.is_alive or one.sender is SenderState.ENDED)
 
