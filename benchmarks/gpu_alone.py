@@ -108,28 +108,21 @@ class Alone:
     def _listen(self) -> None:
         """Opens the spare pages to a sender."""
         self._end = End("receiver", "nixl", self._paged.memory)
-        say(**self._end.hello())
-
-    def _spare(self, handoffs: int, pages: int) -> None:
-        """Spare pages that so many handoffs, far enough apart, take in turns."""
-        say(targets=self._targets(handoffs, pages))
+        say()
 
     def _reserve(self, handoffs: int, pages: int) -> None:
-        """Reservations of them."""
+        """Reservations of spare pages, which handoffs far enough apart take in turns."""
         assert self._end is not None
+        first, slots = self._limits.num_pages, SPARE_PAGES // pages
+        names = [f"arriving {next(self._names)}" for _ in range(handoffs)]
         say(
             reservations=[
-                self._end.expect(f"arriving {next(self._names)}", target)
-                for target in self._targets(handoffs, pages)
+                self._end.expect(
+                    name, [first + (at % slots) * pages + page for page in range(pages)]
+                )
+                for at, name in enumerate(names)
             ]
         )
-
-    def _targets(self, handoffs: int, pages: int) -> list[list[int]]:
-        first, slots = self._limits.num_pages, SPARE_PAGES // pages
-        return [
-            [first + (number % slots) * pages + page for page in range(pages)]
-            for number in range(handoffs)
-        ]
 
     def _steps(self, prompt: int, answer: int, at_once: int, seconds: float) -> None:
         """Time of a step, and how many handoffs came meanwhile; the load goes on from call to

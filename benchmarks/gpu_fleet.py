@@ -284,8 +284,7 @@ class Bench:
         return found
 
     def _arrivals(self, alone: Peer, gpu: list[str]) -> dict[str, Any]:
-        """Time of a step of 16 requests in turns: alone, with 20 bare writes a second, with as many
-        handoffs of the same pages."""
+        """Time of a step of 16 requests in turns without handoffs and with 20 a second."""
         plan = self._plan
         shape, at_once = plan.steady[0]
         count = max(2, round(HANDOFFS_A_SECOND * plan.seconds / 4))
@@ -294,25 +293,25 @@ class Bench:
         flags += ["--dtype", str(_dtype()).removeprefix("torch.")]
         load = {"prompt": shape.prompt, "answer": shape.answer, "at_once": at_once}
         steps = {"do": "steps", "seconds": plan.seconds / 4, **load}
-        paced = {"source": scattered(pages, 1), "every_s": 1 / HANDOFFS_A_SECOND}
-        turns: dict[str, list[float]] = {"without": [], "bare": [], "with": []}
+        turns: dict[str, list[float]] = {"without": [], "with": []}
         handoffs: list[float] = []
+        alone.ask(do="listen")
         with gpu_handoff.end("sender", flags, gpu) as sender:
-            sender.ask(do="meet", **alone.ask(do="listen"))
-            spare = alone.ask(do="spare", handoffs=count, pages=pages)
             for turn in range(-1, 6):
-                told = [alone.ask(**steps)]
-                alone.tell(**steps)
-                sender.ask(do="write_many", **paced, **spare)
-                told.append(alone.hear())
+                without = alone.ask(**steps)
                 held = alone.ask(do="reserve", handoffs=count, pages=pages)
                 alone.tell(**steps)
-                pushed = sender.ask(do="push_many", **paced, **held)
-                told.append(alone.hear())
+                pushed = sender.ask(
+                    do="push_many",
+                    source=scattered(pages, 1),
+                    every_s=1 / HANDOFFS_A_SECOND,
+                    **held,
+                )
+                beside = alone.hear()
                 if turn < 0:
                     continue
-                for times, one in zip(turns.values(), told, strict=True):
-                    times.append(one["step_s"])
+                turns["without"].append(without["step_s"])
+                turns["with"].append(beside["step_s"])
                 handoffs += pushed["seconds"]
         medians = {name: statistics.median(values) for name, values in turns.items()}
         return {**medians, "turns": turns, "handoff_p50_s": statistics.median(handoffs)}

@@ -73,11 +73,7 @@ class End:
         return ZmqTransport(self._memory)
 
     def _hello(self) -> None:
-        say(**self.hello())
-
-    def hello(self) -> dict[str, str]:
-        """How the bare agent is reached, if there is one."""
-        return {} if self._bare is None else self._bare.hello()
+        say(**({} if self._bare is None else self._bare.hello()))
 
     def _meet(self, **peer: str) -> None:
         say(**({} if self._bare is None else self._bare.meet(**peer)))
@@ -157,17 +153,6 @@ class End:
         assert self._bare is not None
         say(**self._bare.answer())
 
-    def _write_many(
-        self, source: Sequence[int], targets: Sequence[Sequence[int]], every_s: float
-    ) -> None:
-        """Bare writes of the same pages, one beginning `every_s` after the other."""
-        assert self._bare is not None
-        begin, seconds = time.monotonic(), []
-        for number, target in enumerate(targets):
-            time.sleep(max(0.0, begin + number * every_s - time.monotonic()))
-            seconds.append(self._bare.write_alone(source, target))
-        say(seconds=seconds)
-
     def _await(self) -> object:
         while not self._events:
             select.select([self._connector.fileno()], [], [], LEASE_S)
@@ -191,25 +176,23 @@ class Bare:
     def hello(self) -> dict[str, str]:
         """How it is reached."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        address, num_pages = str(self._memory.address), str(self._memory.num_pages)
-        return {"metadata": metadata, "address": address, "num_pages": num_pages}
+        return {"metadata": metadata, "address": str(self._memory.address)}
 
-    def meet(self, metadata: str, address: str, num_pages: str) -> dict[str, str]:
+    def meet(self, metadata: str, address: str) -> dict[str, str]:
         """Gets to know the other one; says how this one is reached."""
         peer = self._agent.add_remote_agent(base64.b64decode(metadata))
         self._peer = peer.decode() if isinstance(peer, bytes) else str(peer)
-        ends = (
-            ("", self._memory.address, self._memory.num_pages),
-            (self._peer, int(address), int(num_pages)),
-        )
         self._lists = {
-            parts: [self._prepare(*end, parts) for end in ends]
+            parts: [
+                self._prepare(owner, base, parts)
+                for owner, base in (("", self._memory.address), (self._peer, int(address)))
+            ]
             for parts in (1, self._memory.layout.num_groups)
         }
         return self.hello()
 
-    def _prepare(self, owner: str, base: int, num_pages: int, parts: int) -> object:
-        size, count = self._memory.page_bytes // parts, num_pages * parts
+    def _prepare(self, owner: str, base: int, parts: int) -> object:
+        size, count = self._memory.page_bytes // parts, self._memory.num_pages * parts
         described = np.array([[base, size, 0, size, count]], dtype=np.uint64)
         return self._agent.prep_xfer_dlist(owner, described, self._kind)
 
@@ -230,17 +213,6 @@ class Bare:
         seconds = time.perf_counter() - begin
         agent.release_xfer_handle(handle)
         return {"seconds": seconds, "post_s": posted - begin}
-
-    def write_alone(self, source: Sequence[int], target: Sequence[int]) -> float:
-        """Writes pages that nobody hears of; seconds."""
-        begin = time.perf_counter()
-        (own, theirs), agent = self._lists[1], self._agent
-        handle = agent.make_prepped_xfer("WRITE", own, _units(source, 1), theirs, _units(target, 1))
-        state = agent.transfer(handle)
-        while state != "DONE":
-            state = agent.check_xfer_state(handle)
-        agent.release_xfer_handle(handle)
-        return time.perf_counter() - begin
 
     def answer(self) -> dict[str, float]:
         """Waits for a write and answers it."""

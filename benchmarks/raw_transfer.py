@@ -26,7 +26,7 @@ import numpy.typing as npt
 import xxhash
 import zmq
 
-from effuse.kvtransfer.huge_pages import huge_pages
+from effuse.kvtransfer.memory import huge_pages
 from effuse.kvtransfer.ucx_log import ucx_log
 
 DEADLINE_S = 30.0

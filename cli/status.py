@@ -66,7 +66,8 @@ def as_json(workers: Sequence[model_pb2.Worker]) -> str:
 
 
 def as_text(workers: Sequence[model_pb2.Worker]) -> str:
-    """A table, a line for each link, and one that says how many workers there are of each kind."""
+    """A table, a line for each link and each quarantine, and how many workers there are of each
+    kind."""
     table = Table(box=None, pad_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, no_wrap=True)
@@ -76,8 +77,9 @@ def as_text(workers: Sequence[model_pb2.Worker]) -> str:
     with console.capture() as drawn:
         console.print(table)
     links = [_link(worker, link) for worker in workers for link in worker.links]
+    held = [_quarantine(worker, one) for worker in workers for one in worker.quarantines]
     lines = [line.rstrip() for line in drawn.get().splitlines()]
-    return "\n".join([*lines, *links, _summary(workers)]) + "\n"
+    return "\n".join([*lines, *links, *held, _summary(workers)]) + "\n"
 
 
 def _cells(worker: model_pb2.Worker) -> tuple[str, ...]:
@@ -99,6 +101,13 @@ def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:
     refused = ", refused" if link.refused else ""
     rate = f"{link.gigabytes_per_second:.3g} GB/s"
     return f"{worker.worker_id} to {link.peer}: {link.transport}, {rate}{refused}"
+
+
+def _quarantine(worker: model_pb2.Worker, held: model_pb2.WorkerQuarantine) -> str:
+    pages = f"{held.pages} pages in quarantine"
+    return (
+        f"{worker.worker_id}: {pages} for {held.age_s:.0f} s, until {held.writer} lets go of them"
+    )
 
 
 def _summary(workers: Sequence[model_pb2.Worker]) -> str:

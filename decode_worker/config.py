@@ -16,7 +16,9 @@ class DecodeConfig(WorkerConfig):
     """Settings of a decode worker. Raises ValueError naming the accepted form."""
 
     default_algorithm: Annotated[Algorithm, "used where a request names none"] = "d2f"
-    handoff_lease_s: Annotated[float, "longest that a prefill worker may take to push"] = 60.0
+    handoff_lease_s: Annotated[
+        float, "longest push of a computed prompt, and longest silence of its writer before"
+    ] = 60.0
     max_window: Annotated[int, "most blocks in flight that a request may ask for"] = 8
     max_stop_ids: Annotated[int, "most stop ids of a request, end-of-sequence ids included"] = 16
 

@@ -19,7 +19,7 @@ from effuse.decode_worker.executor import (
     Share,
     StepResult,
 )
-from effuse.decode_worker.request import Request
+from effuse.decode_worker.request import DecodeRequest
 from effuse.kernels.step_slots import RecordColumn, Status
 from effuse.worker.engine_core import ForwardFailed, ForwardGuard
 
@@ -30,7 +30,7 @@ _MOST_GENERATIONS = 2**31 - 1
 class Resident:
     """A request in a slot of the device."""
 
-    request: Request
+    request: DecodeRequest
     slot: int
     generation: int
     num_pages: int  # that the device knows of
@@ -86,7 +86,7 @@ class DeviceExecutor:
             return results
         return self._read_records()
 
-    def remove(self, request: Request) -> bool:
+    def remove(self, request: DecodeRequest) -> bool:
         resident = self._residents.get(request.attempt.transfer_id)
         if resident is not None:
             self._move_out(resident)
@@ -94,7 +94,7 @@ class DeviceExecutor:
 
     # Before a step.
 
-    def _bring_up(self, request: Request) -> None:
+    def _bring_up(self, request: DecodeRequest) -> None:
         """Sees to it that the request is on the device with all of its pages."""
         resident = self._residents.get(request.attempt.transfer_id)
         if resident is None:
@@ -107,7 +107,7 @@ class DeviceExecutor:
             self._stepper.grow(resident.slot, first, pages, storable)
             resident.num_pages = len(request.pages)
 
-    def _move_in(self, request: Request) -> None:
+    def _move_in(self, request: DecodeRequest) -> None:
         slot = self._free_slots.pop()
         self._generation = self._generation % _MOST_GENERATIONS + 1
         request.open_step()

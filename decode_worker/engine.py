@@ -12,7 +12,7 @@ from effuse.decode_worker.events import handoff_failed, step_events
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled, Share, StepResult
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.rehearsal_receiver import RehearsalReceiver
-from effuse.decode_worker.request import Request, RequestQueues
+from effuse.decode_worker.request import DecodeRequest, RequestQueues
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.messages import AttemptId
@@ -218,7 +218,7 @@ class DecodeEngine:
             self._begin(request)
         return count > 0
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: DecodeRequest) -> None:
         """Gives a waiting request its pages, which its writer or the engine fills."""
         count = request.pages_to_begin(self._limits)
         is_new = request.preemptions == 0
@@ -240,7 +240,7 @@ class DecodeEngine:
             self._outbox.say(Reserved(reservation=self._handoffs.local(request.attempt)))
         self._note_prefilled(request)
 
-    def _give_pages(self, request: Request, count: int) -> None:
+    def _give_pages(self, request: DecodeRequest, count: int) -> None:
         pages = self._pool.allocate_committed(count)
         assert pages is not None, "the scheduler counts free pages"
         request.pages.extend(pages)
@@ -264,7 +264,7 @@ class DecodeEngine:
                 shares.append(Share(request, rows))
         return shares
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: DecodeRequest) -> None:
         assert not self._executor.is_running, "its last step has been read"
         self._executor.remove(request)
         self._pool.release(request.pages)
@@ -300,13 +300,13 @@ class DecodeEngine:
                 case Broken(request, message, is_retryable):
                     self._fail(request, "INTERNAL", message, retryable=is_retryable)
 
-    def _note_prefilled(self, request: Request) -> None:
+    def _note_prefilled(self, request: DecodeRequest) -> None:
         """Says once that a locally prefilled prompt is complete."""
         sequence = request.sequence
         if not request.is_verified and sequence.committed_len >= sequence.first_block_start:
             self._verify(request, 0, 0, 0.0)
 
-    def _verify(self, request: Request, num_bytes: int, pages: int, handoff_s: float) -> None:
+    def _verify(self, request: DecodeRequest, num_bytes: int, pages: int, handoff_s: float) -> None:
         request.is_verified = True
         self._outbox.say(
             Verified(attempt=request.attempt, bytes=num_bytes, pages=pages, handoff_s=handoff_s)
@@ -320,12 +320,12 @@ class DecodeEngine:
         self._outbox.say(handoff_failed(request.attempt, failed))
 
     def _fail(
-        self, request: Request, code: FailureCode, message: str, *, retryable: bool = False
+        self, request: DecodeRequest, code: FailureCode, message: str, *, retryable: bool = False
     ) -> None:
         self._end(request)
         self._outbox.failed(request.attempt, code, message, retryable=retryable)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: DecodeRequest) -> None:
         """Nothing of the request is left; pages that a writer may reach are quarantined."""
         if self._executor.remove(request):
             self._apply_all()

@@ -1,7 +1,7 @@
 """What a decode engine says of its requests: makes the events; decides nothing."""
 
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
-from effuse.decode_worker.request import Request
+from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import BlockPhase
 from effuse.kvtransfer.connector import Cause
 from effuse.kvtransfer.messages import AttemptId
@@ -26,7 +26,7 @@ def handoff_failed(attempt: AttemptId, handoff: HandoffFailed) -> Failed:
     )
 
 
-def step_events(request: Request, outcome: StepOutcome) -> list[CoreEvent]:
+def step_events(request: DecodeRequest, outcome: StepOutcome) -> list[CoreEvent]:
     """A denoise step's commit, its drafts where they were asked for, and the end."""
     events: list[CoreEvent] = []
     if outcome.num_settled:
@@ -38,7 +38,7 @@ def step_events(request: Request, outcome: StepOutcome) -> list[CoreEvent]:
     return events
 
 
-def _committed(request: Request, outcome: StepOutcome) -> Committed:
+def _committed(request: DecodeRequest, outcome: StepOutcome) -> Committed:
     return Committed(
         attempt=request.attempt,
         token_offset=outcome.token_offset,
@@ -48,7 +48,7 @@ def _committed(request: Request, outcome: StepOutcome) -> Committed:
     )
 
 
-def _finished(request: Request, outcome: StepOutcome) -> Finished:
+def _finished(request: DecodeRequest, outcome: StepOutcome) -> Finished:
     return Finished(
         attempt=request.attempt,
         stopped=outcome.finish is AnswerEnd.STOP,
@@ -58,7 +58,7 @@ def _finished(request: Request, outcome: StepOutcome) -> Finished:
     )
 
 
-def _drafts(request: Request, outcome: StepOutcome) -> list[Draft]:
+def _drafts(request: DecodeRequest, outcome: StepOutcome) -> list[Draft]:
     sequence = request.sequence
     return [
         Draft(

@@ -12,7 +12,7 @@ import numpy as np
 
 from effuse.decode_worker import denoise
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
-from effuse.decode_worker.request import Request
+from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.sampling import ScoreCode
@@ -50,7 +50,7 @@ class Counters:
 class Share:
     """One request's share of a step: all rows of its denoise step, or a chunk of its prefill."""
 
-    request: Request
+    request: DecodeRequest
     num_rows: int
 
 
@@ -58,14 +58,14 @@ class Share:
 class Prefilled:
     """KV of a request's chunk is stored."""
 
-    request: Request
+    request: DecodeRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Denoised:
     """A denoise step has changed a request's sequence."""
 
-    request: Request
+    request: DecodeRequest
     outcome: StepOutcome
 
 
@@ -73,7 +73,7 @@ class Denoised:
 class Broken:
     """A request cannot go on; nothing runs for it any more."""
 
-    request: Request
+    request: DecodeRequest
     message: str  # for the caller
     is_retryable: bool
 
@@ -114,7 +114,7 @@ class Executor(Protocol):
         """Results of the oldest step that is running; waits for it."""
         ...
 
-    def remove(self, request: Request) -> bool:
+    def remove(self, request: DecodeRequest) -> bool:
         """Takes a request out of steps that are launched from now on; True where those that were
         launched before may still write its pages."""
         ...
@@ -148,7 +148,7 @@ class HostExecutor:
         results, self._results = self._results, []
         return results
 
-    def remove(self, request: Request) -> bool:
+    def remove(self, request: DecodeRequest) -> bool:
         return False
 
     def _run(self, shares: Sequence[Share]) -> list[StepResult]:
@@ -172,7 +172,7 @@ def _part_of(share: Share) -> Part:
     return denoise_part(request, request.open_step())
 
 
-def _apply(request: Request, part: Part, result: PartResult) -> StepResult:
+def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult:
     """Takes over what the forward has stored and proposed for a request."""
     if result.boundary is not None:
         request.boundary = result.boundary
@@ -187,7 +187,7 @@ def _apply(request: Request, part: Part, result: PartResult) -> StepResult:
     return Denoised(request, outcome)
 
 
-def prefill_part(request: Request, num_rows: int) -> Part:
+def prefill_part(request: DecodeRequest, num_rows: int) -> Part:
     """The next `num_rows` tokens of what precedes the blocks in flight; all are stored."""
     sequence = request.sequence
     start = sequence.committed_len
@@ -201,7 +201,7 @@ def prefill_part(request: Request, num_rows: int) -> Part:
     )
 
 
-def denoise_part(request: Request, plan: StepPlan) -> Part:
+def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
     """All blocks in flight; the settled ones are stored, the masks want candidates."""
     return Part(
         token_ids=request.sequence.token_ids[plan.start : plan.end].tolist(),

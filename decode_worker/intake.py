@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker.request import Request
+from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.scheduler import DecodeLimits, check_fits
 from effuse.decode_worker.sequence import RequestError, Sequence
 from effuse.models.config import ModelConfig
@@ -21,10 +21,10 @@ class Intake:
     model: ModelConfig
     limits: DecodeLimits
 
-    def make_request(self, message: StartDecode, *, arrival: int, now: float) -> Request:
+    def make_request(self, message: StartDecode, *, arrival: int, now: float) -> DecodeRequest:
         """A request that can finish here. Raises RequestError with what is wrong."""
         self._check_steps(message.settings)
-        request = Request(
+        request = DecodeRequest(
             attempt=message.attempt,
             arrival=arrival,
             arrived_s=now,
@@ -82,7 +82,7 @@ class Intake:
             )
 
 
-def _check_window(request: Request, limits: DecodeLimits) -> None:
+def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:
     most_active = request.settings.most_active
     if most_active > limits.max_window:
         raise RequestError(
@@ -96,7 +96,7 @@ def _check_window(request: Request, limits: DecodeLimits) -> None:
         )
 
 
-def _check_stops(request: Request, limits: DecodeLimits) -> None:
+def _check_stops(request: DecodeRequest, limits: DecodeLimits) -> None:
     num_stops = len(request.sequence.stopping.stop_token_ids)
     if num_stops > limits.max_stop_ids:
         raise RequestError(

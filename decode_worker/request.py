@@ -18,7 +18,7 @@ from effuse.kvtransfer.messages import AttemptId, PageRef
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class DecodeRequest:
     """An attempt from its arrival to its end. Pages cover the sequence's stored tokens."""
 
     attempt: AttemptId
@@ -128,38 +128,38 @@ class RequestQueues:
     the order of arrival. Who moves is the scheduler's decision, pages are the pool's."""
 
     def __init__(self) -> None:
-        self.by_transfer: dict[str, Request] = {}
-        self.waiting: list[Request] = []  # hold no pages
-        self.receiving: dict[str, Request] = {}  # a remote writer fills their pages
-        self.running: list[Request] = []  # oldest first
+        self.by_transfer: dict[str, DecodeRequest] = {}
+        self.waiting: list[DecodeRequest] = []  # hold no pages
+        self.receiving: dict[str, DecodeRequest] = {}  # a remote writer fills their pages
+        self.running: list[DecodeRequest] = []  # oldest first
 
     @property
     def num_holding(self) -> int:
         """Requests that hold pages."""
         return len(self.receiving) + len(self.running)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: DecodeRequest) -> None:
         """A request arrives, behind all others."""
         self.by_transfer[request.attempt.transfer_id] = request
         self.waiting.append(request)
 
-    def start_receiving(self, request: Request) -> None:
+    def start_receiving(self, request: DecodeRequest) -> None:
         """A waiting request's pages are open to its writer."""
         self.waiting.remove(request)
         self.receiving[request.attempt.transfer_id] = request
 
-    def start_running(self, request: Request) -> None:
+    def start_running(self, request: DecodeRequest) -> None:
         """A request has what it needs to take part in steps."""
         if self.receiving.pop(request.attempt.transfer_id, None) is None:
             self.waiting.remove(request)
         insort(self.running, request, key=_arrival)
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: DecodeRequest) -> None:
         """A running request waits again, before all younger ones."""
         self.running.remove(request)
         insort(self.waiting, request, key=_arrival)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: DecodeRequest) -> None:
         """A request has ended."""
         transfer_id = request.attempt.transfer_id
         del self.by_transfer[transfer_id]
@@ -168,5 +168,5 @@ class RequestQueues:
             queue.remove(request)
 
 
-def _arrival(request: Request) -> int:
+def _arrival(request: DecodeRequest) -> int:
     return request.arrival

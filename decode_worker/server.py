@@ -39,13 +39,14 @@ _MOST_TOGETHER = 64  # events in one message
 
 
 @dataclass(slots=True)
-class _Stream:
+class _DecodeCall:
     """What is known of one Decode call while it runs."""
 
     attempt: OpenAttempt
     writer: wire.Writer | None  # the prefill worker that pushes; None prefills here
     began_at: float
-    is_relayed: bool = False  # the reservation is known outside
+    # Pages that somebody outside was told of and may write into by himself.
+    num_exposed: int = 0
     is_verified: bool = False  # the writer is done
     num_commits: int = 0
 
@@ -63,8 +64,10 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         life = self._shell.admit(request.incarnation)
         start = start_of(request, life.ready.model.block_size)
         writer = writer_of(request)
+        if writer is not None:
+            self._shell.quarantines.check(writer)
         attempt = self._shell.begin(start.attempt, life.incarnation, start)
-        stream = _Stream(attempt, writer, time.monotonic())
+        stream = _DecodeCall(attempt, writer, time.monotonic())
         self._shell.metrics.prompt_tokens += len(start.prompt_token_ids)
         try:
             async with asyncio.timeout(self._shell.time_left(context.time_remaining())):
@@ -86,8 +89,9 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             writer=writer.incarnation,
             most_pages=request.most_pages,
         )
+        self._shell.quarantines.check(writer)
         attempt = self._shell.begin(start.attempt, request.incarnation, start)
-        stream = _Stream(attempt, writer, time.monotonic())
+        stream = _DecodeCall(attempt, writer, time.monotonic())
         remaining_s = self._shell.time_left(context.time_remaining())
         try:
             async with asyncio.timeout(min(_REHEARSAL_S, remaining_s)):
@@ -97,12 +101,13 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         finally:
             self._leave(stream)
 
-    async def _relay_rehearsal(self, stream: _Stream, context: _RehearseContext) -> None:
+    async def _relay_rehearsal(self, stream: _DecodeCall, context: _RehearseContext) -> None:
         while not stream.is_verified:
             event = await stream.attempt.next_event()
             if isinstance(event, Failed):
                 raise to_error(event)
-            stream.is_relayed = True
+            if isinstance(event, Reserved):
+                stream.num_exposed = _num_exposed(event)
             stream.is_verified = isinstance(event, Verified)
             if stream.is_verified:
                 self._shell.attempts.close(stream.attempt)
@@ -112,13 +117,13 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             else:
                 await context.write(pb.RehearseResponse(verified=told.verified))
 
-    def _leave(self, stream: _Stream) -> None:
+    def _leave(self, stream: _DecodeCall) -> None:
         """Ends what has not ended by itself, although nobody waits for it."""
         if not stream.attempt.ended.is_set():
             self._shell.attempts.abandon(stream.attempt)
             self._shell.spawn(self._end(stream))
 
-    async def _relay(self, stream: _Stream, context: _Context) -> None:
+    async def _relay(self, stream: _DecodeCall, context: _Context) -> None:
         while True:
             event = await stream.attempt.next_event()
             response = self._handle_event(stream, event)
@@ -130,14 +135,14 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             if isinstance(event, Finished):
                 return
 
-    def _handle_event(self, stream: _Stream, event: CoreEvent) -> pb.DecodeResponse:
+    def _handle_event(self, stream: _DecodeCall, event: CoreEvent) -> pb.DecodeResponse:
         self._note(stream, event)
         return _response(event)
 
-    def _note(self, stream: _Stream, event: CoreEvent) -> None:
+    def _note(self, stream: _DecodeCall, event: CoreEvent) -> None:
         metrics, elapsed_s = self._shell.metrics, time.monotonic() - stream.began_at
         if isinstance(event, Reserved):
-            stream.is_relayed = True
+            stream.num_exposed = _num_exposed(event)
         elif isinstance(event, Verified):
             stream.is_verified = True
             metrics.handoff.observe(event.handoff_s)
@@ -153,21 +158,31 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         elif isinstance(event, Failed):
             raise to_error(event)
 
-    async def _end(self, stream: _Stream) -> None:
+    async def _end(self, stream: _DecodeCall) -> None:
         """Ends an attempt whose stream broke off, failed or ran out of time."""
         attempt = stream.attempt
         try:
             await self._shell.end_in_engine(attempt, "the stream ended")
             if stream.writer is not None and not stream.is_verified:
-                has_drained = True  # where nobody was told of the pages
-                if stream.is_relayed and not attempt.engine_gone:
-                    has_drained = await peer.until_gone(
-                        stream.writer, attempt.id, "its decode ended"
-                    )
+                has_drained = await self._wait_for_writer(stream, stream.writer)
                 gone = WriterGone(transfer_id=attempt.id.transfer_id, has_drained=has_drained)
                 self._shell.send(attempt, gone)
         finally:
             self._shell.attempts.close(attempt)
+
+    async def _wait_for_writer(self, stream: _DecodeCall, writer: wire.Writer) -> bool:
+        """Returns once the writer is in nobody's way; True if nothing of it can be under way."""
+        if not stream.num_exposed or stream.attempt.engine_gone:
+            return True
+        with self._shell.quarantines.holding(writer, stream.num_exposed) as tell:
+
+            def goes_on() -> bool:
+                tell()
+                return not stream.attempt.engine_gone
+
+            return await peer.until_gone(
+                writer, stream.attempt.id, "its decode ended", goes_on=goes_on
+            )
 
 
 def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
@@ -193,6 +208,12 @@ def writer_of(request: pb.DecodeRequest) -> wire.Writer | None:
     if which == "local":
         return None
     return wire.writer(request.remote, "remote")
+
+
+def _num_exposed(event: Reserved) -> int:
+    """Pages that the writer itself writes into; over ZMQ it is we who place what comes."""
+    reservation = event.reservation
+    return 0 if reservation.address.connector == "zmq" else len(reservation.pages)
 
 
 def _response(event: CoreEvent) -> pb.DecodeResponse:

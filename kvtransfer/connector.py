@@ -69,6 +69,13 @@ class ArrivalRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Promised:
+    """The writer of a transfer says that its pages are still to come."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fenced:
     """Nothing of a given-up transfer lands in its pages any more."""
 
@@ -116,7 +123,7 @@ class PushCancelled:
     transfer_id: str
 
 
-ConnectorEvent = Arrived | ArrivalRefused | Fenced | Pushed | PushFailed | PushCancelled
+ConnectorEvent = Arrived | ArrivalRefused | Promised | Fenced | Pushed | PushFailed | PushCancelled
 
 
 class Connector(Protocol):
@@ -169,7 +176,8 @@ class Connector(Protocol):
         """Pages [first, first + n) of the reservation are in `source_pages`.
 
         `num_final` says how many groups of their layers are final, until all are; without it all
-        are. May be called many times, and with no pages at first so that the peer is reached early.
+        are. May be called many times. With no pages it reaches the peer early, and later tells it
+        that pages are still to come: the lease begins anew.
         """
         ...
 

@@ -68,12 +68,14 @@ class Push:
     peer: Peer
     origin: Origin
     known_at: float  # when the reservation was
+    promised_at: float = 0.0  # when the receiver was last told that pages are still to come
     covered: set[int] = field(default_factory=set)  # places of pages that were pushed
     batches: list[Batch] = field(default_factory=list)  # not all of whose layers have left
     queue: list[Chunk] = field(default_factory=list)
     deliveries: list[tuple[Delivery, int]] = field(default_factory=list)  # with their bytes
     digesting: list[tuple[Chunk, DigestJob]] = field(default_factory=list)
     pieces: PieceDigests = field(init=False)  # [pages, pieces], of what was digested
+    digests: tuple[bytes, ...] | None = None  # of the pages, once all pieces are there
     boundary: Pending[BoundaryState] | None = None
     boundary_state: BoundaryState | None = None  # once it is there
     final_at: float = 0.0  # no earlier than this were all pages and the boundary final
@@ -96,7 +98,7 @@ class Push:
     @property
     def deadline(self) -> float:
         """When the lease ends."""
-        return self.known_at + self.reservation.lease_s
+        return max(self.known_at, self.promised_at) + self.reservation.lease_s
 
     @property
     def num_bytes(self) -> int:
@@ -135,6 +137,12 @@ class Push:
         """Seconds since both the last page was final and the reservation known."""
         return now - max(self.final_at, self.known_at)
 
+    def digest_pages(self) -> tuple[bytes, ...]:
+        """Digests of the pages, computed once: all of their pieces have been digested."""
+        if self.digests is None:
+            self.digests = page_digests(self.pieces)
+        return self.digests
+
     def manifest(self, boundary: BoundaryState, now: float) -> Manifest:
         """The sealed account of the push. Raises HandoffRefused where pages are missing."""
         missing = len(self.reservation.pages) - len(self.covered)
@@ -147,7 +155,7 @@ class Push:
                 destination_incarnation=self.reservation.incarnation,
                 fingerprint=self.origin.fingerprint,
                 pages=self.reservation.pages,
-                page_digests=page_digests(self.pieces),
+                page_digests=self.digest_pages(),
                 num_bytes=self.num_bytes,
                 elapsed_us=round(self.elapsed_s(now) * 1e6),
                 boundary=boundary,

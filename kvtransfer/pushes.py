@@ -1,8 +1,7 @@
 """The sending half of every connector: what is sent of each push, when, and how it ends.
 
-Layers leave as they become final, digests are taken beside, and the manifest follows as soon as all
-has left: it is there before the last bytes are, which are verified then without another word. How
-bytes travel is the transport's. Runs on the connector's thread.
+Layers leave as they become final, digests are taken beside, and the manifest follows when all has
+landed. How bytes travel is the transport's. Runs on the connector's thread.
 """
 
 from __future__ import annotations
@@ -76,8 +75,11 @@ class Pushes:
     ) -> None:
         """Pages of a reservation, to leave as their layers become final; asked for then."""
         try:
+            is_new = reservation.transfer_id not in self._pushes
             push = self._find(reservation, at)
-            if not push.is_failed and source_pages:
+            if not push.is_failed and not source_pages and not is_new:
+                self._promise(push, at)
+            elif not push.is_failed and source_pages:
                 push.cover(source_pages, first)
                 step = self._step(len(source_pages))
                 push.batches.append(Batch(first, tuple(source_pages), num_final, step))
@@ -140,8 +142,18 @@ class Pushes:
         peer = self._transport.reach(checked)
         push = Push(checked, peer, self._origin, at)
         self._pushes[reservation.transfer_id] = push
+        self._introduce(push)
+        return push
+
+    def _promise(self, push: Push, at: float) -> None:
+        """Has the lease begin anew at both ends: who introduces itself again has not finished."""
+        push.promised_at = at
+        self._introduce(push)
+
+    def _introduce(self, push: Push) -> None:
+        reservation = push.reservation
         self._transport.say(
-            peer,
+            push.peer,
             Begin(
                 reservation.attempt,
                 self._origin.incarnation,
@@ -149,7 +161,6 @@ class Pushes:
                 self._origin.fingerprint,
             ),
         )
-        return push
 
     def _step(self, num_pages: int) -> int:
         """Groups of layers of so many pages that are worth a delivery of their own."""
@@ -197,7 +208,7 @@ class Pushes:
             return True
 
     def _move_on(self, push: Push) -> bool:
-        """Sends what is final; then, when all has left, the manifest. True if anything was sent."""
+        """Sends what is final; then, when all has landed, the manifest. True if anything was."""
         # First: the boundary is there after the pages, so all of these are looked at below.
         if push.boundary_state is None and push.boundary is not None:
             push.boundary_state = push.boundary()
@@ -213,6 +224,9 @@ class Pushes:
         if boundary is None or push.is_finished:
             return moved
         if push.batches or push.queue or push.digesting:
+            return moved
+        push.digest_pages()  # while bytes are under way
+        if push.deliveries:
             return moved
         push.is_finished = True
         self._transport.say(push.peer, Finish(push.manifest(boundary, self._now())))

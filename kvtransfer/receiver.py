@@ -9,7 +9,14 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from effuse.kvtransfer.connector import ArrivalRefused, Arrived, Cause, Connector, Fenced
+from effuse.kvtransfer.connector import (
+    ArrivalRefused,
+    Arrived,
+    Cause,
+    Connector,
+    Fenced,
+    Promised,
+)
 from effuse.kvtransfer.handoff import (
     RECEIVER,
     Machine,
@@ -31,7 +38,9 @@ class ReceiverIdentity:
     incarnation: str
     fingerprint: Fingerprint
     page_bytes: int
-    lease_s: float  # a push must end within this time from the reservation
+    # A push must end within this time from the reservation, or from when its writer last promised
+    # that pages are still to come.
+    lease_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,8 @@ class HandoffReceiver:
             elif isinstance(event, ArrivalRefused):
                 reason = event.cause, event.message
                 reports.append(self._handle(event.transfer_id, ReceiverEvent.REFUSED, reason))
+            elif isinstance(event, Promised):
+                self._handoffs[event.transfer_id].machine.renew(now, self._identity.lease_s)
             elif isinstance(event, Fenced):
                 self._handle(event.transfer_id, ReceiverEvent.FENCED)
         reports += self._expired()

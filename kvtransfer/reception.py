@@ -20,6 +20,7 @@ from effuse.kvtransfer.connector import (
     ConnectorEvent,
     Fenced,
     HandoffRefused,
+    Promised,
 )
 from effuse.kvtransfer.digest import (
     Digester,
@@ -69,6 +70,7 @@ class Expected:
     reply: Reply | None = None  # of the writer that was let in
     covered: npt.NDArray[np.bool_] = field(init=False)  # [pages, groups] that arrived
     pieces: PieceDigests = field(init=False)  # [pages, pieces] found in memory
+    digests: tuple[bytes, ...] = ()  # of the pages, once all pieces are there
     digesting: list[tuple[Pages, DigestJob]] = field(default_factory=list)
     manifest: Manifest | None = None
     claimed_at: float = 0.0  # when it came
@@ -87,6 +89,8 @@ class Expected:
 
     def take_digests(self) -> bool:
         """Takes in digests that are done; whether all are."""
+        if not self.digesting:
+            return True
         left = []
         width = pieces_in_group(self.layout)
         for pages, job in self.digesting:
@@ -97,6 +101,8 @@ class Expected:
             rows, groups = self.span(pages)
             self.pieces[rows, groups.start * width : groups.stop * width] = found
         self.digesting = left
+        if not left and self.covered.all():
+            self.digests = page_digests(self.pieces)  # the manifest may still be on its way
         return not left
 
 
@@ -184,9 +190,8 @@ class Receptions:
         """Concludes what is complete; closes what nobody may write to any more."""
         moved = False
         for expected in list(self._expected.values()):
-            manifest = expected.manifest
-            if expected.take_digests() and manifest is not None and expected.covered.all():
-                self._conclude(expected, manifest)
+            if expected.take_digests() and expected.manifest is not None:
+                self._conclude(expected, expected.manifest)
                 moved = True
         for transfer_id, expected in list(self._placing.items()):
             if expected.take_digests():
@@ -203,6 +208,8 @@ class Receptions:
                 expected = self._identified(begin.attempt, begin.source, begin.destination)
                 self._check_fingerprint(begin.fingerprint)
                 self._transport.learn(heard.reply, begin)
+                if expected.reply is not None and expected.manifest is None:
+                    self._emit(Promised(begin.attempt.transfer_id))
                 expected.reply = heard.reply
             case Pages() as pages:
                 self._take_pages(pages, heard.payload)
@@ -252,13 +259,18 @@ class Receptions:
             raise HandoffRefused(Cause.MALFORMED, "a second manifest came")
         self._check_fingerprint(manifest.fingerprint)
         check_claims(expected.reservation, manifest)
+        missing = np.flatnonzero(~expected.covered.all(axis=1))
+        if len(missing):
+            index = int(missing[0])
+            page = expected.reservation.pages[index]
+            raise HandoffRefused(Cause.COVERAGE, f"page {index} ({page}) never arrived")
         expected.manifest = manifest
         expected.claimed_at = self._now()
 
     def _conclude(self, expected: Expected, manifest: Manifest) -> None:
         transfer_id = manifest.transfer_id
         try:
-            check_digests(manifest.pages, manifest.page_digests, page_digests(expected.pieces))
+            check_digests(manifest.pages, manifest.page_digests, expected.digests)
         except HandoffRefused as refusal:
             assert expected.reply is not None, "its manifest was taken"
             self._refuse(transfer_id, refusal, expected.reply)

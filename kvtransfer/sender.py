@@ -24,6 +24,7 @@ from effuse.kvtransfer.messages import AttemptId, BoundaryState, Reservation
 
 SenderMachine = Machine[SenderState, SenderEvent, SenderDo]
 
+PROMISES = 4  # in each lease, while a prompt waits or is computed
 OVERTIME_S = 5.0  # beyond the lease, which the connector itself keeps: it may be stuck
 
 
@@ -42,6 +43,7 @@ class _Outgoing:
     attempt: AttemptId
     machine: SenderMachine
     reservation: Reservation | None = None
+    promise_at: float = math.inf  # when the receiver is told again that pages are still to come
     # Source pages that were not pushed yet, in order, with what says how far they are.
     ready: list[tuple[Sequence[int], Pending[int] | None]] = field(default_factory=list)
     num_pushed: int = 0
@@ -78,8 +80,7 @@ class HandoffSender:
         handoff = self._handoffs[reservation.transfer_id]
         assert handoff.reservation is None, reservation.transfer_id
         handoff.reservation = reservation
-        handoff.machine.renew(self._now(), reservation.lease_s + OVERTIME_S)
-        self._connector.push_pages(reservation, (), 0)  # reaches the peer while pages are computed
+        self._promise(handoff, reservation)  # reaches the peer while pages are computed
         self._handle(handoff, SenderEvent.ADDRESSED)
 
     def pages_ready(
@@ -110,6 +111,7 @@ class HandoffSender:
             handoff = self._handoffs.get(event.transfer_id)
             if handoff is not None:
                 self._hear(handoff, event)
+        self._promise_all()
         self._expire()
         reports, self._reports = self._reports, []
         return reports
@@ -124,6 +126,21 @@ class HandoffSender:
                 self._handle(handoff, SenderEvent.DRAINED)
             case _:
                 pass  # of transfers that come in
+
+    def _promise_all(self) -> None:
+        """Keeps reservations of prompts that are not done: whoever waits in a queue still lives."""
+        for handoff in self._handoffs.values():
+            is_due = handoff.machine.state is SenderState.PUSHING and (
+                handoff.promise_at <= self._now()
+            )
+            if is_due and handoff.reservation is not None:
+                self._promise(handoff, handoff.reservation)
+
+    def _promise(self, handoff: _Outgoing, reservation: Reservation) -> None:
+        now, lease_s = self._now(), reservation.lease_s
+        handoff.machine.renew(now, lease_s + OVERTIME_S)
+        handoff.promise_at = now + lease_s / PROMISES
+        self._connector.push_pages(reservation, (), 0)
 
     def _expire(self) -> None:
         now = self._now()

@@ -52,6 +52,17 @@ class Keys:
         return f"effuse:{{{self.fleet}}}:request:"
 
     @property
+    def refused(self) -> str:
+        """Key of the digests of requests that engines died of: a set sorted by when each one is
+        forgotten, in ms of Redis's clock."""
+        return f"effuse:{{{self.fleet}}}:refused"
+
+    @property
     def running(self) -> str:
-        """Key of the set of running request ids."""
-        return f"effuse:{{{self.fleet}}}:running"
+        """Key of the sorted set of running request ids, by when their placements expire."""
+        return f"effuse:{{{self.fleet}}}:running-until"
+
+    @property
+    def ended(self) -> str:
+        """Key of the same of ended requests, as many as are kept."""
+        return f"effuse:{{{self.fleet}}}:ended-until"

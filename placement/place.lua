@@ -1,7 +1,9 @@
--- Writes a request's placement and its membership of the running set, together.
--- KEYS: request, running.  ARGV: request id, attempt, router id, state, record, lifetime in ms.
+#!lua
+-- Writes a request's placement and its place in the list of running or of ended ones, together.
+-- KEYS: request, running, ended.  ARGV: request id, attempt, router id, state, record, lifetime in
+-- ms, most ended ones to keep, what placement keys begin with (they share the slot).
 -- While a record says running, no older attempt and no other router overwrites it; an ended one is
--- free for whoever uses the id next.
+-- free for whoever uses the id next. A Redis that is full refuses this script as a whole.
 local held = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'router')
 local attempt = tonumber(held[1])
 if attempt then
@@ -12,11 +14,24 @@ if attempt then
     return 'stale'
   end
 end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local list, other = KEYS[2], KEYS[3]
+if ARGV[4] ~= 'running' then
+  list, other = other, list
+end
 redis.call('HSET', KEYS[1], 'attempt', ARGV[2], 'router', ARGV[3], 'state', ARGV[4], 'record', ARGV[5])
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
-if ARGV[4] == 'running' then
-  redis.call('SADD', KEYS[2], ARGV[1])
-else
-  redis.call('SREM', KEYS[2], ARGV[1])
+redis.call('ZREM', other, ARGV[1])
+redis.call('ZADD', list, now + ARGV[6], ARGV[1])
+for _, ids in ipairs({KEYS[2], KEYS[3]}) do
+  redis.call('ZREMRANGEBYSCORE', ids, '-inf', now)
+end
+-- Two of those that would expire first for one that came: an excess shrinks, and nobody waits long.
+if redis.call('ZCARD', KEYS[3]) > tonumber(ARGV[7]) then
+  local oldest = redis.call('ZPOPMIN', KEYS[3], 2)
+  for i = 1, #oldest, 2 do
+    redis.call('DEL', ARGV[8] .. oldest[i])
+  end
 end
 return 'placed'

@@ -76,6 +76,17 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
         return self.bytes_per_second / 1e9
 
 
+MOST_QUARANTINES = 64  # of one worker, the oldest ones
+
+
+class Quarantine(msgspec.Struct, frozen=True, array_like=True):
+    """Pages of given-up handoffs that one prefill worker may still write into."""
+
+    writer: Annotated[str, Meta(max_length=300)]  # host:port of its front
+    pages: Annotated[int, Meta(ge=0)]
+    age_s: Annotated[float, Meta(ge=0)]  # of the oldest of them
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A worker in one of its lives, as it announces itself."""
 
@@ -84,6 +95,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     address: str  # host:port of its front
     incarnation: str
     engine_port: int = 0  # beside the front's: open for as long as this life's engine is
+    place: Annotated[str, Meta(max_length=256)] = ""  # kernel and namespaces: `worker.peer.Place`
     state: WorkerState
     fingerprint: tuple[tuple[str, str], ...]  # (name, value), compared field by field
     model: ModelInfo
@@ -93,6 +105,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     links: Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)] = ()
     # and below which rate no prompt may take one of them; 0 is no limit.
     min_handoff_gbps: float = 0.0
+    # Of a decode worker: whom its pages in quarantine wait for.
+    quarantines: Annotated[tuple[Quarantine, ...], Meta(max_length=MOST_QUARANTINES)] = ()
 
     @cached_property
     def _links_by_life(self) -> dict[tuple[str, str], Link]:

@@ -1,4 +1,5 @@
-"""The Redis commands of a fleet, each one script, with a timeout and behind a circuit.
+"""The Redis commands of a fleet, each one script, with a timeout and behind a circuit: one of the
+leases, and one of the placements, whose failures never keep a lease from being renewed.
 
 Raises `StoreUnavailable` where there is no answer in time. Never retries: its callers are loops
 that come again. What the answers mean for a lease or a view is decided elsewhere.
@@ -6,7 +7,7 @@ that come again. What the answers mean for a lease or a view is decided elsewher
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, Self, cast
@@ -15,7 +16,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from effuse.placement.keys import Keys
 from effuse.placement.records import PlacementRecord, WorkerRecord, encode
@@ -24,12 +25,18 @@ Announcement = Literal["held", "superseded"]
 Placing = Literal["placed", "stale", "duplicate"]
 
 
+MOST_ENDED = 50_000
+"""Placements of ended requests that a fleet keeps, the newest ones; about 50 MB in Redis."""
 _MOST_LOOKUPS = 2  # at once; clients cause them, and must never take the last connection
-_CONNECTIONS = _MOST_LOOKUPS + 2  # the view of the fleet and the writer of placements
+_CONNECTIONS = _MOST_LOOKUPS + 3  # the view of the fleet, the writer of placements, refusals
 
 
 class StoreUnavailable(Exception):
     """Redis did not answer in time, or refused."""
+
+
+class StoreFull(StoreUnavailable):
+    """Redis has reached its `maxmemory` and takes no more placements; it still answers."""
 
 
 @dataclass(slots=True)
@@ -69,10 +76,13 @@ class Store:
         fleet: str,
         *,
         timeout_s: float = 0.2,
+        most_ended: int = MOST_ENDED,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.keys = Keys(fleet)
-        self.circuit = Circuit(now)
+        self.circuit = Circuit(now)  # of leases and the view of them
+        self.placement_circuit = Circuit(now)
+        self._most_ended = most_ended
         self._timeout_s = timeout_s
         self._redis = redis.asyncio.Redis.from_url(
             url,
@@ -86,6 +96,7 @@ class Store:
         self._workers = self._load_script("workers")
         self._place = self._load_script("place")
         self._running = self._load_script("running")
+        self._refused = self._load_script("refused")
 
     async def __aenter__(self) -> Self:
         return self
@@ -121,11 +132,12 @@ class Store:
         return [(cast(bytes, record), cast(int, left) / 1000) for record, left in pairs]
 
     async def place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
-        """Writes a placement for `lifetime_s`.
+        """Writes a placement for `lifetime_s`; of ended ones the oldest go beyond `most_ended`.
 
-        Over one that runs, an older attempt or another router's is refused.
+        Over one that runs, an older attempt or another router's is refused. Raises `StoreFull`
+        where Redis has no memory left for it.
         """
-        keys = [self.keys.request(record.request_id), self.keys.running]
+        keys = [self.keys.request(record.request_id), self.keys.running, self.keys.ended]
         args: list[str | bytes | int] = [
             record.request_id,
             record.attempt,
@@ -133,8 +145,12 @@ class Store:
             record.state,
             encode(record),
             _ms(lifetime_s),
+            self._most_ended,
+            self.keys.request_prefix,
         ]
-        return cast(Placing, cast(bytes, await self._run_script(self._place, keys, args)).decode())
+        circuit = self.placement_circuit
+        answer = await self._run_script(self._place, keys, args, circuit)
+        return cast(Placing, cast(bytes, answer).decode())
 
     async def placement(self, request_id: str) -> bytes | None:
         """Returns the stored placement of a request, undecoded; None where there is none.
@@ -145,7 +161,8 @@ class Store:
         await self._wait_for_turn()
         try:
             answer = await self._ask_redis(
-                lambda: cast(Awaitable[object], self._redis.hget(key, "record"))
+                lambda: cast(Awaitable[object], self._redis.hget(key, "record")),
+                self.placement_circuit,
             )
         finally:
             self._lookups.release()
@@ -154,8 +171,23 @@ class Store:
     async def running(self) -> list[bytes]:
         """Returns the stored placement of every running request, undecoded."""
         keys = self.keys
-        answer = await self._run_script(self._running, [keys.running], [keys.request_prefix])
+        prefix, circuit = keys.request_prefix, self.placement_circuit
+        answer = await self._run_script(self._running, [keys.running], [prefix], circuit)
         return cast(list[bytes], answer)
+
+    async def share_refusals(self, refused: Mapping[str, float], most: int) -> dict[str, float]:
+        """Adds digests that Redis lacks, each for so many seconds, and returns all it has with the
+        seconds left. Beyond `most` of them the first to run out are dropped."""
+        args: list[str | bytes | int] = [most]
+        for digest, left_s in refused.items():
+            args += [digest, _ms(left_s)]
+        answer = await self._run_script(self._refused, [self.keys.refused], args)
+        flat = cast(list[bytes | int], answer)
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return {
+            cast(bytes, digest).decode("ascii", "replace"): cast(int, left) / 1000
+            for digest, left in pairs
+        }
 
     async def _wait_for_turn(self) -> None:
         try:
@@ -169,21 +201,31 @@ class Store:
         return self._redis.register_script(source)
 
     async def _run_script(
-        self, script: AsyncScript, keys: Sequence[str], args: Sequence[str | bytes | int]
+        self,
+        script: AsyncScript,
+        keys: Sequence[str],
+        args: Sequence[str | bytes | int],
+        circuit: Circuit | None = None,
     ) -> object:
-        return await self._ask_redis(lambda: script(keys=list(keys), args=list(args)))
+        circuit = circuit or self.circuit
+        return await self._ask_redis(lambda: script(keys=list(keys), args=list(args)), circuit)
 
-    async def _ask_redis(self, command: Callable[[], Awaitable[object]]) -> object:
-        if self.circuit.is_open:
+    async def _ask_redis(
+        self, command: Callable[[], Awaitable[object]], circuit: Circuit
+    ) -> object:
+        if circuit.is_open:
             raise StoreUnavailable("Redis did not answer a moment ago")
         try:
             # Twice the socket's timeout: an unknown script is loaded and asked again.
             async with asyncio.timeout(2 * self._timeout_s):
                 answer = await command()
+        except OutOfMemoryError as error:
+            circuit.failed()
+            raise StoreFull(f"Redis is full: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
-            self.circuit.failed()
+            circuit.failed()
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
-        self.circuit.succeeded()
+        circuit.succeeded()
         return answer
 
 

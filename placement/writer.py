@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from effuse.placement.records import PlacementRecord
-from effuse.placement.store import Placing, Store, StoreUnavailable
+from effuse.placement.store import Placing, Store, StoreFull, StoreUnavailable
 
 LOG = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class PlacementWriter:
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
+        self.is_full = False  # Redis said so last
         self.dropped = 0  # records never written
         self.refused = 0  # records that Redis held something newer for
 
@@ -94,10 +95,20 @@ class PlacementWriter:
                 answer = await self._store.place(record, self._lifetime_s(record))
             except StoreUnavailable as error:
                 LOG.debug("placement of %s waits: %s", request_id, error)
+                if isinstance(error, StoreFull):
+                    self._note_full(str(error))
                 return False
+            if self.is_full:
+                LOG.warning("Redis takes placements again")
+                self.is_full = False
             self._note_answer(record, answer)
         self._empty.set()
         return True
+
+    def _note_full(self, why: str) -> None:
+        if not self.is_full:
+            LOG.warning("placements wait and get lost, requests and leases go on: %s", why)
+            self.is_full = True
 
     def _note_answer(self, record: PlacementRecord, answer: Placing) -> None:
         if self._pending.get(record.request_id) is record:

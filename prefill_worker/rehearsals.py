@@ -125,6 +125,7 @@ class Rehearsals:
                 incarnation=own.incarnation,
                 address=own.address,
                 engine_port=own.engine_port,
+                place=own.place,
             ),
             most_pages=max(1, own.capacity.total_pages // LEAST_SHARE),
         )

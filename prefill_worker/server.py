@@ -36,7 +36,7 @@ _Requests: TypeAlias = AsyncIterator[pb.PrefillRequest]
 
 
 @dataclass(slots=True)
-class _Stream:
+class _PrefillCall:
     """What is known of one Prefill call while it runs."""
 
     attempt: OpenAttempt
@@ -79,7 +79,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         )
         attempt = self._shell.begin(start.attempt, first.start.incarnation, start)
         self._shell.metrics.prompt_tokens += len(start.prompt_token_ids)
-        stream = _Stream(attempt, time.monotonic())
+        stream = _PrefillCall(attempt, time.monotonic())
         reader = self._shell.spawn(self._take_reservation(stream, requests))
         try:
             await self._relay(stream, context)
@@ -89,7 +89,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
                 self._shell.attempts.abandon(attempt)
                 self._shell.spawn(self._end(attempt))
 
-    async def _relay(self, stream: _Stream, context: _Context) -> None:
+    async def _relay(self, stream: _PrefillCall, context: _Context) -> None:
         while True:
             event = await stream.attempt.next_event()
             self._note(stream, event)
@@ -97,7 +97,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             if isinstance(event, PromptPushed):
                 return
 
-    def _note(self, stream: _Stream, event: CoreEvent) -> None:
+    def _note(self, stream: _PrefillCall, event: CoreEvent) -> None:
         if isinstance(event, PrefillDone):
             loop = asyncio.get_running_loop()
             loop.call_later(self._reservation_s, stream.require_reservation, self._reservation_s)
@@ -111,7 +111,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
                 raise Unreserved(event.message)
             raise to_error(event)
 
-    async def _take_reservation(self, stream: _Stream, requests: _Requests) -> None:
+    async def _take_reservation(self, stream: _PrefillCall, requests: _Requests) -> None:
         """Reads what follows the start; the time for it is the call's."""
         try:
             async for message in requests:

@@ -8,12 +8,16 @@ catching them (`interceptor.py`), deciding what to retry (the router), logging.
     │   ├── InvalidRequest     INVALID_ARGUMENT     a field is wrong; BadRequest names it
     │   ├── NotFound           NOT_FOUND            no model or request of that name
     │   ├── AlreadyRunning     ALREADY_EXISTS       a request of that id is running
-    │   └── NotSupported       UNIMPLEMENTED        the model or the server cannot do it
-    ├── Refused                FAILED_PRECONDITION  meant for another life, layout or role
+    │   ├── NotSupported       UNIMPLEMENTED        the model or the server cannot do it
+    │   └── Poisonous          FAILED_PRECONDITION  engines died of this very request
+    ├── Refused                FAILED_PRECONDITION  meant for another attempt, layout or role
+    │   └── Replaced           FAILED_PRECONDITION  meant for a life of the worker that is over
     ├── Aborted                ABORTED              the attempt was ended before
     ├── Overloaded             RESOURCE_EXHAUSTED   full: again later, or elsewhere; RetryInfo
     ├── Unavailable            UNAVAILABLE          nobody can do it now; RetryInfo
+    │   ├── Starting           UNAVAILABLE          has no engine yet
     │   ├── Draining           UNAVAILABLE          admits nothing more
+    │   ├── EngineLost         UNAVAILABLE          its engine ended while the request ran
     │   ├── PeerLost           UNAVAILABLE          the other side went away, or never was there
     │   └── TransferFailed     UNAVAILABLE          KV did not arrive, or arrived wrong
     │       └── Unreserved     UNAVAILABLE          nobody said in time where KV should go
@@ -124,12 +128,25 @@ class NotSupported(CallerError):
     reason = "NOT_SUPPORTED"
 
 
+class Poisonous(CallerError):
+    """Engines died of this very request; it is refused for a while."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "POISONOUS"
+
+
 class Refused(EffuseError):
-    """A message meant for another life of the process, another layout, or another role."""
+    """A message meant for another attempt, another layout, or another role."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "REFUSED"
     retryable = True
+
+
+class Replaced(Refused):
+    """A message meant for a life of the worker that is over: another one has followed."""
+
+    reason = "REPLACED"
 
 
 class Aborted(EffuseError):
@@ -156,10 +173,22 @@ class Unavailable(EffuseError):
     retryable = True
 
 
+class Starting(Unavailable):
+    """The worker has no engine yet, or not again."""
+
+    reason = "STARTING"
+
+
 class Draining(Unavailable):
     """The process is ending and admits nothing more."""
 
     reason = "DRAINING"
+
+
+class EngineLost(Unavailable):
+    """The worker's engine ended while the request ran in it."""
+
+    reason = "ENGINE_LOST"
 
 
 class PeerLost(Unavailable):
@@ -208,8 +237,9 @@ class Bug(EffuseError):
 
 
 _KINDS: Final[tuple[type[EffuseError], ...]] = (
-    CallerError, NotFound, AlreadyRunning, NotSupported, Refused, Aborted, Overloaded, Unavailable,
-    Draining, PeerLost, TransferFailed, Unreserved, DeadlineExceeded, Cancelled, Bug,
+    CallerError, NotFound, AlreadyRunning, NotSupported, Poisonous, Refused, Replaced, Aborted,
+    Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost, TransferFailed, Unreserved,
+    DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
 

@@ -11,31 +11,52 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from typing import Final
 
 from msgspec.structs import asdict
 
 from effuse.placement.records import WorkerRecord
-from effuse.protos.errors import DeadlineExceeded, EffuseError, PeerLost, Refused, TransferFailed
+from effuse.protos.errors import EffuseError, PeerLost, Refused
 from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
 from effuse.router.client import Recipient
 from effuse.router.detokenizer import draft_text
-from effuse.router.policy import Placement
+from effuse.router.fleet import DecodeDemand
+from effuse.router.ladder import Failure, FailureKind, judge
+from effuse.router.policy import Placement, life_of
 from effuse.router.request import BrokenStream, Event, IllegalRequestEvent, Request, State
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
+
+LAST_WORD_S: Final = 1.0
+"""What a decode worker that pages do not reach has to say that it is lost itself: its writer often
+learns of that first, on busy cores by 0.4 s."""
+
+
+class Unfinished(Exception):
+    """The attempt failed; `failure` says what that means."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.error.message)
+        self.failure = failure
 
 
 class Attempt:
     """Run once. The request has begun its attempt on `placement` already."""
 
     def __init__(
-        self, router: Router, request: Request, placement: Placement, client: Recipient
+        self,
+        router: Router,
+        request: Request,
+        placement: Placement,
+        client: Recipient,
+        share: DecodeDemand,
     ) -> None:
         self._router = router
         self._request = request
         self._placement = placement
         self._client = client
+        self._share = share
         self.transfer_id = secrets.token_hex(16)
         self._id = worker_pb2.AttemptId(
             request_id=request.id, attempt=request.num_attempts, transfer_id=self.transfer_id
@@ -44,9 +65,10 @@ class Attempt:
         self._prefill: PrefillCall | None = None
         self._decode: DecodeCall | None = None
         self._is_broken_off = False  # by us, since prefill failed
+        self._breaking_off: asyncio.TimerHandle | None = None
 
     async def run(self) -> FinishReason:
-        """Relays to the end and says why it ended; raises `AttemptFailed` or `ClientGone`."""
+        """Relays to the end and says why it ended; raises `Unfinished` or `ClientGone`."""
         try:
             prefill = self._placement.prefill
             if prefill is not None and not self._request.is_patient:
@@ -56,10 +78,13 @@ class Attempt:
             reason = await self._relay(decode)
         except (BrokenStream, IllegalRequestEvent, EffuseError) as error:
             self._end_calls_now()
-            raise self._failure(error) from error
+            raise Unfinished(self._failure(error)) from error
         except BaseException:
             self._end_calls_now()
             raise
+        finally:
+            if self._breaking_off is not None:
+                self._breaking_off.cancel()
         if self._request.text.is_stopped:  # its workers know nothing of that
             self._end_calls_now()
         else:
@@ -99,6 +124,7 @@ class Attempt:
             message.remote.incarnation = placement.prefill.incarnation
             message.remote.address = placement.prefill.address
             message.remote.engine_port = placement.prefill.engine_port
+            message.remote.place = placement.prefill.place
         stub = self._router.fleet.peer(placement.decode.address).decode
         return stub.Decode(message, timeout=self._time_left())
 
@@ -136,9 +162,12 @@ class Attempt:
             case "reservation":
                 self._take_reservation(event.reservation, now)
             case "verified":
-                request.add_verified(event.verified, now)
+                self._take_verified(event.verified, now)
             case "commit":
-                return request.add_commit(event.commit, now)
+                request.fingerprint = self._placement.decode.fingerprint
+                news = request.add_commit(event.commit, now)
+                self._router.note_survival(request)
+                return news
             case "draft":
                 return self._describe_draft(event.draft)
             case "finished":
@@ -152,6 +181,13 @@ class Attempt:
             raise Refused(f"{decode.worker_id} answered for another life or attempt")
         if self._placement.prefill is not None:
             self._request.connector = reservation.connector
+
+    def _take_verified(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
+        self._request.add_verified(verified, now)
+        self._share.end_prompt()
+        writer, decode = self._placement.prefill, self._placement.decode
+        if writer is not None:
+            self._router.fleet.standing.note_handoff((life_of(writer), life_of(decode)))
 
     def _describe_draft(
         self, draft: worker_pb2.DecodeDraft
@@ -173,23 +209,32 @@ class Attempt:
     # Ending.
 
     def _break_off(self) -> None:
-        """Prefill has failed: nothing will come of decode's call."""
-        self._is_broken_off = self._decode is not None and self._decode.cancel()
+        """Prefill has failed: nothing will come of decode's call but, where the pages did not get
+        through, why."""
+        assert self._prefill is not None and self._prefill.failure is not None
+        if self._judge(self._prefill.failure).outcome is FailureKind.HANDOFF:
+            loop = asyncio.get_running_loop()
+            self._breaking_off = loop.call_later(LAST_WORD_S, self._cancel_decode)
+        else:
+            self._cancel_decode()
 
-    def _failure(self, error: Exception) -> AttemptFailed:
+    def _cancel_decode(self) -> None:
+        if self._decode is not None and self._request.state is not State.DECODING:
+            self._is_broken_off = self._decode.cancel()
+
+    def _failure(self, error: Exception) -> Failure:
         """What to act on: decode's own failure, as it decides where to go next, before
         prefill's."""
         decode, prefill = self._placement.decode, self._prefill
         if self._is_broken_off and prefill is not None and prefill.failure is not None:
-            return prefill.failure
+            return self._judge(prefill.failure)
         if not isinstance(error, EffuseError):
-            return AttemptFailed(PeerLost(f"{self._peer} broke the protocol: {error}"), decode)
-        writer = self._placement.prefill
+            error = PeerLost(f"{self._peer} broke the protocol: {error}")
+        return self._judge(AttemptFailed(error, decode))
+
+    def _judge(self, failed: AttemptFailed) -> Failure:
         is_handoff = self._request.state is State.PREFILLING
-        if writer and is_handoff and isinstance(error, TransferFailed | DeadlineExceeded):
-            # Decode tells of a handoff that failed: it is the writer that may be replaced.
-            return AttemptFailed(error, writer)
-        return AttemptFailed(error, decode)
+        return judge(failed.error, failed.worker, self._placement, is_handoff=is_handoff)
 
     def _end_calls_now(self) -> None:
         self._end_calls()

@@ -14,7 +14,7 @@ import grpc.aio
 from effuse.placement.records import Link, ModelInfo, WorkerRecord
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.fleet import RoutedFleet
-from effuse.router.policy import live_workers
+from effuse.router.policy import Condition, live_workers
 from effuse.router.validation import Findings, check_model_name, shown
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
@@ -29,8 +29,8 @@ _ROLES: Final = {
     "decode": model_pb2.WORKER_ROLE_DECODE,
 }
 _STATES: Final = {
-    "ready": model_pb2.WORKER_STATE_READY,
-    "draining": model_pb2.WORKER_STATE_DRAINING,
+    Condition.READY: model_pb2.WORKER_STATE_READY,
+    Condition.DRAINING: model_pb2.WORKER_STATE_DRAINING,
 }
 
 
@@ -42,9 +42,13 @@ class Catalogue:
         self._known: dict[str, ModelInfo] = {}
 
     def live(self) -> dict[str, ModelInfo]:
-        """Models that have a live worker, by name; decode workers describe them first."""
-        prefill, decode = live_workers(self._fleet.candidates())
-        models = {record.model.name: record.model for record in (*prefill, *decode)}
+        """Models that a worker serves or will again, by name; decode workers describe them
+        first."""
+        records = [
+            c.record for c in self._fleet.candidates() if c.condition is not Condition.DRAINING
+        ]
+        records.sort(key=lambda record: record.role == "decode")
+        models = {record.model.name: record.model for record in records}
         self._known |= models
         return models
 
@@ -115,14 +119,13 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         ],
     ) -> model_pb2.ListWorkersResponse:
         """Live workers in the order of their ids; pages as of ListModels."""
-        records = [candidate.record for candidate in self._fleet.candidates()]
-        after = [record for record in records if record.worker_id > request.page_token]
-        after.sort(key=lambda record: record.worker_id)
+        after = [c for c in self._fleet.candidates() if c.record.worker_id > request.page_token]
+        after.sort(key=lambda c: c.record.worker_id)
         most = min(request.page_size or MOST_A_PAGE, MOST_A_PAGE)
         page = after[:most]
         return model_pb2.ListWorkersResponse(
-            workers=[describe_worker(record) for record in page],
-            next_page_token=page[-1].worker_id if len(after) > most else "",
+            workers=[describe_worker(c.record, c.condition) for c in page],
+            next_page_token=page[-1].record.worker_id if len(after) > most else "",
         )
 
     def _describe(self, model: ModelInfo) -> model_pb2.Model:
@@ -141,15 +144,15 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         )
 
 
-def describe_worker(record: WorkerRecord) -> model_pb2.Worker:
-    """What clients are told of a worker."""
+def describe_worker(record: WorkerRecord, condition: Condition) -> model_pb2.Worker:
+    """What clients are told of a worker; the state of one that is out is not known."""
     load = record.load
     return model_pb2.Worker(
         worker_id=record.worker_id,
         role=_ROLES[record.role],
         model=record.model.name,
         address=record.address,
-        state=_STATES.get(record.state, model_pb2.WORKER_STATE_UNSPECIFIED),
+        state=_STATES.get(condition, model_pb2.WORKER_STATE_UNSPECIFIED),
         incarnation=record.incarnation,
         page_size=record.capacity.page_size,
         total_pages=record.capacity.total_pages,
@@ -165,6 +168,10 @@ def describe_worker(record: WorkerRecord) -> model_pb2.Worker:
         kv_bytes=load.kv_bytes,
         links=[_describe_link(link, record.min_handoff_gbps) for link in record.links],
         min_handoff_gbps=record.min_handoff_gbps,
+        quarantines=[
+            model_pb2.WorkerQuarantine(writer=one.writer, pages=one.pages, age_s=one.age_s)
+            for one in record.quarantines
+        ],
     )
 
 

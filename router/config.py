@@ -44,10 +44,18 @@ class RouterConfig:
         int, "requests on workers at once, at most as many as decode workers take (max-num-seqs)"
     ] = 1024
     max_queue: Annotated[int, "requests that wait behind them"] = 1024
-    max_retries: Annotated[int, "attempts after the first that a request may take"] = 2
+    max_losses: Annotated[
+        int, "workers that may be lost under a request, one after the other without a new block"
+    ] = 8
+    retry_share: Annotated[
+        float, "attempts after losses that each request allows, on average; beyond that they wait"
+    ] = 0.2
 
     # Time, in seconds.
     max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
+    recovery_s: Annotated[
+        float, "longest that a request waits for a worker that goes on with it"
+    ] = 60.0
     drain_s: Annotated[float, "longest that running requests are waited for at the end"] = 30.0
 
     ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
@@ -61,11 +69,13 @@ class RouterConfig:
             ("tokenizer_threads", 1, 64),
             ("max_concurrent_requests", 1, 1 << 20),
             ("max_queue", 0, 1 << 20),
-            ("max_retries", 0, 10),
+            ("max_losses", 0, 1000),
         ):
             checks.whole(name, getattr(self, name), low, high)
-        for name in ("max_request_s", "drain_s"):
+        for name in ("max_request_s", "recovery_s", "drain_s"):
             checks.seconds(name, getattr(self, name))
+        if not 0 <= self.retry_share <= 1:
+            raise ValueError(f"--retry-share: expected 0 to 1, got {self.retry_share}")
         checks.redis_url("redis_url", self.redis_url)
         checks.directory("model", self.model)
         check_name("fleet", self.fleet)

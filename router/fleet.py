@@ -1,35 +1,57 @@
-"""The router's own account of the fleet: what it has placed where, whom it suspects, and channels.
+"""The router's own account of the fleet: what it has placed where, who is out, and channels.
 
-The view of who is alive is placement's; choosing is `policy.py`'s; calling is `attempt.py`'s.
+The view of who is alive is placement's; choosing is `policy.py`'s; calling is `attempt.py`'s; what
+failed calls have told is `standing.py`'s.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc.aio
 
-from effuse.placement.records import WorkerRecord
+from effuse.placement.records import Role, WorkerRecord
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
+from effuse.router.calls import is_task_cancelled
 from effuse.router.policy import (
+    AttemptNeeds,
     Candidate,
+    Condition,
+    Fingerprint,
+    Holder,
     InFlight,
     Placement,
     PrefillMode,
+    Prospect,
     WorkerLife,
+    choose_own,
+    has_own,
+    life_of,
     place,
+    prospect,
     why_refused,
 )
+from effuse.router.standing import Standing
+from effuse.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from effuse.v1 import worker_pb2_grpc
 
-SUSPICION_S: Final = 6.0
-"""A little longer than a lease (5 s): by then a dead worker has left the view."""
+LOG: Final = logging.getLogger(__name__)
+
+ASK_S: Final = 1.0
+"""Longest that a worker may take to say how it is."""
+
+EMPTY_S: Final = 5.0
+EMPTY_LOOK_S: Final = 0.1
+"""How long a worker of our own is waited for to be empty, longer than a hang takes to be noticed,
+and how often it is asked."""
 
 
 class View(Protocol):
@@ -55,11 +77,13 @@ class RoutedFleet:
     def __init__(self, view: View, mode: PrefillMode, now: Callable[[], float]) -> None:
         self._view = view
         self._mode: PrefillMode = mode
-        self._now = now
+        self.standing = Standing(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
-        self._suspected_until: dict[WorkerLife, float] = {}
+        self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
         self._peers: dict[str, WorkerChannel] = {}
         self._addresses: dict[WorkerLife, str] = {}
+        self._seen: set[tuple[WorkerLife, Condition]] = set()
+        self._changed = asyncio.Event()
 
     @property
     def mode(self) -> PrefillMode:
@@ -67,35 +91,167 @@ class RoutedFleet:
         return self._mode
 
     def candidates(self) -> list[Candidate]:
-        """Every live worker with our account of it."""
-        now = self._now()
-        return [self._candidate(record, now) for record in self._view.workers()]
+        """Every worker that lives or may come back, with our account of it."""
+        alive = self._view.workers()
+        names = {record.worker_id for record in alive}
+        gone = [record for record in self.standing.absent if record.worker_id not in names]
+        suspects = self.standing.suspects()
+        return [self._candidate(record, suspects) for record in (*alive, *gone)]
 
-    def place(self, model: str, excluded: Collection[WorkerLife]) -> Placement | None:
+    def need(
+        self,
+        model: str,
+        excluded: Collection[WorkerLife] = (),
+        fingerprint: Fingerprint | None = None,
+        *,
+        holder: Holder | None = None,
+        alone: Collection[Role] = (),
+    ) -> AttemptNeeds:
+        """What an attempt asks of the fleet, as things stand."""
+        return AttemptNeeds(
+            model=model,
+            mode=self._mode,
+            fingerprint=fingerprint,
+            excluded=excluded,
+            broken=self.standing.broken_pairs(),
+            doubtful=self.standing.doubtful_pairs(),
+            holder=holder,
+            alone=alone,
+        )
+
+    def place(self, need: AttemptNeeds) -> Placement | None:
         """Picks workers for an attempt; nothing is counted yet."""
-        return place(self.candidates(), model, self._mode, excluded)
+        return place(self.candidates(), need)
+
+    def prospect(self, need: AttemptNeeds) -> Prospect:
+        """What an attempt can expect."""
+        return prospect(self.candidates(), need)
 
     def why_refused(self, model: str) -> str:
         """What keeps a prefill worker from a decode worker that fits; empty where nothing does."""
         return why_refused(self.candidates(), model)
 
-    @contextmanager
-    def counted(self, placement: Placement, prompt_len: int, max_tokens: int) -> Iterator[None]:
-        """Counts an attempt on its workers as long as it lasts."""
-        shares = [(placement.decode, prompt_len + max_tokens)]
-        if placement.prefill is not None:
-            shares.append((placement.prefill, prompt_len))
-        for record, tokens in shares:
-            self._count_in_flight(record, 1, tokens)
-        try:
-            yield
-        finally:
-            for record, tokens in shares:
-                self._count_in_flight(record, -1, -tokens)
+    # Workers of their own, for requests that run alone.
 
-    def suspect(self, record: WorkerRecord) -> None:
-        """It broke off: others come first until its lease must have run out."""
-        self._suspected_until[_life(record)] = self._now() + SUSPICION_S
+    @property
+    def num_alone(self) -> int:
+        """Requests that workers are kept for: they run there, or will once it is empty."""
+        return len(set(self._kept.values()))
+
+    def keep_workers(self, holder: Holder, need: AttemptNeeds) -> None:
+        """Has workers take nothing but this request from now on, where others can do without. One
+        at a time of those that ask the same."""
+        if has_own(self.candidates(), need):
+            return
+        self.release_workers(holder)
+        if any(holder.digest == other.digest for other in self._kept.values()):
+            return
+        for record in choose_own(self.candidates(), need):
+            LOG.info("%s is kept for request %s alone", record.worker_id, holder.request_id)
+            self._kept[life_of(record)] = holder
+
+    def release_workers(self, holder: Holder) -> None:
+        """Others may have them again."""
+        own = [life for life, other in self._kept.items() if other == holder]
+        for life in own:
+            del self._kept[life]
+        if own:
+            self.announce_change()
+
+    async def until_empty(self, records: Sequence[WorkerRecord]) -> None:
+        """Returns once these workers say that nothing is in them, or after `EMPTY_S`. What other
+        routers gave them, or clients left behind, is known to them alone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EMPTY_S):
+                while not all(  # noqa: ASYNC110  # no worker tells by itself
+                    await asyncio.gather(*map(self._is_empty, records))
+                ):
+                    await asyncio.sleep(EMPTY_LOOK_S)
+
+    @contextmanager
+    def counted(
+        self, placement: Placement, prompt_len: int, max_tokens: int
+    ) -> Iterator[DecodeDemand]:
+        """Counts an attempt on its workers as long as it lasts; then somebody else may have its
+        seat."""
+        decode, prefill = placement.decode, placement.prefill
+        share = DecodeDemand(self, decode, 0 if prefill else prompt_len)
+        self._count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
+        if prefill is not None:
+            self._count_in_flight(prefill, 1, prompt_len)
+            self.standing.note_try((life_of(prefill), life_of(decode)))
+        try:
+            yield share
+        finally:
+            self._count_in_flight(decode, -1, -prompt_len - max_tokens, -share.own_prompt)
+            if prefill is not None:
+                self._count_in_flight(prefill, -1, -prompt_len)
+            self.announce_change()
+
+    def end_own_prompt(self, decode: WorkerRecord, num_tokens: int) -> None:
+        """A decode worker has prefilled a prompt for itself."""
+        self._count_in_flight(decode, 0, 0, -num_tokens)
+        self.announce_change()
+
+    # Changes.
+
+    def announce_change(self) -> None:
+        """Wakes whoever waits for the fleet: a choice may come out otherwise now."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for_change(self, most_s: float) -> None:
+        """Returns once that has happened, or after `most_s` seconds."""
+        changed = self._changed
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await changed.wait()
+
+    def look(self) -> None:
+        """Announces what has changed in the view."""
+        seen = {(c.life, c.condition) for c in self.candidates()}
+        if seen != self._seen:
+            self._seen = seen
+            self.announce_change()
+
+    async def ask_absent(self) -> None:
+        """Asks each worker that is out how it is. One that is ready takes part again."""
+        absent = self.standing.absent
+        told = await asyncio.gather(*(self._ask(record) for record in absent))
+        for record, condition in zip(absent, told, strict=True):
+            if self.standing.hear(life_of(record), condition):
+                LOG.info("%s is ready again", record.worker_id)
+                self.announce_change()
+
+    async def _ask(self, record: WorkerRecord) -> Condition | None:
+        """What it says of itself; None where it does not answer."""
+        load = await self._load_of(record)
+        if load is None or load.worker.worker_id != record.worker_id:
+            return None  # another one has its address now
+        if load.draining:
+            return Condition.DRAINING
+        if load.worker.incarnation != record.incarnation:
+            return Condition.STARTING
+        return Condition.READY
+
+    async def _is_empty(self, record: WorkerRecord) -> bool:
+        """Whether nothing is in it; one that does not answer is not waited for."""
+        load = await self._load_of(record)
+        return load is None or load.running + load.waiting == 0
+
+    async def _load_of(self, record: WorkerRecord) -> worker_pb2.GetLoadResponse | None:
+        """What its front says; None where it does not answer."""
+        stub = self.peer(record.address).worker
+        try:
+            return await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
+        except grpc.aio.AioRpcError:
+            return None
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            return None
+
+    # Channels, and what is kept of each worker.
 
     def peer(self, address: str) -> WorkerChannel:
         """The channel to a worker; one for all of its requests."""
@@ -108,16 +264,16 @@ class RoutedFleet:
         return peer
 
     async def forget_gone(self) -> None:
-        """Drops what is kept of workers that are neither alive nor in use."""
+        """Drops what is kept of workers that are neither alive, nor in use, nor may come back."""
         alive = self._view.workers()
-        lives, addresses = {_life(r) for r in alive}, {r.address for r in alive}
+        self.standing.forget_gone(alive)
+        lives = {life_of(r) for r in alive}
+        addresses = {r.address for r in (*alive, *self.standing.absent)}
         for life, in_flight in list(self._in_flight.items()):
             if in_flight.requests:
                 addresses.add(self._addresses[life])
             elif life not in lives:
                 del self._in_flight[life], self._addresses[life]
-        now = self._now()
-        self._suspected_until = {k: t for k, t in self._suspected_until.items() if t > now}
         for address in self._peers.keys() - addresses:
             await self._peers.pop(address).channel.close(0)
 
@@ -127,21 +283,41 @@ class RoutedFleet:
             await peer.channel.close(0)
         self._peers.clear()
 
-    def _candidate(self, record: WorkerRecord, now: float) -> Candidate:
-        life = _life(record)
-        suspected = self._suspected_until.get(life, 0.0) > now
-        return Candidate(record, self._in_flight.get(life, InFlight()), suspected)
+    def _candidate(self, record: WorkerRecord, suspects: Collection[WorkerLife]) -> Candidate:
+        life = life_of(record)
+        return Candidate(
+            record,
+            self._in_flight.get(life, InFlight()),
+            condition=self.standing.condition(record),
+            is_full=self.standing.is_full(life),
+            is_suspect=life in suspects,
+            kept_for=self._kept.get(life),
+        )
 
-    def _count_in_flight(self, record: WorkerRecord, requests: int, tokens: int) -> None:
-        life = _life(record)
+    def _count_in_flight(
+        self, record: WorkerRecord, requests: int, tokens: int, own_prompts: int = 0
+    ) -> None:
+        life = life_of(record)
         self._addresses[life] = record.address
         before = self._in_flight.get(life, InFlight())
         self._in_flight[life] = InFlight(
             requests=before.requests + requests,
             tokens=before.tokens + tokens,
+            own_prompts=before.own_prompts + own_prompts,
             placed=before.placed + max(0, requests),
         )
 
 
-def _life(record: WorkerRecord) -> WorkerLife:
-    return record.worker_id, record.incarnation
+class DecodeDemand:
+    """What an attempt takes of its decode worker."""
+
+    def __init__(self, fleet: RoutedFleet, decode: WorkerRecord, own_prompt: int) -> None:
+        self._fleet = fleet
+        self._decode = decode
+        self.own_prompt = own_prompt  # tokens that decode has yet to prefill for itself
+
+    def end_prompt(self) -> None:
+        """The prompt's KV is complete."""
+        if self.own_prompt:
+            self._fleet.end_own_prompt(self._decode, self.own_prompt)
+            self.own_prompt = 0

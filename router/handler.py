@@ -1,9 +1,9 @@
 """Serves one request, top to bottom: checked, let in, placed, attempted until it ends, and ended.
 
 What fails goes down a ladder: another prefill worker; the decode worker for itself; another pair
-that resumes; UNAVAILABLE. Never a good end with missing text. Whatever happens, the request's end
-is decided and counted here, in one place. Not here: one attempt (`attempt.py`), choosing workers
-(`policy.py`).
+that resumes; waiting for a worker that may come back; UNAVAILABLE. Never a good end with missing
+text. Whatever happens, the request's end is decided and counted here, in one place. Not here: one
+attempt (`attempt.py`), choosing workers (`policy.py`), what a failure means (`ladder.py`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from effuse.protos.errors import (
     DeadlineExceeded,
     EffuseError,
     InvalidRequest,
-    Overloaded,
-    PeerLost,
     Unavailable,
-    Unreserved,
 )
-from effuse.router.attempt import Attempt
-from effuse.router.calls import AttemptFailed
+from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
-from effuse.router.policy import Placement
+from effuse.router.fleet import DecodeDemand
+from effuse.router.ladder import REFUSALS, Failure, FailureKind
+from effuse.router.poison import digest_of
+from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
 from effuse.router.validation import Findings, check_request_id, fit, validate
@@ -48,6 +47,9 @@ OUR_FIELDS: Final = frozenset(
 )
 """Fields of calls to workers that no client fills in, or that are checked before a worker is asked.
 A worker that does not take them is at odds with this router, and not with the client."""
+
+LOOK_S: Final = 1.0
+"""Longest that a waiting request does without a look at the fleet."""
 
 RETRY_AFTER_S: Final = 1.0
 """What clients are told to wait when no worker is there: about as long as a lease takes to show."""
@@ -78,6 +80,7 @@ def accept(
         raise
     time_left: float | None = context.time_remaining()  # grpcio's types hide that there may be none
     limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
+    router.retry_budget.add_request(router.now())
     return Request(
         id=request_id,
         asked=asked,
@@ -85,7 +88,6 @@ def accept(
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
-        retries_left=router.config.max_retries,
     )
 
 
@@ -109,8 +111,7 @@ class Handler:
                     reason = await self._run_attempts()
                     return self._finish(reason)
             except TimeoutError as error:
-                text = f"not answered within {request.limit_s:.3g} s; it was {request.state.value}"
-                raise self._end_badly(DeadlineExceeded(text)) from error
+                raise self._end_badly(self._time_is_over()) from error
             except EffuseError as error:
                 raise self._end_badly(error) from error.__cause__
             except (ClientGone, asyncio.CancelledError) as error:
@@ -137,6 +138,7 @@ class Handler:
                 )
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
+        request.digest = digest_of(asked, token_ids, request.max_tokens)
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
@@ -144,16 +146,13 @@ class Handler:
         state: PlacementState = "failed"
         try:
             while True:
-                placement = self._choose_workers()
-                attempt = self._begin_attempt(placement)
-                num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
                 try:
-                    with router.fleet.counted(placement, num_prompt, num_tokens):
-                        reason = await attempt.run()
-                except AttemptFailed as failure:
-                    self._prepare_retry(failure)
+                    reason = await self._run_attempt()
+                except Unfinished as unfinished:
+                    await self._prepare_retry(unfinished.failure)
                 else:
                     request.apply_event(Event.FINISHED, router.now())
+                    router.verdicts.clear(request.digest)
                     state = "finished"
                     return reason
         except (asyncio.CancelledError, ClientGone, DeadlineExceeded):
@@ -162,31 +161,92 @@ class Handler:
         finally:
             self._close_record(state)
 
+    async def _run_attempt(self) -> pb.FinishReason:
+        """One attempt; raises `EffuseError`, `ClientGone` or `Unfinished`."""
+        request, fleet = self._request, self._router.fleet
+        num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
+        try:
+            placement = await self._choose_workers()
+            with fleet.counted(placement, num_prompt, num_tokens) as share:
+                return await self._begin_attempt(placement, share).run()
+        finally:
+            fleet.release_workers(request.holder)
+
     # Before an attempt.
 
-    def _choose_workers(self) -> Placement:
+    async def _choose_workers(self) -> Placement:
+        """Waits as long as a worker may yet take the request; raises `Unavailable` and, where
+        engines turn out to die of it, `Poisonous`."""
+        request, router = self._request, self._router
+        fleet = router.fleet
+        while True:
+            router.check_poison(request)
+            need = self._need()
+            request.alone = need.alone
+            if need.alone:
+                fleet.keep_workers(request.holder, need)
+            placement = fleet.place(need)
+            if placement is not None:
+                await self._wait_until_empty(placement)
+                return placement
+            prospect = fleet.prospect(need)
+            if prospect is Prospect.NONE:
+                raise self._nobody(request.asked.model.name)
+            if prospect is Prospect.WORKER:
+                request.setbacks.begin_stall(router.now())
+                self._check_stall()
+            with router.metrics.waiting("alone" if need.alone else prospect.value):
+                await fleet.wait_for_change(self._look_again_s())
+
+    async def _wait_until_empty(self, placement: Placement) -> None:
+        """Those of its workers that it has alone."""
+        workers, alone = (placement.decode, placement.prefill), self._request.alone
+        if own := [one for one in workers if one is not None and one.role in alone]:
+            with self._router.metrics.waiting("alone"):
+                await self._router.fleet.until_empty(own)
+
+    def _need(self) -> AttemptNeeds:
+        """An answer that has begun goes on only where the same weights follow the same rules."""
+        request = self._request
+        return self._router.fleet.need(
+            request.asked.model.name,
+            request.setbacks.avoided(self._router.now()),
+            request.fingerprint if request.token_ids else None,
+            holder=request.holder,
+            alone=self._router.verdicts.roles_alone(request.digest),
+        )
+
+    def _look_again_s(self) -> float:
+        """Seconds until a choice, or what is said of it, may come out otherwise although nothing
+        has happened."""
+        router, setbacks, now = self._router, self._request.setbacks, self._router.now()
+        due = [LOOK_S, setbacks.next_change_s(now), router.fleet.standing.next_change_s()]
+        if setbacks.stalled_at is not None:
+            due.append(router.config.recovery_s - setbacks.stalled_s(now))
+        return min(one for one in due if one is not None and one > 0) + 0.001
+
+    def _check_stall(self) -> None:
+        """Raises `Unavailable` where no worker has gone on with the request for too long."""
+        stalled_s = self._request.setbacks.stalled_s(self._router.now())
+        if stalled_s > self._router.config.recovery_s:
+            raise self._unavailable(f"no worker could go on within {stalled_s:.3g} s")
+
+    def _nobody(self, model: str) -> Unavailable:
+        """What is told where no worker can take the request, nor may one come back."""
         request, fleet = self._request, self._router.fleet
-        if asyncio.get_running_loop().time() >= request.deadline:
-            raise DeadlineExceeded("the deadline passed before a worker was asked")
-        model = request.asked.model.name
-        placement = fleet.place(model, request.excluded)
-        if placement is not None:
-            return placement
-        if isinstance(request.last_error, Overloaded):
-            raise request.last_error
         why = f"no live worker serves {model!r} now"
         if request.last_error is not None:
             why = f"{request.last_error.message}; no other worker can go on"
         elif fleet.mode == "remote":
             refused = fleet.why_refused(model)
             why = refused or f"{why}, or no prefill worker fits a decode worker"
-        raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
+        return self._unavailable(why)
 
-    def _begin_attempt(self, placement: Placement) -> Attempt:
+    def _begin_attempt(self, placement: Placement, share: DecodeDemand) -> Attempt:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
-        attempt = Attempt(self._router, request, placement, self._client)
+        attempt = Attempt(self._router, request, placement, self._client, share)
         self._record = PlacementRecord(
             request_id=request.id,
             attempt=request.num_attempts,
@@ -203,44 +263,47 @@ class Handler:
 
     # After an attempt.
 
-    def _prepare_retry(self, failure: AttemptFailed) -> None:
-        """Makes room for another attempt, or raises what the client is told."""
-        request, error, blamed = self._request, failure.error, failure.worker
+    async def _prepare_retry(self, failure: Failure) -> None:
+        """Makes room for another attempt, when the budget has one; raises what the client is
+        told."""
+        request, router, error = self._request, self._router, failure.error
         request.end_attempt(error)
         LOG.warning(
             "request %s, attempt %d on %s: %s; so far: %s",
-            *(request.id, request.num_attempts, blamed.worker_id, error.message),
+            *(request.id, request.num_attempts, failure.worker.worker_id, error.message),
             request.tell_story(),
         )
-        if isinstance(error, PeerLost):
-            self._router.fleet.suspect(blamed)
-        self._raise_if_final(error, blamed)
-        request.apply_event(Event.LOST, self._router.now(), error.message[:80])
-        if isinstance(error, Unreserved) and not request.is_patient:
-            # Decode is busy, which is nobody's fault and no loss: next time its pages come first.
-            request.is_patient = True
-            self._router.num_retries += 1
-            return
-        if request.retries_left == 0:
-            text = f"gave up after {request.num_attempts} attempts: {error.message}"
-            raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error
-        request.retries_left -= 1
-        self._router.num_retries += 1
-        request.excluded.add((blamed.worker_id, blamed.incarnation))
+        router.fleet.standing.note(failure)
+        router.metrics.count_failure(failure)
+        self._raise_if_final(failure)
+        request.apply_event(Event.LOST, router.now(), error.message[:80])
+        request.setbacks.add(failure, router.now())
+        router.note_death(request, failure)
+        # Next time its pages come first.
+        request.is_patient = request.is_patient or failure.outcome is FailureKind.LATE
+        if request.setbacks.losses_in_a_row > router.config.max_losses:
+            text = f"{request.setbacks.losses_in_a_row} workers were lost under it in a row"
+            raise self._unavailable(text, retryable=False) from error
+        if failure.outcome not in REFUSALS:
+            router.num_retries += 1
+            if delay_s := router.retry_budget.take(router.now()):
+                with router.metrics.waiting("budget"):
+                    await asyncio.sleep(delay_s)
 
-    def _raise_if_final(self, error: EffuseError, blamed: WorkerRecord) -> None:
+    def _raise_if_final(self, failure: Failure) -> None:
         """Raises what the client is told where no other attempt can do better."""
+        error = failure.error
         if asyncio.get_running_loop().time() >= self._request.deadline:
-            raise DeadlineExceeded("the deadline passed before the answer was complete") from error
+            raise self._time_is_over() from error
         if isinstance(error, InvalidRequest) and self._request.token_ids:
             # The caller's request was good; it is our resumption that the worker does not take.
             text = f"the answer could not be resumed: {error.message}"
-            raise Unavailable(text, retry_after_s=RETRY_AFTER_S) from error
+            raise self._unavailable(text) from error
         if isinstance(error, InvalidRequest) and _is_ours(error):
             raise Bug(
-                f"{blamed.worker_id} does not take what it is sent: {error.message}"
+                f"{failure.worker.worker_id} does not take what it is sent: {error.message}"
             ) from error
-        if not error.retryable:
+        if failure.outcome is FailureKind.FINAL:
             raise error
 
     # The placement that Redis knows, written beside the request.
@@ -267,6 +330,21 @@ class Handler:
         return pb.Finished(
             finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
         )
+
+    def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
+        """UNAVAILABLE, with how far the request got and what it met with."""
+        request = self._request
+        return Unavailable(
+            _sentences(why, request.tell_progress()),
+            retryable=retryable,
+            retry_after_s=RETRY_AFTER_S if retryable else None,
+            labels=request.labels(),
+        )
+
+    def _time_is_over(self) -> DeadlineExceeded:
+        request = self._request
+        why = f"not answered within {request.limit_s:.3g} s; it was {request.state.value}"
+        return DeadlineExceeded(_sentences(why, request.tell_progress()), labels=request.labels())
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         """A bad end that is told."""
@@ -299,6 +377,10 @@ def _request_id(message: pb.GenerateRequest) -> str:
     check_request_id(message.request_id, findings)
     findings.raise_any()
     return message.request_id
+
+
+def _sentences(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
 
 
 def _is_ours(error: InvalidRequest) -> bool:

@@ -5,11 +5,17 @@ Gauges are read when scraped and cost requests nothing. Not here: what workers r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from effuse.placement.records import Role
+from effuse.router.ladder import REFUSALS, Failure, FailureKind
+from effuse.router.policy import Candidate, Condition
 from effuse.v1 import generation_pb2 as pb
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -27,6 +33,26 @@ class Metrics:
         self.refused = Counter(
             "effuse_refused", "Requests refused at the door", ["status"], registry=self.registry
         )
+        self.poison = Counter(
+            "effuse_refused_poison", "Requests refused since engines died of them",
+            registry=self.registry,
+        )  # fmt: skip
+        self.losses = Counter(
+            "effuse_worker_losses", "Attempts lost, by worker", ["worker", "reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.refusals = Counter(
+            "effuse_worker_refusals", "Attempts that were not begun, by worker",
+            ["worker", "reason"], registry=self.registry,
+        )  # fmt: skip
+        self.workers = Gauge(
+            "effuse_workers", "Workers by what they do and how they are", ["role", "state"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.stalled = Gauge(
+            "effuse_num_requests_stalled", "Admitted requests that wait for a worker, by why",
+            ["reason"], registry=self.registry,
+        )  # fmt: skip
         self.prompt_tokens = Counter(
             "effuse_prompt_tokens", "Prompt tokens of answered requests", registry=self.registry
         )
@@ -47,6 +73,24 @@ class Metrics:
         self.first_block.observe(stats.first_block_s)
         self.latency.observe(stats.total_s)
         self.requests.labels("OK").inc()
+
+    def count_failure(self, failure: Failure) -> None:
+        """An attempt that failed, where another one may follow."""
+        if failure.outcome is not FailureKind.FINAL:
+            counter = self.refusals if failure.outcome in REFUSALS else self.losses
+            counter.labels(failure.worker.worker_id, failure.error.reason).inc()
+
+    def show_workers(self, candidates: Sequence[Candidate]) -> None:
+        """How the workers are now."""
+        counts = Counts((c.record.role, c.condition) for c in candidates)
+        for role, condition in product(get_args(Role), Condition):
+            self.workers.labels(role, condition.value).set(counts[role, condition])
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """A request waits: for a worker to come back, a seat, the retry budget, a worker alone."""
+        with self.stalled.labels(reason).track_inprogress():
+            yield
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Adds a value that `read` gives at the time of a scrape."""

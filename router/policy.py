@@ -1,19 +1,31 @@
 """Where an attempt goes: a decode worker first, then a prefill worker that fits it, or none.
 
-Pure: filter, score, pick over values. What is in flight and who is suspected comes from `fleet.py`.
+Pure: filter, score, pick over values. What is in flight and who takes part comes from `fleet.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final, Literal, NamedTuple
 
-from effuse.placement.records import WorkerRecord
+from effuse.placement.records import Role, WorkerRecord
 
 PrefillMode = Literal["auto", "remote", "local"]
+
+OWN_STEPS: Final = 4
+"""Steps' worth of prompts that a decode worker is given to prefill in the place of prefill workers:
+enough to keep it busy; more would only delay the answers that it writes."""
+
 WorkerLife = tuple[str, str]
 """Worker id and incarnation."""
+
+Pair = tuple[WorkerLife, WorkerLife]
+"""A prefill worker and a decode worker."""
+
+Fingerprint = tuple[tuple[str, str], ...]
+"""Weights, layout and rules of a worker, by name: where they are equal, answers are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +34,25 @@ class InFlight:
 
     requests: int = 0
     tokens: int = 0  # prompt tokens for a prefill worker, prompt and answer for a decode worker
+    own_prompts: int = 0  # tokens of prompts that a decode worker has yet to prefill for itself
     placed: int = 0  # requests ever, to take turns among equals
+
+
+class Condition(Enum):
+    """Whether a worker takes part in choices, and if not, what keeps it from that."""
+
+    READY = "ready"
+    DRAINING = "draining"  # this life of it takes no more requests
+    STARTING = "starting"  # its front answers, its engine is not ready
+    LOST = "lost"  # its engine has ended under a request
+    UNREACHABLE = "unreachable"  # a call to it broke off
+
+
+class Holder(NamedTuple):
+    """A request that workers are kept for, to run it alone."""
+
+    digest: str  # of what it asks of an engine
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +61,40 @@ class Candidate:
 
     record: WorkerRecord
     in_flight: InFlight
-    is_suspect: bool = False  # it failed a moment ago, and its lease has not run out yet
+    condition: Condition = Condition.READY
+    is_full: bool = False  # it said so a moment ago
+    is_suspect: bool = False  # it failed a moment ago
+    kept_for: Holder | None = None  # it is to run nothing else
 
     @property
     def life(self) -> WorkerLife:
         """Which life of which worker."""
-        return self.record.worker_id, self.record.incarnation
+        return life_of(self.record)
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether it can run one more request at once."""
+        return not self.is_full and self.in_flight.requests < self.record.capacity.max_num_seqs
+
+    @property
+    def may_prefill(self) -> bool:
+        """Whether a decode worker may be given one more prompt to prefill for itself."""
+        most = OWN_STEPS * self.record.capacity.max_num_batched_tokens
+        return self.in_flight.own_prompts < most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptNeeds:
+    """What an attempt asks of the fleet."""
+
+    model: str
+    mode: PrefillMode
+    fingerprint: Fingerprint | None = None  # of the worker that it goes on from
+    excluded: Collection[WorkerLife] = ()
+    broken: Collection[Pair] = ()  # pairs that hand nothing over now
+    doubtful: Collection[Pair] = ()  # pairs that come after others
+    holder: Holder | None = None
+    alone: Collection[Role] = ()  # roles in which it takes only workers kept for it, once empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,37 +105,96 @@ class Placement:
     prefill: WorkerRecord | None
 
 
-Fitting = dict[tuple[tuple[str, str], ...], list[Candidate]]
+class Prospect(Enum):
+    """What a request can expect of the fleet."""
+
+    NOW = "now"  # workers can take it
+    SEAT = "seat"  # they can once another request has ended
+    WORKER = "worker"  # none can, but one may come back
+    NONE = "none"
+
+
+Fitting = dict[Fingerprint, list[Candidate]]
 """Prefill workers by their fingerprint."""
 
 
-def place(
-    candidates: Sequence[Candidate],
-    model: str,
-    mode: PrefillMode,
-    excluded: Collection[WorkerLife] = (),
-) -> Placement | None:
-    """Picks the least loaded pair; None where there is none.
+def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | None:
+    """Picks the least loaded pair with a free seat; None where there is none.
 
-    `auto` lets decode prefill where no prefill worker fits, or where all that do refuse the link;
-    `remote` never, `local` always."""
-    usable = [c for c in candidates if _is_usable(c, model, excluded)]
-    decoders = [c for c in usable if c.record.role == "decode"]
-    prefillers = [] if mode == "local" else [c for c in usable if c.record.role == "prefill"]
-    fitting = _by_fingerprint(prefillers)
-    if mode == "remote":
-        decoders = [d for d in decoders if _has_link(d, fitting)]
+    `auto` lets decode prefill where no prefill worker fits, or where none of those that do can hand
+    over to it, a few prompts at a time; `remote` never, `local` always."""
+    usable = [c for c in candidates if _is_usable(c, need)]
+    writers = [c for c in usable if c.record.role == "prefill" and not c.is_full]
+    fitting = _by_fingerprint(() if need.mode == "local" else writers)
+    decoders = [c for c in usable if c.record.role == "decode" and _may_decode(c, fitting, need)]
     if not decoders:
         return None
-    decode = min(decoders, key=lambda d: _decode_score(d, fitting)).record
-    allowed = [p for p in fitting.get(decode.fingerprint, ()) if p.record.may_push_to(decode)]
-    return Placement(decode, min(allowed, key=_prefill_score).record if allowed else None)
+    decode = min(decoders, key=lambda c: _decode_score(c, _is_cut_off(c, fitting, need)))
+    able = list(_writers(decode, fitting, need))
+    trusted = [w for w in able if (w.life, decode.life) not in need.doubtful]
+    prefill = min(trusted or able, key=_prefill_score, default=None)
+    return Placement(decode.record, None if prefill is None else prefill.record)
+
+
+def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
+    """What to expect: the same choice in a fleet that nothing runs on, then in one that is well.
+
+    Of a worker that drains another life may follow, as of one that is lost."""
+    if place(candidates, need) is not None:
+        return Prospect.NOW
+    idle = [replace(c, kept_for=None) for c in _idle(candidates)]
+    need = replace(need, alone=())
+    if place(idle, need) is not None:
+        return Prospect.SEAT
+    well = [replace(c, condition=Condition.READY) for c in idle]
+    if place(well, replace(need, excluded=(), broken=())) is not None:
+        return Prospect.WORKER
+    return Prospect.NONE
+
+
+def has_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
+    """Whether workers are kept for a request that runs alone with which it can begin once they are
+    empty."""
+    return place(_idle(candidates), need) is not None
+
+
+def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[WorkerRecord]:
+    """Workers to keep for a request that runs alone, the least loaded; none where others would lack
+    them."""
+    shared = replace(need, alone=())
+    chosen = place(candidates, shared) or place(_idle(candidates), shared)
+    if chosen is None:
+        return []
+    own = [r for r in (chosen.decode, chosen.prefill) if r is not None and r.role in need.alone]
+    return own if all(_may_keep_one(candidates, need, record.role) for record in own) else []
+
+
+def _idle(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The same workers with nothing in them."""
+    return [replace(c, in_flight=InFlight(), is_full=False) for c in candidates]
+
+
+def _may_keep_one(candidates: Sequence[Candidate], need: AttemptNeeds, role: Role) -> bool:
+    """Half of the workers at most are kept, and others have one that is ready, unless there is only
+    one in all."""
+    known = [
+        c
+        for c in candidates
+        if (c.record.role, c.record.model.name) == (role, need.model)
+        and c.condition is not Condition.DRAINING
+    ]
+    if len(known) == 1:
+        return known[0].kept_for is None
+    num_kept = sum(1 for c in known if c.kept_for)
+    num_free = sum(1 for c in known if c.condition is Condition.READY and not c.kept_for)
+    return num_free > 1 and num_kept < len(known) // 2
 
 
 def why_refused(candidates: Sequence[Candidate], model: str) -> str:
     """Of the links that prefill workers refuse, the fastest: how fast it is, and how fast it should
     be. Empty where none is refused."""
-    usable = [c for c in candidates if _is_usable(c, model, ())]
+    need = AttemptNeeds(model=model, mode="remote")
+    usable = [c for c in candidates if _is_usable(c, need)]
     fitting = _by_fingerprint(c for c in usable if c.record.role == "prefill")
     refused = [
         (prefill.record, decode.record)
@@ -107,14 +224,30 @@ def live_workers(
     ready = [
         c.record
         for c in candidates
-        if c.record.state == "ready" and model in (None, c.record.model.name)
+        if c.condition is Condition.READY and model in (None, c.record.model.name)
     ]
     return [r for r in ready if r.role == "prefill"], [r for r in ready if r.role == "decode"]
 
 
-def _is_usable(candidate: Candidate, model: str, excluded: Collection[WorkerLife]) -> bool:
-    record = candidate.record
-    return record.state == "ready" and record.model.name == model and candidate.life not in excluded
+def life_of(record: WorkerRecord) -> WorkerLife:
+    """Which life of which worker."""
+    return record.worker_id, record.incarnation
+
+
+def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
+    return (
+        candidate.condition is Condition.READY
+        and candidate.record.model.name == need.model
+        and candidate.life not in need.excluded
+        and _is_its_own(candidate, need)
+    )
+
+
+def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:
+    """Whether nobody else has it, and, where the request runs alone, nobody else is still in it."""
+    if candidate.record.role not in need.alone:
+        return candidate.kept_for is None
+    return candidate.kept_for == need.holder and not candidate.in_flight.requests
 
 
 def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
@@ -124,9 +257,31 @@ def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
     return fitting
 
 
-def _has_link(decode: Candidate, fitting: Fitting) -> bool:
-    fits = fitting.get(decode.record.fingerprint, ())
-    return any(p.record.may_push_to(decode.record) for p in fits)
+def _may_decode(candidate: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
+    """Whether it has a seat, the weights, and someone to prefill: itself, where that is allowed."""
+    if not candidate.has_seat or need.fingerprint not in (None, candidate.record.fingerprint):
+        return False
+    if need.mode == "local" or (need.mode == "auto" and candidate.may_prefill):
+        return True
+    return any(_writers(candidate, fitting, need))
+
+
+def _is_cut_off(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
+    """Whether prefill workers fit, and none of them is trusted to hand over to it."""
+    if decode.record.fingerprint not in fitting:
+        return False
+    trusted = ((w.life, decode.life) not in need.doubtful for w in _writers(decode, fitting, need))
+    return not any(trusted)
+
+
+def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterator[Candidate]:
+    """Prefill workers that can hand over to `decode`."""
+    for candidate in fitting.get(decode.record.fingerprint, ()):
+        if (
+            candidate.record.may_push_to(decode.record)
+            and (candidate.life, decode.life) not in need.broken
+        ):
+            yield candidate
 
 
 def _rate(prefill: WorkerRecord, decode: WorkerRecord) -> float:
@@ -135,10 +290,10 @@ def _rate(prefill: WorkerRecord, decode: WorkerRecord) -> float:
 
 
 def _decode_score(
-    candidate: Candidate, fitting: Fitting
-) -> tuple[bool, bool, bool, float, int, int, str]:
-    """A free seat, a link that is not refused where prefill workers fit, free pages net of what is
-    on the way there, then blocks left to denoise."""
+    candidate: Candidate, is_cut_off: bool
+) -> tuple[bool, bool, float, int, int, str]:
+    """A trusted way to it where prefill workers fit, free pages net of what is on the way there,
+    then blocks left to denoise."""
     record, load = candidate.record, candidate.record.load
     capacity = max(1, record.capacity.total_pages)
     own_pages = -(-candidate.in_flight.tokens // record.capacity.page_size)
@@ -146,10 +301,8 @@ def _decode_score(
     used = max(own_pages, reported) / capacity
     own_blocks = -(-candidate.in_flight.tokens // record.model.block_size)
     blocks = max(own_blocks, load.blocks_left)
-    is_full = candidate.in_flight.requests >= record.capacity.max_num_seqs
     placed = candidate.in_flight.placed
-    is_cut_off = record.fingerprint in fitting and not _has_link(candidate, fitting)
-    return candidate.is_suspect, is_full, is_cut_off, used, blocks, placed, record.worker_id
+    return candidate.is_suspect, is_cut_off, used, blocks, placed, record.worker_id
 
 
 def _prefill_score(candidate: Candidate) -> tuple[bool, int, int, str]:

@@ -18,7 +18,7 @@ from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import RouterConfig, parse
-from effuse.router.policy import live_workers
+from effuse.router.policy import Prospect, live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
@@ -29,6 +29,7 @@ GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationS
 MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
+SHARE_S: Final = 1.0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -67,12 +68,14 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
         loops = [
             beside.create_task(router.view.run()),
             beside.create_task(router.placements.run()),
+            beside.create_task(_share_refusals(router)),
         ]
         await router.view.first_poll()
         with _metrics_served(router):
             async with router.cleanup.running():
                 server = await _start(router)
                 loops.append(beside.create_task(_follow_fleet(router, server)))
+                loops.append(beside.create_task(_ask_absent(router)))
                 await rpc.serve(server, stop, drain_s=config.drain_s, on_drain=drain)
         await router.flush_placements()
         for loop in loops:
@@ -113,12 +116,30 @@ def _metrics_served(router: Router) -> Iterator[None]:
 
 
 async def _follow_fleet(router: Router, server: RpcServer) -> None:
-    """Keeps queue, health and channels in step with the fleet, until cancelled."""
+    """Keeps queue, waiting requests, health and channels in step with the fleet, until
+    cancelled."""
     while True:
         router.count_seats()
+        router.fleet.look()
+        router.metrics.show_workers(router.fleet.candidates())
         await _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
+
+
+async def _ask_absent(router: Router) -> None:
+    """Asks workers that are out how they are, until cancelled. Beside the rest: they may be slow to
+    answer."""
+    while True:
+        await router.fleet.ask_absent()
+        await asyncio.sleep(FOLLOW_S)
+
+
+async def _share_refusals(router: Router) -> None:
+    """Keeps what is refused in step with other routers, until cancelled."""
+    while True:
+        await router.share_refusals()
+        await asyncio.sleep(SHARE_S)
 
 
 async def _tell_health(router: Router, server: RpcServer) -> None:
@@ -128,7 +149,10 @@ async def _tell_health(router: Router, server: RpcServer) -> None:
     worker where those are required. Liveness is the empty name, and always serving."""
     prefill, decode = live_workers(router.fleet.candidates())
     models = router.catalogue.live()
-    can_serve = any(router.fleet.place(name, ()) is not None for name in models)
+    can_serve = any(
+        router.fleet.prospect(router.fleet.need(name)) in (Prospect.NOW, Prospect.SEAT)
+        for name in models
+    )
     for name, serving in (
         (GENERATION, can_serve),
         (MODELS, bool(models)),

@@ -8,14 +8,16 @@ says it. Not here: what is done on each event (`handler.py`, `attempt.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from effuse.placement.records import Role
 from effuse.protos.errors import EffuseError
 from effuse.router.detokenizer import AnswerText
-from effuse.router.policy import WorkerLife
+from effuse.router.ladder import Setbacks
+from effuse.router.policy import Fingerprint, Holder
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
@@ -121,6 +123,7 @@ class Request:
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
     max_tokens: int = 0
+    digest: str = ""  # of what it asks of an engine, whatever its id
 
     # Where it is, and how it came there. Workers are ids for people to read.
     state: State = State.QUEUED
@@ -131,13 +134,14 @@ class Request:
     story: deque[Moment] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
 
     # What was tried.
-    retries_left: int = 0
-    excluded: set[WorkerLife] = field(default_factory=set)
+    setbacks: Setbacks = field(default_factory=Setbacks)
     last_error: EffuseError | None = None
     is_patient: bool = False  # prefill waits for decode from now on
+    alone: Collection[Role] = ()  # roles in which nothing else runs beside this attempt
 
     # What is final of the answer, and the blocks in flight after it.
     token_ids: list[int] = field(default_factory=list)
+    fingerprint: Fingerprint | None = None  # of the workers that wrote it
     frontier: list[worker_pb2.BlockState] = field(default_factory=list)
 
     # What it cost so far.
@@ -151,6 +155,11 @@ class Request:
     earlier_forwards: int = 0  # of attempts that are over
     forwards: int = 0  # of the attempt that runs
     preemptions: int = 0
+
+    @property
+    def holder(self) -> Holder:
+        """Who it is to whoever keeps workers for it alone."""
+        return Holder(self.digest, self.id)
 
     # Where it is.
 
@@ -201,6 +210,8 @@ class Request:
         string may have ended the answer (`text`). Raises `IllegalRequestEvent`, `BrokenStream`."""
         self.apply_event(Event.COMMITTED, now, f"{commit.token_offset}+{len(commit.token_ids)}")
         new = self.accept_tokens(commit.token_offset, commit.token_ids, commit.frontier)
+        if new:
+            self.setbacks.add_progress()
         self.forwards = commit.forward_passes
         self.first_block = self.first_block or now
         offset = self.text.num_tokens
@@ -295,6 +306,19 @@ class Request:
             decode_worker=self.decode_worker,
             status=self.status,
         )
+
+    def tell_progress(self) -> str:
+        """How far it got and what it met with, for the text of an error; empty before it was
+        tried."""
+        if not self.num_attempts:
+            return ""
+        far = f"{len(self.token_ids)} of {self.max_tokens} tokens were written"
+        met = self.setbacks.tell()
+        return f"{far}; {met}" if met else far
+
+    def labels(self) -> dict[str, str]:
+        """The same for programs."""
+        return {"tokens": str(len(self.token_ids)), **self.setbacks.labels()}
 
     def tell_story(self) -> str:
         """The story in one line, times relative to its first event."""

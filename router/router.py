@@ -7,24 +7,31 @@ end (`process.py`).
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
 from typing import Final
 
 from effuse.placement.fleet import FleetView
-from effuse.placement.store import Store
+from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
+from effuse.protos.errors import EngineLost, Poisonous
 from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue
 from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
 from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
+from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import Metrics
-from effuse.router.policy import live_workers
+from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
+from effuse.router.policy import life_of, live_workers
+from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 
+LOG: Final = logging.getLogger(__name__)
 FLUSH_S: Final = 1.0
 
 
@@ -42,6 +49,7 @@ class Router:
     ) -> None:
         self.id = f"router-{secrets.token_hex(6)}"
         self.config = config
+        self._store = store
         self.tokenizer = tokenizer
         self.now = now
         self.view = FleetView(store)
@@ -51,6 +59,10 @@ class Router:
         self.admission = Admission(config.max_concurrent_requests, config.max_queue)
         self.requests = KnownRequests(store, now)
         self.cleanup = Cleanup(self.fleet)
+        self.verdicts = Verdicts(now)
+        self.retry_budget = RetryBudget(
+            config.retry_share, float(config.max_concurrent_requests), now()
+        )
         self.num_retries = 0
         self.metrics = Metrics()
         self._add_gauges()
@@ -63,6 +75,54 @@ class Router:
         _, decode = live_workers(self.fleet.candidates())
         self.admission.fit_seats(decode)
 
+    # What engines die of.
+
+    def check_poison(self, request: Request) -> None:
+        """Raises `Poisonous` where engines died of the very request, under whichever id."""
+        left_s = math.ceil(self.verdicts.refused_s(request.digest))
+        if not left_s:
+            return
+        self.metrics.poison.inc()
+        why = (
+            "engines died whenever this request ran in them, the last one with nothing else in it; "
+            f"what it asks is refused for another {left_s} s"
+        )
+        texts = filter(None, (why, request.tell_progress()))
+        labels = {**request.labels(), "refused_for_s": str(left_s)}
+        raise Poisonous("; ".join(texts), labels=labels)
+
+    def note_death(self, request: Request, failure: Failure) -> None:
+        """Holds it against a request if an engine died that it ran in."""
+        if not isinstance(failure.error, EngineLost):
+            return
+        worker = failure.worker
+        death = EngineDeath(
+            life_of(worker),
+            worker.role,
+            num_tokens=len(request.token_ids),
+            was_alone=worker.role in request.alone,
+        )
+        treatment = self.verdicts.add_death(request.digest, death)
+        if treatment is not Treatment.SHARED:
+            name, digest = request.id, request.digest
+            LOG.warning("engines die under request %s: %s is %s", name, digest, treatment.value)
+
+    def note_survival(self, request: Request) -> None:
+        """The request has written something: others may join one that ran alone."""
+        if request.alone and self.verdicts.add_survival(request.digest, len(request.token_ids)):
+            LOG.info("request %s (%s) is cleared", request.id, request.digest)
+            request.alone = ()
+            self.fleet.release_workers(request.holder)
+
+    async def share_refusals(self) -> None:
+        """Tells other routers what is refused, and hears it of them, while Redis answers."""
+        try:
+            told = await self._store.share_refusals(self.verdicts.refused(), MOST_KEPT)
+        except StoreUnavailable as error:
+            LOG.debug("what is refused is not shared: %s", error)
+        else:
+            self.verdicts.learn(told)
+
     async def flush_placements(self) -> bool:
         """Waits until Redis holds every placement; False if that took longer than `FLUSH_S`."""
         return await self.placements.flush(FLUSH_S)
@@ -71,7 +131,16 @@ class Router:
         gauge, admission, cleanup = self.metrics.gauge, self.admission, self.cleanup
         gauge("num_requests_running", "Requests on workers", lambda: admission.num_running)
         gauge("num_requests_waiting", "Requests in the queue", lambda: admission.num_waiting)
-        gauge("retries", "Attempts after the first, so far", lambda: self.num_retries)
+        gauge("retries", "Attempts after losses, so far", lambda: self.num_retries)
+        gauge(
+            "retry_budget", "Attempts after losses that need not wait",
+            lambda: self.retry_budget.left(self.now()),
+        )  # fmt: skip
+        gauge(
+            "num_requests_alone", "Requests that workers are kept for",
+            lambda: self.fleet.num_alone,
+        )  # fmt: skip
         gauge("aborts", "Attempts ended on workers, so far", lambda: cleanup.num_aborts)
         gauge("calls_ended_late", "Calls cut off at their end, so far", lambda: cleanup.num_late)
         gauge("placements_dropped", "Placements never written", lambda: self.placements.dropped)
+        gauge("redis_full", "Redis refuses placements for memory", lambda: self.placements.is_full)

@@ -46,8 +46,9 @@ PAGES = 8
 class FakeCore:
     """Commits the token 7 until the answer is long enough."""
 
-    def __init__(self, incarnation: str, pulse: Pulse) -> None:
+    def __init__(self, incarnation: str, pulse: Pulse, connector: str) -> None:
         self._incarnation = incarnation
+        self._connector = connector
         self._pulse = pulse
         self._out: list[CoreEvent] = []
         self._decodes: dict[str, StartDecode] = {}  # verified ones, that step
@@ -128,7 +129,7 @@ class FakeCore:
         return Reservation(
             attempt=message.attempt,
             incarnation=self._incarnation,
-            address=ReceiverAddress(connector="zmq", endpoint="tcp://127.0.0.1:1"),
+            address=ReceiverAddress(connector=self._connector, endpoint="tcp://127.0.0.1:1"),
             num_pool_pages=PAGES,
             page_bytes=32,
             pages=(PageRef(3, 1), PageRef(4, 9)),
@@ -146,7 +147,7 @@ class FakeCore:
     def _abort(self, message: Abort) -> None:
         name = message.attempt.transfer_id
         waiting, decode = self._waiting.pop(name, None), self._decodes.pop(name, None)
-        if isinstance(waiting, StartDecode | StartRehearsal):
+        if isinstance(waiting, StartDecode | StartRehearsal) and self._connector != "zmq":
             self._quarantined.add(name)
         known = waiting or decode
         self._out.append(AbortDone(attempt=message.attempt, was_running=known is not None))
@@ -219,7 +220,7 @@ def build(config: WorkerConfig, incarnation: str, pulse: Pulse) -> Engine:
     if config.served_model_name == "slow":
         time.sleep(1000)
     return Engine(
-        FakeCore(incarnation, pulse),
+        FakeCore(incarnation, pulse, config.connector),
         Ready(
             model=ModelInfo(
                 name=config.served_model_name or "fake",

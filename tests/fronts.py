@@ -26,7 +26,7 @@ from effuse.worker.front import Front, Role
 
 FAKE_ENGINE = "fake_engine"
 PROMPT = (5, 6, 7)
-NOBODY = 1  # a port of this machine that nobody listens on
+NOBODY = 20011  # nobody listens there, and no kernel hands it out
 DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[pb.DecodeRequest, pb.DecodeResponse]"
 
 
@@ -119,7 +119,7 @@ class PrefillPeer(pb_grpc.WorkerServiceServicer):
     ) -> pb.AbortResponse:
         self.asked.append(request.attempt.transfer_id)
         await self.may_answer.wait()
-        return pb.AbortResponse(incarnation="prefill-life", was_running=True)
+        return pb.AbortResponse(incarnation="prefill-life", was_running=True, drained=True)
 
     async def GetLoad(
         self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]

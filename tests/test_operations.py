@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from effuse.decode_worker.config import DecodeConfig
-from effuse.placement.records import Link, Load
+from effuse.placement.records import Link, Load, Quarantine
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos import errors
 from effuse.router.config import RouterConfig
@@ -26,7 +26,8 @@ def _shown(name: str) -> bool:
 def test_every_metric_of_a_worker_is_told() -> None:
     metrics = WorkerMetrics()
     metrics.finished["stop"] += 1
-    text = render(metrics, Load(), 0, 0, [Link("d", "1", "cma", 1.0)])
+    held = [Quarantine("host:1", 4, 1.0)]
+    text = render(metrics, Load(), 0, 0, [Link("d", "1", "cma", 1.0)], held)
     names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     assert len(names) > 12
     assert not [name for name in names if not _shown(name)]

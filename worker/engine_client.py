@@ -28,7 +28,7 @@ _KILL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
 
 
-class EngineLost(Exception):
+class EngineGone(Exception):
     """The engine process is gone, or never became ready."""
 
     def __init__(self, message: str, *, permanent: bool = False) -> None:
@@ -85,7 +85,7 @@ class EngineClient:
     async def receive(self, timeout_s: float) -> Sequence[ToFront]:
         """Returns what the engine says next, nothing if it is silent for `timeout_s`.
 
-        Raises `EngineLost` once the process has ended and all that it said was returned.
+        Raises `EngineGone` once the process has ended and all that it said was returned.
         """
         if self._receiving is None:
             self._receiving = asyncio.ensure_future(self._socket.receive())
@@ -97,7 +97,7 @@ class EngineClient:
             received, self._receiving = self._receiving, None
             return self._decoder.decode(received.result())
         if self._exited.done():
-            raise EngineLost(f"the engine {_ending(self._exited.result())}")
+            raise EngineGone(f"the engine {_ending(self._exited.result())}")
         return []
 
     async def stop(self, grace_s: float) -> None:
@@ -117,7 +117,7 @@ class EngineClient:
         self._socket.close()
         shutil.rmtree(self.home, ignore_errors=True)
         if not self._exited.done():
-            raise EngineLost(f"engine process {self.pid} does not die", permanent=True)
+            raise EngineGone(f"engine process {self.pid} does not die", permanent=True)
 
 
 class _Socket:

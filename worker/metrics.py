@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from effuse.placement.records import Link, Load
+from effuse.placement.records import Link, Load, Quarantine
 
 _BUCKETS_S = (
     0.001,
@@ -66,7 +66,12 @@ class WorkerMetrics:
 
 
 def render(
-    metrics: WorkerMetrics, load: Load, restarts: int, tasks: int, links: Sequence[Link] = ()
+    metrics: WorkerMetrics,
+    load: Load,
+    restarts: int,
+    tasks: int,
+    links: Sequence[Link] = (),
+    quarantines: Sequence[Quarantine] = (),
 ) -> str:
     """Returns all metrics in Prometheus text."""
     used = load.total_pages - load.free_pages
@@ -94,6 +99,7 @@ def render(
     for reason, count in sorted(metrics.finished.items()):
         lines.append(f'effuse_request_success_total{{finished_reason="{reason}"}} {count}')
     lines += _link_lines(links)
+    lines += _quarantine_lines(quarantines)
     lines += metrics.time_to_first_block.lines("effuse_time_to_first_block_seconds")
     lines += metrics.request_latency.lines("effuse_e2e_request_latency_seconds")
     lines += metrics.handoff.lines("effuse_kv_handoff_seconds")
@@ -107,6 +113,19 @@ def _link_lines(links: Sequence[Link]) -> list[str]:
         labels = f'peer="{_quoted(link.peer)}",transport="{_quoted(link.transport)}"'
         lines.append(f"{name}{{{labels}}} {link.bytes_per_second:.0f}")
     return lines
+
+
+def _quarantine_lines(quarantines: Sequence[Quarantine]) -> list[str]:
+    if not quarantines:
+        return []
+    pages, age = "effuse_kv_quarantine_pages", "effuse_kv_quarantine_age_seconds"
+    labels = [f'{{writer="{_quoted(one.writer)}"}}' for one in quarantines]
+    return [
+        f"# TYPE {pages} gauge",
+        *(f"{pages}{told} {one.pages}" for told, one in zip(labels, quarantines, strict=True)),
+        f"# TYPE {age} gauge",
+        *(f"{age}{told} {one.age_s:.1f}" for told, one in zip(labels, quarantines, strict=True)),
+    ]
 
 
 def _quoted(text: str) -> str:

@@ -1,15 +1,19 @@
 """Makes sure that a prefill worker no longer writes into our pages: the abort contract's far side.
 
-Asks until that worker answers or its life is proven over. What then happens to the pages is the
-engine's.
+A writer elsewhere reaches our memory through our own end of a connection, and closing that keeps it
+out, alive or not. One beside us may have mapped our memory, or have the kernel copy into it:
+nothing that we close keeps it out, so only its own word or its end will do. What then happens to
+the pages is the engine's.
 """
 
 import asyncio
+import errno
 import logging
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -18,9 +22,13 @@ from effuse.kvtransfer.messages import AttemptId
 from effuse.protos import rpc
 from effuse.protos.stubs import worker_stub
 from effuse.v1 import worker_pb2 as pb
+from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
 
 LOG = logging.getLogger(__name__)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES = ("net", "ipc", "pid")  # who shares any of them may be able to map our memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +37,8 @@ class Patience:
 
     call_s: float = 5.0
     first_pause_s: float = 0.1
-    most_pause_s: float = 10.0
-    # The connectors' keepalive has closed a silent peer's connection long before this.
-    lost_after_s: float = 600.0
+    most_pause_s: float = 2.0
+    elsewhere_s: float = 10.0  # then one that is elsewhere is kept out without its word
 
 
 async def until_gone(
@@ -41,60 +48,97 @@ async def until_gone(
     *,
     patience: Patience | None = None,
     now: Callable[[], float] = time.monotonic,
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Returns once `writer` writes nothing more of the attempt; True if it said so itself.
+    """Returns True once `writer` says that all it had posted of the attempt is over. False once
+    fencing the pages on our side is enough: it has ended, or it is elsewhere and does not answer.
 
-    An answer is enough, whichever life gives it: that life has let go of the attempt, or it is
-    another one and the writer's is over. So are refused connections, to the front and to the
-    engine, which may outlive a front that was killed. In both of the latter cases something that
-    was written may still be under way.
+    `goes_on` is asked before each try; the pages may be gone themselves. Time alone frees no page
+    of a writer beside us: it is asked for as long as it takes.
     """
     patience = patience or Patience()
-    give_up_at, pause_s = now() + patience.lost_after_s, patience.first_pause_s
-    request = pb.AbortRequest(attempt=wire.attempt_to_proto(attempt), reason=reason)
+    may_map = await is_beside_us(writer, patience.call_s)
+    asked_since, pause_s = now(), patience.first_pause_s
+    request = pb.AbortRequest(
+        attempt=wire.attempt_to_proto(attempt), reason=reason, incarnation=writer.incarnation
+    )
     async with rpc.connect(writer.address, keepalive=None) as channel:
         stub = worker_stub(channel)
-        while now() < give_up_at:
-            try:
-                answer = await stub.Abort(request, timeout=patience.call_s)
-            except grpc.aio.AioRpcError as error:
-                if await _is_dead(writer, patience.call_s):
+        while goes_on():
+            answer = await _ask(stub, request, patience.call_s)
+            if answer and answer.drained and answer.incarnation == writer.incarnation:
+                return True
+            if answer and answer.life_is_over:
+                return False
+            if may_map:
+                if await is_free(writer.engine_address, patience.call_s):
                     return False
-                LOG.info("%s has not ended %s yet: %s", writer.address, attempt, error.code().name)
-            else:
-                return answer.drained and answer.incarnation == writer.incarnation
+            elif answer or now() - asked_since >= patience.elsewhere_s:
+                return False
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, patience.most_pause_s)
-    LOG.warning("gave up on %s, silent for %g s", writer.address, patience.lost_after_s)
     return False
 
 
-async def _is_dead(writer: wire.Writer, timeout_s: float) -> bool:
-    """Whether neither its front nor its engine is there any more."""
-    return await _is_refused(writer.address, timeout_s) and await _is_refused(
-        writer.engine_address, timeout_s
-    )
+async def _ask(
+    stub: "pb_grpc.WorkerServiceAsyncStub", request: pb.AbortRequest, timeout_s: float
+) -> pb.AbortResponse | None:
+    try:
+        return await stub.Abort(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        LOG.info("%s has not ended yet: %s", request.attempt.transfer_id, error.code().name)
+        return None
 
 
-async def _is_refused(address: str, timeout_s: float) -> bool:
-    """Whether the host answers that nobody listens there, at each address that it has."""
+def here() -> str:
+    """The kernel and the namespaces of this process, as `WorkerRef.place` names them."""
+    if not _BOOT_ID.exists():
+        return ""
+    spaces = [Path(f"/proc/self/ns/{name}").readlink() for name in _NAMESPACES]
+    return ",".join([_BOOT_ID.read_text().strip(), *map(str, spaces)])
+
+
+async def is_beside_us(writer: wire.Writer, timeout_s: float) -> bool:
+    """Whether it may be able to write into our memory by itself: it shares the kernel and a
+    namespace with us, or, where its place is not told, has one of our addresses."""
+    own = here()
+    if not (own and writer.place):
+        host = writer.address.rpartition(":")[0]
+        binds = await _bind_all(f"{host}:0", timeout_s)
+        return any(error != errno.EADDRNOTAVAIL for error in binds)
+    (kernel, *spaces), (its_kernel, *its_spaces) = own.split(","), writer.place.split(",")
+    return kernel == its_kernel and not set(spaces).isdisjoint(its_spaces)
+
+
+async def is_free(address: str, timeout_s: float) -> bool:
+    """Whether nobody listens there, at any of this host's addresses that it stands for.
+
+    Our own kernel says so: a refused connection may be a firewall's. An address that is not ours,
+    or a name that no host can have, is not known to be free.
+    """
+    binds = await _bind_all(address, timeout_s)
+    return bool(binds) and not any(binds)
+
+
+async def _bind_all(address: str, timeout_s: float) -> list[int]:
+    """The error, or 0, with which our kernel answers who wants each address that a name stands for;
+    nothing where it stands for none."""
     host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(timeout_s):
-            return await _refuse_all(host.strip("[]"), int(port))
-    except (OSError, TimeoutError, ValueError):  # the last of a name that no host can have
-        return False
+            found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, ValueError):
+        return []
+    return [_bind(family, where) for family, *_, where in found]
 
 
-async def _refuse_all(host: str, port: int) -> bool:
-    """One by one: a single connection to all of them hides who refused and who was silent."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for *_, address in found:
+def _bind(family: int, where: tuple[object, ...]) -> int:
+    with socket.socket(family) as probe:
+        # Without it, connections that have ended would look like somebody who listens.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            _, writer = await asyncio.open_connection(str(address[0]), port)
-        except ConnectionRefusedError:
-            continue
-        writer.close()
-        return False
-    return bool(found)
+            probe.bind(where)
+        except OSError as error:
+            return error.errno or errno.EINVAL
+    return 0

@@ -30,9 +30,14 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         attempt_id = wire.attempt_id(request.attempt)
         attempts = self._shell.attempts
         attempt = attempts.find(attempt_id.transfer_id)
+        ended = self._shell.supervisor.ended
         if attempt is None:
             attempts.bury(attempt_id.transfer_id)
-            return pb.AbortResponse(incarnation=self._shell.incarnation, drained=True)
+            return pb.AbortResponse(
+                incarnation=self._shell.incarnation,
+                drained=True,
+                life_is_over=request.incarnation in ended,
+            )
         attempt.fail(Refused(f"the attempt was aborted: {request.reason[:200]}"))
         try:
             async with asyncio.timeout(_MOST_ABORT_S):
@@ -40,7 +45,10 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         except TimeoutError:
             raise Unavailable("the attempt is still ending", retry_after_s=1.0) from None
         return pb.AbortResponse(
-            incarnation=attempt.incarnation, was_running=True, drained=not attempt.engine_gone
+            incarnation=attempt.incarnation,
+            was_running=True,
+            drained=not attempt.engine_gone,
+            life_is_over=request.incarnation in ended,
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
@@ -54,6 +62,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                 incarnation=shell.incarnation,
                 address=shell.identity.address,
                 engine_port=0 if life is None else life.ready.engine_port,
+                place=shell.place,
             ),
             role=shell.role,
             running=max(load.running, len(shell.attempts) - load.waiting),

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
-from effuse.protos.errors import Draining, EffuseError, Refused, Unavailable
+from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
+from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, ToEngine
 from effuse.worker.metrics import WorkerMetrics, render
+from effuse.worker.quarantines import Quarantines
 from effuse.worker.supervisor import EngineLife, Supervisor
 
 LOG = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ class Shell:
         # life that they were measured for.
         self.links: Mapping[str, tuple[Link, ...]] = {}
         self.min_handoff_gbps = 0.0
+        self.place = peer.here()
+        self.quarantines = Quarantines()
         self._tasks = tasks
         self._spawned: set[asyncio.Task[None]] = set()
 
@@ -71,11 +75,9 @@ class Shell:
             raise Draining("this worker is draining", retry_after_s=_STARTING_RETRY_S)
         life = self.supervisor.life
         if life is None:
-            raise Unavailable(
-                "the engine of this worker is starting", retry_after_s=_STARTING_RETRY_S
-            )
+            raise Starting("the engine of this worker is starting", retry_after_s=_STARTING_RETRY_S)
         if incarnation != life.incarnation:
-            raise Refused(
+            raise Replaced(
                 f"this is incarnation {life.incarnation} of {self.identity.worker_id}, "
                 f"the request is meant for {incarnation!r}"
             )
@@ -140,6 +142,7 @@ class Shell:
             address=self.identity.address,
             incarnation=life.incarnation,
             engine_port=life.ready.engine_port,
+            place=self.place,
             state=self._state(),
             fingerprint=life.ready.fingerprint,
             model=life.ready.model,
@@ -152,6 +155,7 @@ class Shell:
             load=Load() if is_over else life.load,
             links=() if is_over else self.links.get(life.incarnation, ()),
             min_handoff_gbps=self.min_handoff_gbps,
+            quarantines=self.quarantines.listed(),
         )
 
     def _state(self) -> WorkerState:
@@ -165,4 +169,5 @@ class Shell:
         load = Load() if life is None else life.load
         links = self.links.get(self.incarnation, ())
         tasks = len(asyncio.all_tasks())
-        return render(self.metrics, load, self.supervisor.restarts, tasks, links)
+        held = self.quarantines.listed()
+        return render(self.metrics, load, self.supervisor.restarts, tasks, links, held)

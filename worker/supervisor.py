@@ -7,22 +7,24 @@ engine hangs is `watchdog.py`'s to say, when to give up `backoff.py`'s.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from effuse.placement.records import Load
-from effuse.protos.errors import Unavailable
+from effuse.protos import errors
 from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
 from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
-from effuse.worker.engine_client import EngineClient, EngineLost
-from effuse.worker.messages import Heartbeat, Ready, StartupFailed, ToEngine, ToFront
+from effuse.worker.engine_client import EngineClient, EngineGone
+from effuse.worker.messages import Heartbeat, Phase, Ready, StartupFailed, ToEngine, ToFront
 from effuse.worker.watchdog import Limits, Progress, look, observe, verdict
 
 LOG = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 5.0
+_MOST_ENDED = 1024
 _RETRY_AFTER_S = 1.0  # about the time in which a small engine is back
 
 
@@ -65,9 +67,11 @@ class Supervisor:
         self.backoff = backoff or Backoff()
         self._now = now
         self._progress = Progress.begin(now())  # of the present engine, ready or not
+        self._told_phase: Phase = "serving"  # the phase that was logged last
         self.life: EngineLife | None = None
         self.last_life: EngineLife | None = None  # the newest that was ready, over or not
         self.restarts = 0
+        self.ended: deque[str] = deque(maxlen=_MOST_ENDED)  # lives whose process is gone
 
     def send(self, message: ToEngine, incarnation: str) -> None:
         """Says something to the engine of that incarnation; in vain if it is gone."""
@@ -82,17 +86,18 @@ class Supervisor:
             LOG.info("engine %s starts as process %d", client.incarnation, client.pid)
             try:
                 await self._follow(client)
-            except EngineLost as lost:
+            except EngineGone as lost:
                 await self._lose(client, lost)
             except asyncio.CancelledError:
                 await client.stop(0.0 if self.life is None else _STOP_GRACE_S)
                 self.life = None
+                self.ended.append(client.incarnation)
                 raise
             await asyncio.sleep(self.backoff.pause_s)
             self.restarts += 1
 
     async def _follow(self, client: EngineClient) -> None:
-        """Follows an engine from its start to its end, which raises `EngineLost`."""
+        """Follows an engine from its start to its end, which raises `EngineGone`."""
         limits = Limits(
             startup_s=self._config.startup_timeout_s, serving_s=self._config.hang_timeout_s
         )
@@ -107,7 +112,7 @@ class Supervisor:
             for message in messages:
                 self._take(client, message, now)
             if why := verdict(self._progress, now, limits):
-                raise EngineLost(f"the engine hangs: {why}")
+                raise EngineGone(f"the engine hangs: {why}")
 
     def _take(self, client: EngineClient, message: ToFront, now: float) -> None:
         if isinstance(message, Heartbeat):
@@ -117,14 +122,17 @@ class Supervisor:
         elif self.life is None and isinstance(message, Ready):
             self._begin_life(client, message, now)
         elif self.life is None and isinstance(message, StartupFailed):
-            raise EngineLost(message.message, permanent=message.permanent)
+            raise EngineGone(message.message, permanent=message.permanent)
         else:
             when = "before it was ready" if self.life is None else "while it ran"
-            raise EngineLost(f"the engine said {type(message).__name__} {when}")
+            raise EngineGone(f"the engine said {type(message).__name__} {when}")
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
-        if beat.phase != self._progress.phase and (self.life or beat.phase != "serving"):
+        # A start compiles dozens of kernels, most of them in a millisecond from the cache.
+        is_news = self.life is not None or beat.phase in ("loading", "capturing")
+        if is_news and beat.phase != self._told_phase:
             LOG.info("engine %s is now %s", client.incarnation, beat.phase)
+            self._told_phase = beat.phase
         self._progress = observe(self._progress, beat, now)
         if self.life is not None:
             self.life.load = beat.load
@@ -133,10 +141,11 @@ class Supervisor:
         load = Load(total_pages=ready.total_pages, free_pages=ready.total_pages)
         self.life = self.last_life = EngineLife(client, ready, load, now)
         self._progress = replace(self._progress, is_ready=True)
+        self._told_phase = "serving"
         LOG.info("engine %s is ready", client.incarnation)
         self._on_change()
 
-    async def _lose(self, client: EngineClient, lost: EngineLost) -> None:
+    async def _lose(self, client: EngineClient, lost: EngineGone) -> None:
         """Buries an engine; only once its memory is gone do its attempts hear of it."""
         LOG.error("engine %s is lost: %s", client.incarnation, lost)
         if self.life is None:
@@ -146,8 +155,9 @@ class Supervisor:
         self.life = None
         self._on_change()
         await client.kill()
+        self.ended.append(client.incarnation)
         self._attempts.lose_engine(
-            Unavailable(
+            errors.EngineLost(
                 "the engine of this worker was lost while the request ran; another try may succeed",
                 retry_after_s=_RETRY_AFTER_S,
                 labels={"incarnation": client.incarnation},

@@ -32,6 +32,8 @@ from effuse.v1 import worker_pb2 as pb
 from effuse.worker.messages import BlockState, Resume
 
 _MOST_ID_CHARS = 128
+_MOST_ADDRESS_CHARS = 300
+_MOST_PLACE_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Writer:
     address: str  # host:port of its front
     incarnation: str
     engine_port: int  # at the same host, open for as long as its engine lives
+    place: str = ""  # `peer.here` of its process; empty where nobody told
 
     @property
     def engine_address(self) -> str:
@@ -64,7 +67,8 @@ def attempt_id(message: pb.AttemptId) -> AttemptId:
 def writer(message: pb.WorkerRef, field: str) -> Writer:
     """Reads which life of which prefill worker pushes, and where it answers; `field` holds it."""
     host, colon, port = message.address.rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+    is_short = len(message.address) <= _MOST_ADDRESS_CHARS
+    if not (is_short and host and colon and port.isdecimal() and 0 < int(port) < 65536):
         raise _wrong(f"{field}.address", "host:port", repr(message.address[:_MOST_ID_CHARS]))
     if not 1 <= len(message.incarnation) <= _MOST_ID_CHARS:
         raise _wrong(
@@ -72,7 +76,8 @@ def writer(message: pb.WorkerRef, field: str) -> Writer:
         )
     if not 0 < message.engine_port < 65536:
         raise _wrong(f"{field}.engine_port", "1 to 65535", message.engine_port)
-    return Writer(message.address, message.incarnation, message.engine_port)
+    place = message.place[:_MOST_PLACE_CHARS]
+    return Writer(message.address, message.incarnation, message.engine_port, place)
 
 
 def prompt(token_ids: Sequence[int]) -> tuple[int, ...]:

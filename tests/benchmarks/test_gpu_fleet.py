@@ -109,7 +109,7 @@ def _content(split: dict[str, Any], colocated: dict[str, Any]) -> dict[str, Any]
         "limits": {
             "prefill": {"40": 0.15},  # 96 tokens each
             "decode": [{"shape": str(SHAPE), "at_once": 3, **alone}],
-            "arrivals": {"with": 0.002, "bare": 0.001, "without": 0.001, "handoff_p50_s": 0.001},
+            "arrivals": {"with": 0.002, "without": 0.001, "handoff_p50_s": 0.001},
         },
         "handoffs": [],
         "peer_copy_gigabytes_per_s": 0.0,

@@ -22,6 +22,7 @@ PREFILL = pb.Worker(
 DECODE = pb.Worker(
     worker_id="decode-0", role=pb.WORKER_ROLE_DECODE, state=pb.WORKER_STATE_READY, model="m",
     total_pages=64, free_pages=10, quarantined_pages=4, max_num_seqs=8, running=3, waiting=2,
+    quarantines=[pb.WorkerQuarantine(writer="10.0.0.7:50052", pages=4, age_s=41.7)],
 )  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def test_a_line_for_each_worker() -> None:
     assert links == [
         "prefill-0 to decode-0: cuda_ipc, 213 GB/s",
         "prefill-0 to decode-1: tcp, 1.2 GB/s, refused",
+        "decode-0: 4 pages in quarantine for 42 s, until 10.0.0.7:50052 lets go of them",
     ]
     assert summary == "1 prefill and 1 decode workers are ready"
 

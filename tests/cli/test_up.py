@@ -81,9 +81,9 @@ def test_the_routers_flags_go_to_the_router() -> None:
 
 
 def test_flags_that_all_have_go_to_all() -> None:
-    config, _ = parse(["--log-level", "debug", "--max-request-s=60", "--max-retries", "1"])
+    config, _ = parse(["--log-level", "debug", "--max-request-s=60", "--max-losses", "1"])
     assert config.router_flags == (
-        *("--log-level", "debug", "--max-request-s=60", "--max-retries", "1"),
+        *("--log-level", "debug", "--max-request-s=60", "--max-losses", "1"),
     )
     assert config.worker_flags == ("--log-level", "debug", "--max-request-s=60")
 
@@ -122,7 +122,7 @@ def _help() -> str:
             "--worker-id=mine: not a flag of `effuse up`, which sets it for each process",
         ),
         (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
-        (["--max-retries", "many"], "argument --max-retries: invalid int value: 'many'"),
+        (["--max-losses", "many"], "argument --max-losses: invalid int value: 'many'"),
         (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
         (["--max-ques", "1"], "unrecognized arguments: --max-ques 1"),
         (["--max-ques", "1"], "[--max-queue N]"),

@@ -17,46 +17,46 @@ from effuse.config.decoding import Stopping
 from effuse.decode_worker import executor
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.executor import denoise_part, prefill_part
-from effuse.decode_worker.request import Request
+from effuse.decode_worker.request import DecodeRequest
 from effuse.models.part import Part
 
-Prefill = Callable[[Request, int], Part]
-Denoise = Callable[[Request, StepPlan], Part]
+Prefill = Callable[[DecodeRequest, int], Part]
+Denoise = Callable[[DecodeRequest, StepPlan], Part]
 
 
-def rebuilt_as_one_prompt(request: Request, num_rows: int) -> Part:
+def rebuilt_as_one_prompt(request: DecodeRequest, num_rows: int) -> Part:
     part = prefill_part(request, num_rows)
     return dataclasses.replace(part, block_origin=request.sequence.in_flight_start)
 
 
-def prompt_not_bidirectional(request: Request, num_rows: int) -> Part:
+def prompt_not_bidirectional(request: DecodeRequest, num_rows: int) -> Part:
     return dataclasses.replace(prefill_part(request, num_rows), block_origin=0)
 
 
-def kv_of_a_noisy_forward(request: Request, plan: StepPlan) -> Part:
+def kv_of_a_noisy_forward(request: DecodeRequest, plan: StepPlan) -> Part:
     part = denoise_part(request, plan)
     tokens = list(part.token_ids)
     tokens[: plan.num_stored] = [request.sequence.mask_token_id] * plan.num_stored
     return dataclasses.replace(part, token_ids=tokens)
 
 
-def boundary_never_renewed(request: Request, plan: StepPlan) -> Part:
+def boundary_never_renewed(request: DecodeRequest, plan: StepPlan) -> Part:
     return dataclasses.replace(denoise_part(request, plan), keep_boundary=False)
 
 
-def denoise_counts_forgotten(request: Request, plan: StepPlan) -> Part:
+def denoise_counts_forgotten(request: DecodeRequest, plan: StepPlan) -> Part:
     part = denoise_part(request, plan)
     return dataclasses.replace(part, denoise_counts=[0] * len(part.candidates))
 
 
-def prompt_tail_masked(request: Request, plan: StepPlan) -> Part:
+def prompt_tail_masked(request: DecodeRequest, plan: StepPlan) -> Part:
     part = denoise_part(request, plan)
     tail = max(0, request.sequence.prompt_len - plan.start)
     tokens = [request.sequence.mask_token_id] * tail + list(part.token_ids[tail:])
     return dataclasses.replace(part, token_ids=tokens)
 
 
-def nothing_wrong(request: Request, plan: StepPlan) -> Part:
+def nothing_wrong(request: DecodeRequest, plan: StepPlan) -> Part:
     return denoise_part(request, plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import fake_engine
@@ -98,9 +99,12 @@ def test_a_rehearsal_that_breaks_off_holds_its_pages_until_the_writer_has_let_go
     tmp_path: Path,
 ) -> None:
     async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one, prefill_peer() as (peer, address):
+        # Over NIXL writers write into pages themselves.
+        config = dataclasses.replace(CONFIG, connector="nixl")
+        async with running(make_role(), config, tmp_path) as one, prefill_peer() as (peer, address):
             request = rehearse_request("a", one.incarnation, fake_engine.ENDLESS)
             request.writer.address = address
+            request.writer.engine_port = int(address.rpartition(":")[2])  # somebody listens there
             call = one.decode.Rehearse(request, timeout=20)
             assert isinstance(await call.read(), pb.RehearseResponse)
             call.cancel()

@@ -1,4 +1,4 @@
-"""DecodeService over an engine without a model: forms, ends of a stream, and fencing of writers."""
+"""DecodeService over an engine without a model: forms, and ends of a stream."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ import fronts
 import pytest
 from eventually import eventually
 from fronts import (
-    NOBODY,
     attempt,
     decode_request,
-    event_of,
     events_of,
     failure_of,
-    prefill_peer,
     running,
 )
 
@@ -30,23 +27,12 @@ from effuse.protos.errors import (
     InvalidRequest,
     Overloaded,
     Refused,
-    Unavailable,
 )
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker.config import WorkerConfig
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
 NAN = float("nan")
-
-
-def remote_request(name: str, incarnation: str, address: str) -> pb.DecodeRequest:
-    request = decode_request(name, incarnation)
-    request.remote.CopyFrom(
-        pb.WorkerRef(
-            worker_id="p0", incarnation="prefill-life", address=address, engine_port=NOBODY
-        )
-    )
-    return request
 
 
 def test_all_of_an_answer_arrives_in_order(tmp_path: Path) -> None:
@@ -241,54 +227,6 @@ def test_an_abort_ends_a_running_attempt_and_refuses_a_late_one(tmp_path: Path) 
             asked = pb.AbortRequest(attempt=early.attempt, reason="before it came")
             assert not (await one.worker.Abort(asked, timeout=30)).was_running
             assert isinstance(await failure_of(one.decode.Decode(early, timeout=20)), Refused)
-
-    asyncio.run(go())
-
-
-def test_pages_are_free_only_once_the_writer_has_let_go(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one, prefill_peer() as (peer, address):
-            call = one.decode.Decode(remote_request("a", one.incarnation, address), timeout=20)
-            assert (await event_of(call)).HasField("reservation")
-            call.cancel()
-            await eventually(lambda: peer.asked == ["a-1"])
-            load = await one.load()
-            assert (load.quarantined_pages, load.free_pages) == (1, fake_engine.PAGES - 1)
-            # Whoever cancelled may ask again under the same id meanwhile.
-            anew = decode_request("a", one.incarnation)
-            anew.attempt.transfer_id = "anew"
-            assert len(await events_of(one.decode.Decode(anew, timeout=20))) == 6
-            peer.may_answer.set()
-            await one.until_free()
-
-    asyncio.run(go())
-
-
-def test_a_writer_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one:
-            async with prefill_peer() as (_, address):
-                pass  # its port is closed now
-            call = one.decode.Decode(remote_request("a", one.incarnation, address), timeout=20)
-            assert (await event_of(call)).HasField("reservation")
-            call.cancel()
-            await one.until_free()
-
-    asyncio.run(go())
-
-
-def test_a_lost_engine_asks_no_writer(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one, prefill_peer() as (peer, address):
-            old = one.incarnation
-            call = one.decode.Decode(remote_request("a", old, address), timeout=20)
-            assert (await event_of(call)).HasField("reservation")
-            crash = decode_request("crash", old, fake_engine.CRASH)
-            await failure_of(one.decode.Decode(crash, timeout=20))
-            assert isinstance(await failure_of(call), Unavailable)
-            await one.until_new_life(old)
-            assert peer.asked == []
-            await one.until_free()
 
     asyncio.run(go())
 

@@ -19,7 +19,7 @@ from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.executor import prefill_part
 from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.request import Request
+from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status
 from effuse.kvtransfer.memory import PageMemory
@@ -31,7 +31,7 @@ from effuse.worker.messages import StartDecode
 
 @dataclass(slots=True)
 class Seat:
-    request: Request
+    request: DecodeRequest
     generation: int
     tokens: list[int] = field(default_factory=list)
     final_len: int = 0

@@ -105,6 +105,7 @@ def fleet_on(num_gpus: int, connector: str, prefill: int, decode: int) -> Iterat
             *("--page-size", str(PAGE), "--num-pages", "512"),
             # Fewer graphs to capture than by default.
             *("--max-num-batched-tokens", "512", "--max-num-seqs", "32"),
+            *("--hang-timeout-s", "60"),  # engines are stopped on purpose
         ),
         router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
         ready_timeout_s=START_S,

@@ -95,15 +95,14 @@ def test_a_push_introduces_itself_sends_pages_and_then_says_what_they_are(desk: 
     desk.turn()
     desk.finish()
     desk.turn()
-    assert desk.sent() == [(0, 2, 0, 2), (2, 2, 0, 2)]
+    assert desk.sent() == [(0, 2, 0, 2), (2, 2, 0, 2)] and not desk.finished()
     assert [d.header.pages for d in desk.transport.deliveries] == [
         desk.reserved.pages[:2],
         desk.reserved.pages[2:],
     ]
-    # The manifest does not wait for bytes that are under way, the push's own end does.
-    (finish,) = [message for message in desk.transport.said if isinstance(message, Finish)]
     desk.time += 2.0
     desk.land()
+    (finish,) = [message for message in desk.transport.said if isinstance(message, Finish)]
     assert finish.manifest.page_digests == digests_of(desk.memory, [3, 5, 6, 7])
     desk.time += 0.5
     desk.pushes.hear(PEER, Accepted(NAME))

@@ -14,6 +14,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import AuditError, PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.sender import HandoffSender
 
 ATTEMPT = AttemptId("request-1", 1, "transfer-1")
 BOUNDARY = boundary()
@@ -162,3 +163,55 @@ def test_a_transfer_id_is_reserved_once(desk: Desk) -> None:
     with pytest.raises(ValueError, match="transfer-1 is reserved already"):
         desk.receiver.reserve(ATTEMPT, (), "prefill-1", desk.time)
     desk.receiver.writer_gone("transfer-1", has_drained=True)
+
+
+class Queue:
+    """A prefill engine, as far as its handoffs go, whose one prompt waits for its turn."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.sender = HandoffSender(desk.writer, reservation_s=30.0, now=desk.now)
+        self.sender.begin(ATTEMPT)
+        self.reserved = desk.reserve()
+        self.sender.address(self.reserved)
+
+    def wait(self, seconds: int, *, looks: bool = True) -> list[Arrived | HandoffFailed]:
+        """What the receiver reports meanwhile; the prompt's engine `looks` at its own every
+        second."""
+        reports = []
+        for _ in range(seconds):
+            self.desk.time += 1.0
+            if looks:
+                assert self.sender.poll() == []
+            reports += self.desk.receiver.poll(self.desk.time)
+        return reports
+
+    def compute(self) -> None:
+        self.sender.pages_ready("transfer-1", [0, 3])
+        self.sender.computed("transfer-1", lambda: BOUNDARY)
+
+
+def test_a_prompt_may_wait_for_longer_than_the_lease_while_its_engine_lives(desk: Desk) -> None:
+    """Else a queue that is as long as the lease computes prompts that nobody waits for any more."""
+    queue = Queue(desk)
+    assert queue.wait(23) == []
+    queue.compute()
+    (arrived,) = desk.receiver.poll(desk.time)
+    assert isinstance(arrived, Arrived)
+    desk.pool.release(queue.reserved.pages)
+
+
+def test_a_prompt_whose_engine_stands_still_loses_its_reservation(desk: Desk) -> None:
+    queue = Queue(desk)
+    assert queue.wait(7) == []
+    (failed,) = queue.wait(5, looks=False)
+    assert isinstance(failed, HandoffFailed) and failed.cause is Cause.LEASE
+
+
+def test_a_computed_prompt_has_its_lease_to_arrive_and_no_more(desk: Desk) -> None:
+    queue = Queue(desk)
+    assert queue.wait(7) == []
+    desk.writer._hub.pause()
+    queue.compute()
+    (failed,) = queue.wait(5, looks=False)
+    assert isinstance(failed, HandoffFailed) and failed.cause is Cause.LEASE

@@ -167,6 +167,8 @@ def test_computing_may_take_its_time_but_the_reservation_may_not(desk: Desk) -> 
 
 def test_a_connector_that_is_stuck_is_overtaken_by_the_clock(desk: Desk) -> None:
     desk.sender.address(RESERVED)
+    desk.sender.pages_ready("transfer-1", [5, 2, 7])
+    desk.sender.computed("transfer-1", lambda: BOUNDARY)
     desk.time += RESERVED.lease_s + OVERTIME_S - 0.1
     assert desk.sender.poll() == []
     desk.time += 0.1

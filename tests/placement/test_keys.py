@@ -9,9 +9,9 @@ from effuse.placement.keys import Keys, check_name
 
 def test_all_keys_of_a_fleet_share_its_hash_tag() -> None:
     keys = Keys("blue")
-    names = [keys.worker("w"), keys.workers, keys.request("r"), keys.running]
+    names = [keys.worker("w"), keys.workers, keys.request("r"), keys.running, keys.ended]
     assert {name[name.index("{") + 1 : name.index("}")] for name in names} == {"blue"}
-    assert len(set(names)) == 4
+    assert len(set(names)) == 5
 
 
 @pytest.mark.parametrize("name", ["", "a}b", "a{b", "a b", ".a", "a/b", "a*", "x" * 129, "a\n"])

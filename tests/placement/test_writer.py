@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -124,7 +125,7 @@ def test_nothing_is_lost_while_redis_is_away() -> None:
                 writer = PlacementWriter(store, times=times)
                 task = asyncio.ensure_future(writer.run())
                 writer.put(redis_server.PLACED)
-                await eventually(lambda: store.circuit.failures >= 2)
+                await eventually(lambda: store.placement_circuit.failures >= 2)
                 assert not await writer.flush(0.0)
                 with redis_server.running(port):
                     assert await writer.flush(20)
@@ -156,3 +157,25 @@ def test_a_request_that_is_over_soon_is_written_once(monkeypatch: pytest.MonkeyP
         assert written == [ended]
 
     asyncio.run(go())
+
+
+def test_a_full_redis_is_told_apart_and_what_waits_is_written_once_there_is_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def go() -> None:
+        async with writing(WriterTimes(retry_s=0.01)) as (writer, store, server):
+            with redis.Redis(host="127.0.0.1", port=server.port) as client:
+                client.config_set("maxmemory-policy", "noeviction")
+                client.config_set("maxmemory", "1mb")
+                writer.put(redis_server.PLACED)
+                await eventually(lambda: writer.is_full)
+                client.config_set("maxmemory", "0")
+                assert await writer.flush(20)
+                assert not writer.is_full
+                assert await held(store) == redis_server.PLACED
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(go())
+    full, again = caplog.messages
+    assert "requests and leases go on: Redis is full" in full
+    assert again == "Redis takes placements again"

@@ -13,7 +13,7 @@ from router.fake_model import BLOCK_SIZE, MASK, ids_of, worker_record
 
 from effuse.placement.records import Role
 from effuse.protos import rpc
-from effuse.protos.errors import EffuseError
+from effuse.protos.errors import EffuseError, EngineLost, Replaced
 from effuse.protos.rpc import RpcServer
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc
@@ -37,6 +37,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.idle = asyncio.Event()
         self.idle.set()
         self.crashed = asyncio.Event()
+        self.is_starting = False  # its engine is gone and not back
+        self.past_lives: set[str] = set()  # of engines that others have followed
+        self.num_others = 0  # attempts that this router knows nothing of
+        self.num_asked = 0  # for its load
         self.server = RpcServer(rpc.FLEET_LIMITS)
         self.record = worker_record(worker_id, self.role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server.server)
@@ -62,6 +66,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if action is not None:
             await action()
 
+    def check_life(self, incarnation: str) -> None:
+        """The call must be meant for the engine of now; one for an earlier engine may be late."""
+        if incarnation in self.past_lives:
+            raise Replaced("another engine has followed")
+        assert incarnation == self.record.incarnation
+
     def begin(self, attempt: pb.AttemptId) -> None:
         self.served.append(attempt.request_id)
         self.running[attempt.transfer_id] = attempt.request_id
@@ -82,7 +92,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetLoad(
         self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> pb.GetLoadResponse:
-        return pb.GetLoadResponse(role=self.role)
+        self.num_asked += 1
+        return pb.GetLoadResponse(
+            running=len(self.running) + self.num_others,
+            worker=pb.WorkerRef(
+                worker_id=self.worker_id,
+                incarnation="" if self.is_starting else self.record.incarnation,
+            ),
+            role=self.role,
+        )
 
     async def Drain(
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
@@ -116,7 +134,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[object, object],
     ) -> AsyncIterator[pb.PrefillResponse]:
         start = (await anext(request_iterator)).start
-        assert start.incarnation == self.record.incarnation
+        self.check_life(start.incarnation)
         self.prompts.append(list(start.prompt_token_ids))
         self.begin(start.attempt)
         try:
@@ -152,7 +170,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
     async def Decode(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[pb.DecodeResponse]:
-        assert request.incarnation == self.record.incarnation
+        self.check_life(request.incarnation)
         self.requests.append(request)
         self.begin(request.attempt)
         try:
@@ -234,6 +252,16 @@ def raises(error: EffuseError) -> Point:
         raise error
 
     return fail
+
+
+def ends_its_engine(worker: FakeWorker) -> Point:
+    """A point at which the worker's engine ends; its front lives and starts another one."""
+
+    async def end() -> None:
+        worker.is_starting = True
+        raise EngineLost("the engine was lost")
+
+    return end
 
 
 def once(point: Point) -> Point:

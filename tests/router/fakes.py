@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from effuse.protos import rpc
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.router import process
 from effuse.router.config import RouterConfig
+from effuse.router.policy import Condition
 from effuse.router.router import Router
 from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2_grpc, model_pb2_grpc
@@ -28,6 +29,7 @@ class FakeStore(Store):
     def __init__(self) -> None:
         self.records: dict[str, WorkerRecord] = {}
         self.placements: dict[str, PlacementRecord] = {}
+        self.refused: dict[str, float] = {}
         self.is_down = False
         self._changed = asyncio.Event()
 
@@ -51,6 +53,11 @@ class FakeStore(Store):
         self._check()
         record = self.placements.get(request_id)
         return None if record is None else encode(record)
+
+    async def share_refusals(self, refused: Mapping[str, float], most: int) -> dict[str, float]:
+        self._check()
+        self.refused = {**refused, **self.refused}
+        return self.refused
 
     def _check(self) -> None:
         if self.is_down:
@@ -77,6 +84,19 @@ class FakeFleet:
     @property
     def workers(self) -> list[FakeWorker]:
         return [*self.prefill, *self.decode]
+
+    def condition(self, worker: FakeWorker) -> Condition | None:
+        """What the router takes it for; None where it does not know it."""
+        found = {c.record.worker_id: c.condition for c in self.router.fleet.candidates()}
+        return found.get(worker.worker_id)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """A metric of the router, as it would be scraped now."""
+        return self.router.metrics.registry.get_sample_value(name, labels)
+
+    def is_waiting(self, reason: str) -> bool:
+        """Whether one request waits for that."""
+        return self.metric("effuse_num_requests_stalled", reason=reason) == 1
 
     async def idle(self) -> None:
         """Returns once no worker runs an attempt, the router runs no request and has told Redis."""

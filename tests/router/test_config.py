@@ -23,7 +23,8 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
-            "--max-queue", "5", "--max-retries", "6", "--max-request-s", "7.5", "--drain-s", "8",
+            "--max-queue", "5", "--max-losses", "6", "--retry-share", "0.5",
+            "--max-request-s", "7.5", "--recovery-s", "9", "--drain-s", "8",
             "--ready-file", "x", "--log-level", "debug",
         ]
     )  # fmt: skip
@@ -38,6 +39,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
         (["--port", "many"], "invalid int value: 'many'"),
         (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to"),
+        (["--retry-share", "nan"], "--retry-share: expected 0 to 1, got nan"),
         (["--max-request-s", "nan"], "--max-request-s: expected seconds above 0, got nan"),
         (["--prefill", "maybe"], "choose from"),
         (["--redis-url", "localhost"], "expected redis://host:port/db, got 'localhost'"),

@@ -1,4 +1,4 @@
-"""Faults at random points of workers: a whole answer, or a bad end after a right beginning."""
+"""Faults at random points of workers: every answer comes whole, whatever was tried for it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ TEXT = "the answer is three"
 PREFILL_POINTS = ["start", "computed", "reservation", "pushed"]
 DECODE_POINTS = ["start", "reserved", "verified", *(f"commit {at}" for at in range(4)), "finish"]
 FAULTS: list[errors.EffuseError] = [
-    errors.PeerLost("the engine died"),
+    errors.PeerLost("the worker went away"),
+    errors.EngineLost("the engine died"),
+    errors.Starting("not ready"),
     errors.TransferFailed("a page's digest differs"),
     errors.Overloaded("no free pages"),
     errors.Draining("shutting down"),
     errors.Refused("meant for another life"),
 ]
-GOOD_ENDS = {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def sometimes(draw: random.Random, share: float, counts: Counter[str]) -> Point:
@@ -68,12 +69,12 @@ async def one(fleet: FakeFleet) -> tuple[grpc.StatusCode, list[int], str]:
             ids += event.commit.token_ids
             text += event.commit.text
     except grpc.aio.AioRpcError as error:
-        return error.code(), ids, text
+        return error.code(), ids, error.details() or ""
     return grpc.StatusCode.OK, ids, text
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_never_a_good_end_with_missing_text_nor_a_wrong_beginning(seed: int) -> None:
+def test_every_request_is_answered_whole_while_workers_fail_at_random(seed: int) -> None:
     draw, counts = random.Random(seed), Counter[str]()
 
     async def body(fleet: FakeFleet) -> None:
@@ -85,14 +86,10 @@ def test_never_a_good_end_with_missing_text_nor_a_wrong_beginning(seed: int) -> 
         want = ids_of(TEXT)
         for code, ids, text in await asyncio.gather(*(one(fleet) for _ in range(120))):
             counts[code.name] += 1
-            assert code in GOOD_ENDS
-            assert ids == want[: len(ids)]
-            assert TEXT.startswith(text)
-            if code is grpc.StatusCode.OK:
-                assert (ids, text) == (want, TEXT)
+            assert (code, ids, text) == (grpc.StatusCode.OK, want, TEXT)
         await fleet.idle()
         assert all(c.in_flight.requests == 0 for c in fleet.router.fleet.candidates())
 
     run(body, num_prefill=2, num_decode=3)
-    assert counts["OK"] > 60
+    assert counts["OK"] == 120
     assert counts["faults"] > 20 and counts["lies"] > 5

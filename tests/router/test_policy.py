@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 import pytest
 from router.fake_model import worker_record
 
 from effuse.placement.records import Link, Load, Role, WorkerRecord
+from effuse.protos import errors
 from effuse.router.fleet import RoutedFleet
+from effuse.router.ladder import Failure, FailureKind
 from effuse.router.policy import (
+    AttemptNeeds,
     Candidate,
+    Condition,
     InFlight,
+    Pair,
     Placement,
+    Prospect,
+    WorkerLife,
     live_workers,
     place,
+    prospect,
     why_refused,
 )
 
@@ -24,7 +34,17 @@ def worker(worker_id: str, **fields: object) -> WorkerRecord:
 
 
 def candidate(record: WorkerRecord, tokens: int = 0, *, suspect: bool = False) -> Candidate:
-    return Candidate(record, InFlight(requests=int(tokens > 0), tokens=tokens), suspect)
+    in_flight = InFlight(requests=int(tokens > 0), tokens=tokens)
+    return Candidate(record, in_flight, is_suspect=suspect)
+
+
+def need(mode: str, excluded: Collection[WorkerLife] = (), **fields: object) -> AttemptNeeds:
+    return AttemptNeeds(model="fake", mode=mode, excluded=excluded, **fields)  # type: ignore[arg-type]
+
+
+def pairs(*names: str) -> set[Pair]:
+    """Pairs by their names, as in "p0 d0"."""
+    return {((p, "1"), (d, "1")) for p, d in (name.split() for name in names)}
 
 
 def names(placement: Placement | None) -> tuple[str | None, str] | None:
@@ -45,13 +65,13 @@ def test_the_least_loaded_pair_by_their_own_report() -> None:
         candidate(worker("p0", load=Load(queued_tokens=500))),
         candidate(worker("p1", load=Load(queued_tokens=20))),
     ]
-    assert names(place(workers, "fake", "auto")) == ("p1", "d1")
+    assert names(place(workers, need("auto"))) == ("p1", "d1")
 
 
 def test_a_free_seat_comes_before_free_pages() -> None:
     busy = InFlight(requests=64, tokens=64)  # as many as it runs at once, all of them short
     workers = [Candidate(worker("d0"), busy), candidate(worker("d1"), tokens=3000)]
-    assert names(place(workers, "fake", "auto")) == (None, "d1")
+    assert names(place(workers, need("auto"))) == (None, "d1")
 
 
 def test_what_is_on_the_way_counts_before_it_is_reported() -> None:
@@ -61,7 +81,7 @@ def test_what_is_on_the_way_counts_before_it_is_reported() -> None:
         candidate(worker("p0"), tokens=1000),
         candidate(worker("p1"), tokens=10),
     ]
-    assert names(place(workers, "fake", "auto")) == ("p1", "d1")
+    assert names(place(workers, need("auto"))) == ("p1", "d1")
 
 
 @pytest.mark.parametrize(
@@ -69,12 +89,12 @@ def test_what_is_on_the_way_counts_before_it_is_reported() -> None:
 )
 def test_without_prefill_workers(mode: str, expected: tuple[str | None, str] | None) -> None:
     workers = [candidate(worker("d0"))]
-    assert names(place(workers, "fake", mode)) == expected  # type: ignore[arg-type]
+    assert names(place(workers, need(mode))) == expected
 
 
 def test_local_ignores_prefill_workers() -> None:
     workers = [candidate(worker("d0")), candidate(worker("p0"))]
-    assert names(place(workers, "fake", "local")) == (None, "d0")
+    assert names(place(workers, need("local"))) == (None, "d0")
 
 
 def test_only_equal_fingerprints_work_together() -> None:
@@ -83,30 +103,30 @@ def test_only_equal_fingerprints_work_together() -> None:
         candidate(worker("d1", fingerprint="b"), tokens=50),
         candidate(worker("p0", fingerprint="b")),
     ]
-    assert names(place(workers, "fake", "remote")) == ("p0", "d1")
-    assert names(place(workers, "fake", "auto")) == (None, "d0")
+    assert names(place(workers, need("remote"))) == ("p0", "d1")
+    assert names(place(workers, need("auto"))) == (None, "d0")
 
 
 def test_excluded_draining_and_other_models_are_out() -> None:
-    draining = msgspec.structs.replace(worker("d1"), state="draining")
+    draining = Candidate(worker("d1"), InFlight(), condition=Condition.DRAINING)
     workers = [
         candidate(worker("d0")),
-        candidate(draining),
+        draining,
         candidate(worker("d2", model="other")),
         candidate(worker("p0")),
     ]
-    assert names(place(workers, "fake", "auto")) == ("p0", "d0")
-    assert names(place(workers, "fake", "auto", {("p0", "1")})) == (None, "d0")
-    assert place(workers, "fake", "auto", {("d0", "1")}) is None
-    assert names(place(workers, "fake", "auto", {("d0", "an earlier life")})) == ("p0", "d0")
+    assert names(place(workers, need("auto"))) == ("p0", "d0")
+    assert names(place(workers, need("auto", excluded={("p0", "1")}))) == (None, "d0")
+    assert place(workers, need("auto", excluded={("d0", "1")})) is None
+    assert names(place(workers, need("auto", excluded={("d0", "an earlier life")}))) == ("p0", "d0")
     prefill, decode = live_workers(workers, "fake")
     assert ([r.worker_id for r in prefill], [r.worker_id for r in decode]) == (["p0"], ["d0"])
 
 
 def test_a_suspect_comes_last_but_comes() -> None:
     busy, suspect = candidate(worker("d0"), tokens=3000), candidate(worker("d1"), suspect=True)
-    assert names(place([busy, suspect], "fake", "auto")) == (None, "d0")
-    assert names(place([suspect], "fake", "auto")) == (None, "d1")
+    assert names(place([busy, suspect], need("auto"))) == (None, "d0")
+    assert names(place([suspect], need("auto"))) == (None, "d1")
 
 
 class View:
@@ -123,7 +143,7 @@ def test_two_workers_of_each_role_share_64_requests_evenly() -> None:
     fleet = RoutedFleet(View(*(worker(n) for n in ("d0", "d1", "p0", "p1"))), "auto", lambda: 0.0)
     placed: dict[str, int] = {}
     for at in range(64):
-        placement = fleet.place("fake", ())
+        placement = fleet.place(fleet.need("fake"))
         assert placement is not None and placement.prefill is not None
         fleet.counted(placement, 10 + 3 * (at % 7), 64).__enter__()
         for record in (placement.decode, placement.prefill):
@@ -135,7 +155,7 @@ def test_equal_workers_take_turns() -> None:
     fleet = RoutedFleet(View(worker("d0"), worker("d1")), "auto", lambda: 0.0)
     order = []
     for _ in range(6):
-        placement = fleet.place("fake", ())
+        placement = fleet.place(fleet.need("fake"))
         assert placement is not None
         with fleet.counted(placement, 5, 5):
             order.append(placement.decode.worker_id)
@@ -145,15 +165,29 @@ def test_equal_workers_take_turns() -> None:
 def test_suspicion_ends() -> None:
     now = 0.0
     fleet = RoutedFleet(View(worker("d0"), worker("d1")), "auto", lambda: now)
-    fleet.suspect(worker("d0"))
-    assert names(fleet.place("fake", ())) == (None, "d1")
+    fleet.standing.note(Failure(FailureKind.FAILED, errors.Bug("a step failed"), worker("d0")))
+    assert names(fleet.place(fleet.need("fake"))) == (None, "d1")
     now = 6.1
-    assert names(fleet.place("fake", ())) == (None, "d0")
+    assert names(fleet.place(fleet.need("fake"))) == (None, "d0")
+
+
+def test_one_attempt_at_a_time_tries_a_pair_that_failed() -> None:
+    now = 0.0
+    fleet = RoutedFleet(View(worker("d0"), worker("p0")), "remote", lambda: now)
+    (pair,) = pairs("p0 d0")
+    failure = Failure(FailureKind.HANDOFF, errors.TransferFailed("no way"), worker("p0"), pair)
+    fleet.standing.note(failure)
+    assert fleet.place(fleet.need("fake")) is None
+    now = 100.0
+    placement = fleet.place(fleet.need("fake"))
+    assert placement is not None and not fleet.need("fake").doubtful
+    with fleet.counted(placement, 7, 9):
+        assert fleet.need("fake").doubtful == {pair}
 
 
 def test_counts_come_back_to_nothing() -> None:
     fleet = RoutedFleet(View(worker("d0"), worker("p0")), "auto", lambda: 0.0)
-    placement = fleet.place("fake", ())
+    placement = fleet.place(fleet.need("fake"))
     assert placement is not None
     with fleet.counted(placement, 7, 9):
         assert [c.in_flight.tokens for c in fleet.candidates()] == [16, 7]
@@ -177,7 +211,7 @@ def test_a_link_that_is_too_slow_is_never_taken(mode: str) -> None:
         linked("p0", {"d0": 1.9, "d1": 1.9}),
         linked("p1", {"d0": 1.0, "d1": 2.0}, load=Load(queued_tokens=900)),
     ]
-    assert names(place(workers, "fake", mode)) == ("p1", "d1")  # type: ignore[arg-type]
+    assert names(place(workers, need(mode))) == ("p1", "d1")
 
 
 @pytest.mark.parametrize(("gbps", "auto"), [({}, (None, "d0")), ({"d0": 1.9}, (None, "d0"))])
@@ -186,9 +220,9 @@ def test_where_every_link_is_refused_decode_prefills_or_nobody_does(
 ) -> None:
     """A link that was not measured yet is as good as refused where there is a limit."""
     workers = [candidate(worker("d0")), linked("p0", gbps)]
-    assert names(place(workers, "fake", "auto")) == auto
-    assert names(place(workers, "fake", "local")) == auto
-    assert place(workers, "fake", "remote") is None
+    assert names(place(workers, need("auto"))) == auto
+    assert names(place(workers, need("local"))) == auto
+    assert place(workers, need("remote")) is None
 
 
 def test_without_a_limit_any_link_is_taken_at_once() -> None:
@@ -197,12 +231,12 @@ def test_without_a_limit_any_link_is_taken_at_once() -> None:
         linked("p0", {}, least=0.0),
         linked("p1", {"d0": 0.001}, least=0.0),
     ]
-    assert names(place(workers, "fake", "remote")) == ("p0", "d0")
+    assert names(place(workers, need("remote"))) == ("p0", "d0")
 
 
 def test_another_life_of_a_decode_worker_is_not_measured() -> None:
     workers = [candidate(worker("d0", incarnation="2")), linked("p0", {"d0": 9.0})]
-    assert place(workers, "fake", "remote") is None
+    assert place(workers, need("remote")) is None
 
 
 def test_a_decode_worker_without_a_link_still_helps_out_when_others_are_full() -> None:
@@ -212,8 +246,92 @@ def test_a_decode_worker_without_a_link_still_helps_out_when_others_are_full() -
         candidate(worker("d1", load=used(200))),
         linked("p0", {"d0": 9.0, "d1": 0.1}),
     ]
-    assert names(place(workers, "fake", "auto")) == (None, "d1")
-    assert names(place(workers, "fake", "remote")) == ("p0", "d0")
+    assert names(place(workers, need("auto"))) == (None, "d1")
+    assert place(workers, need("remote")) is None
+    assert prospect(workers, need("remote")) is Prospect.SEAT
+
+
+@pytest.mark.parametrize("condition", set(Condition) - {Condition.READY})
+@pytest.mark.parametrize("role", ["p0", "d0"])
+def test_who_is_out_takes_part_in_no_choice_however_idle(role: str, condition: Condition) -> None:
+    workers = [candidate(worker(n), tokens=900) for n in ("d1", "p1")]
+    workers += [candidate(worker(n)) for n in ("d0", "p0") if n != role]
+    out = Candidate(worker(role), InFlight(), condition=condition)
+    placement = place([out, *workers], need("remote"))
+    assert placement is not None
+    assert role not in (names(placement) or ())
+
+
+def test_a_pair_that_hands_nothing_over_is_not_taken_but_its_workers_are() -> None:
+    workers = [
+        candidate(worker("d0")),
+        candidate(worker("d1"), tokens=900),
+        candidate(worker("p0")),
+    ]
+    broken = need("remote", broken=pairs("p0 d0"))
+    assert names(place(workers, broken)) == ("p0", "d1")
+    workers.append(candidate(worker("p1"), tokens=900))
+    assert names(place(workers, broken)) == ("p1", "d0")
+    assert names(place(workers[:1], need("auto", broken=pairs("p0 d0")))) == (None, "d0")
+
+
+def test_a_doubtful_pair_comes_after_others_but_comes() -> None:
+    workers = [
+        candidate(worker("d0")),
+        candidate(worker("d1"), tokens=900),
+        candidate(worker("p0")),
+    ]
+    doubtful = need("remote", doubtful=pairs("p0 d0"))
+    assert names(place(workers, doubtful)) == ("p0", "d1")
+    assert names(place([workers[0], workers[2]], doubtful)) == ("p0", "d0")
+
+
+def test_an_answer_goes_on_only_with_the_same_fingerprint() -> None:
+    workers = [candidate(worker("d0", fingerprint="v2"))]
+    v1 = need("auto", fingerprint=worker("d", fingerprint="v1").fingerprint)
+    assert place(workers, v1) is None
+    assert prospect(workers, v1) is Prospect.NONE
+    workers.append(candidate(worker("d1", fingerprint="v1"), tokens=900))
+    assert names(place(workers, v1)) == (None, "d1")
+
+
+def test_a_decode_worker_is_given_few_prompts_in_the_place_of_prefill_workers() -> None:
+    busy = Candidate(worker("d0"), InFlight(own_prompts=4 * 512))
+    assert place([busy], need("auto")) is None
+    assert prospect([busy], need("auto")) is Prospect.SEAT
+    assert names(place([busy], need("local"))) == (None, "d0")
+    assert names(place([busy, candidate(worker("p0"))], need("auto"))) == ("p0", "d0")
+
+
+def out(condition: Condition) -> Candidate:
+    return Candidate(worker("d0"), InFlight(), condition=condition)
+
+
+@pytest.mark.parametrize(
+    ("workers", "asked", "expected"),
+    [
+        ([candidate(worker("d0"))], need("auto"), Prospect.NOW),
+        ([Candidate(worker("d0"), InFlight(requests=64))], need("auto"), Prospect.SEAT),
+        ([Candidate(worker("d0"), InFlight(), is_full=True)], need("auto"), Prospect.SEAT),
+        ([out(Condition.STARTING)], need("auto"), Prospect.WORKER),
+        ([out(Condition.LOST)], need("auto"), Prospect.WORKER),
+        ([out(Condition.UNREACHABLE)], need("auto"), Prospect.WORKER),
+        ([out(Condition.DRAINING)], need("auto"), Prospect.WORKER),
+        ([candidate(worker("d0"))], need("auto", {("d0", "1")}), Prospect.WORKER),
+        ([candidate(worker("d0"))], need("remote"), Prospect.NONE),
+        (
+            [candidate(worker("d0")), candidate(worker("p0"))],
+            need("remote", broken=pairs("p0 d0")),
+            Prospect.WORKER,
+        ),
+        ([candidate(worker("d0", model="other"))], need("auto"), Prospect.NONE),
+        ([], need("auto"), Prospect.NONE),
+    ],
+)
+def test_what_a_request_can_expect(
+    workers: list[Candidate], asked: AttemptNeeds, expected: Prospect
+) -> None:
+    assert prospect(workers, asked) is expected
 
 
 def test_the_fastest_of_refused_links_is_named_with_its_rate_and_the_flag() -> None:

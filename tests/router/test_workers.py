@@ -7,7 +7,7 @@ import pytest
 from router.asking import ask, failure
 from router.fakes import FakeFleet, run
 
-from effuse.placement.records import Link, Load, WorkerRecord
+from effuse.placement.records import Link, Load, Quarantine, WorkerRecord
 from effuse.protos import errors
 from effuse.v1 import model_pb2
 
@@ -27,6 +27,7 @@ def test_workers_are_listed_with_their_loads_and_links() -> None:
         decode.record = msgspec.structs.replace(
             decode.record,
             state="draining",
+            quarantines=(Quarantine("10.0.0.7:50052", 4, 41.5),),
             load=Load(
                 running=3, waiting=2, total_pages=256, free_pages=100, quarantined_pages=4,
                 queued_tokens=77, blocks_left=9, steps=12, preemptions=1, kv_bytes=4096,
@@ -41,6 +42,9 @@ def test_workers_are_listed_with_their_loads_and_links() -> None:
             incarnation="1", page_size=16, total_pages=256, free_pages=100, quarantined_pages=4,
             max_num_seqs=64, running=3, waiting=2, queued_tokens=77, blocks_left=9, steps=12,
             preemptions=1, kv_bytes=4096,
+            quarantines=[
+                model_pb2.WorkerQuarantine(writer="10.0.0.7:50052", pages=4, age_s=41.5)
+            ],
         )  # fmt: skip
         found = listed.workers[2]
         assert (found.role, found.state) == (

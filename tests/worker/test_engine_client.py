@@ -19,7 +19,7 @@ from eventually import eventually
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.worker.config import WorkerConfig
-from effuse.worker.engine_client import EngineClient, EngineLost, new_incarnation
+from effuse.worker.engine_client import EngineClient, EngineGone, new_incarnation
 from effuse.worker.messages import Abort, AbortDone, Heartbeat, Ready, StartupFailed, ToFront
 
 ABORT = Abort(attempt=AttemptId("r", 1, "t1"), reason="test")
@@ -89,7 +89,7 @@ def test_a_crash_is_told_with_its_status_after_its_last_words() -> None:
             await asyncio.sleep(0)
             assert await events(client)
             os.kill(client.pid, signal.SIGKILL)
-            with pytest.raises(EngineLost, match="killed by signal 9"):
+            with pytest.raises(EngineGone, match="killed by signal 9"):
                 await events(client)
             client.send(ABORT)  # in vain, and no error
 

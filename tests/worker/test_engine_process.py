@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +12,16 @@ import pytest
 import zmq
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.placement.records import Load
-from effuse.worker.engine_process import EngineLoop, die_with
+from effuse.placement.records import Load, ModelInfo
+from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_process import Engine, EngineLoop, _run, die_with
 from effuse.worker.messages import (
     Abort,
     AbortDone,
     CoreEvent,
     Heartbeat,
     PrefillDone,
+    Ready,
     Shutdown,
     StartPrefill,
     ToEngine,
@@ -26,6 +29,17 @@ from effuse.worker.messages import (
 )
 from effuse.worker.pulse import Pulse
 
+MODEL = ModelInfo(
+    name="tiny",
+    architecture="sdar",
+    block_size=4,
+    max_model_len=64,
+    vocab_size=16,
+    mask_token_id=1,
+    eos_token_ids=(2,),
+    prompt_attention="causal_blocks",
+    default_algorithm="d2f",
+)
 ONE = AttemptId("r", 1, "t1")
 START = StartPrefill(attempt=ONE, prompt_token_ids=(1, 2))
 
@@ -166,3 +180,26 @@ def test_bytes_that_are_no_message_end_the_engine(front: Front) -> None:
 def test_a_process_whose_front_is_gone_does_not_begin() -> None:
     with pytest.raises(SystemExit, match="the front is gone"):
         die_with(os.getppid() + 1)
+
+
+def test_what_an_engine_is_made_of_is_never_collected_again() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    front, own = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    front.bind("inproc://engine")
+    own.connect("inproc://engine")
+    front.send(msgspec.msgpack.encode(Shutdown()))
+    before = gc.get_freeze_count()
+    made: list[list[object]] = []
+
+    def build(config: WorkerConfig, incarnation: str, pulse: Pulse) -> Engine:
+        made.extend([] for _ in range(1000))
+        return Engine(Core(), Ready(model=MODEL, fingerprint=(), page_size=4, total_pages=8))
+
+    try:
+        assert _run(WorkerConfig(), "one", build, own) == 0
+        assert gc.get_freeze_count() >= before + 1000
+    finally:
+        gc.unfreeze()
+        front.close()
+        own.close()
+        context.term()

@@ -1,12 +1,14 @@
-"""Asking a writer to let go: an answer, another life, a refusal, silence, a broken one."""
+"""Asking a writer to let go: its word, its end, silence; beside us and elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -21,17 +23,17 @@ from effuse.worker.engine_process import listen_while_alive
 from effuse.worker.peer import Patience
 from effuse.worker.wire import Writer
 
-NOBODY = 1  # a port of this machine that nobody listens on
+NOBODY = 20011  # nobody listens there, and no kernel hands it out
 ONE = AttemptId("r", 1, "t1")
-QUICK = Patience(call_s=20.0, first_pause_s=0.001, most_pause_s=0.002, lost_after_s=60.0)
+QUICK = Patience(call_s=20.0, first_pause_s=0.001, most_pause_s=0.002, elsewhere_s=60.0)
 
 
 class Worker(pb_grpc.WorkerServiceServicer):
     """Fails a number of times before it answers."""
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int = 0, **answer: Any) -> None:
         self.failures = failures
-        self.answer = pb.AbortResponse(incarnation="another-life", drained=True)
+        self.answer = pb.AbortResponse(**{"incarnation": "life", "drained": True, **answer})
         self.asked: list[pb.AbortRequest] = []
 
     async def Abort(
@@ -59,30 +61,97 @@ async def serving(worker: Worker) -> AsyncIterator[Writer]:
     pb_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
     port = await server.start("127.0.0.1:0", ["effuse.v1.WorkerService"])
     try:
-        yield Writer(f"127.0.0.1:{port}", "life", NOBODY)
+        yield Writer(f"127.0.0.1:{port}", "life", NOBODY, peer.here())
     finally:
         await server.stop(0)
 
 
-async def within(writer: Writer, patience: Patience) -> bool:
+def elsewhere(writer: Writer) -> Writer:
+    """The writer on another machine."""
+    return dataclasses.replace(writer, place="another-boot,net:[1],ipc:[1],pid:[1]")
+
+
+async def within(writer: Writer) -> bool:
     async with asyncio.timeout(20):
-        return await peer.until_gone(writer, ONE, "test", patience=patience)
+        return await peer.until_gone(writer, ONE, "test", patience=QUICK)
 
 
-@pytest.mark.parametrize(
-    ("incarnation", "drained", "said_so"),
-    [("life", True, True), ("life", False, False), ("another-life", True, False)],
-)
-def test_an_answer_of_whatever_life_is_enough_but_only_its_own_says_that_all_has_arrived(
-    incarnation: str, drained: bool, said_so: bool
+async def tries(writer: Writer, elapsed_s: float, most: int = 5) -> int:
+    """How often the writer is asked before it is given up on, each try `elapsed_s` after the one
+    before; `most` where it is not given up on."""
+    asked = iter(range(most))
+    clock = (number * elapsed_s for number in itertools.count())
+    patience = dataclasses.replace(QUICK, call_s=0.05)
+
+    def goes_on() -> bool:
+        return next(asked, None) is not None
+
+    async with asyncio.timeout(20):
+        has_drained = await peer.until_gone(
+            writer, ONE, "test", patience=patience, now=lambda: next(clock), goes_on=goes_on
+        )
+    assert not has_drained
+    left = len(list(asked))
+    return most - left
+
+
+@asynccontextmanager
+async def silence() -> AsyncIterator[Writer]:
+    """A writer that accepts connections and says nothing; its engine's port is open, too."""
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+
+    connections: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        yield Writer(f"127.0.0.1:{port}", "life", port, peer.here())
+        assert connections
+        for writer in connections:
+            writer.close()
+
+
+def test_its_own_word_is_enough_wherever_it_is() -> None:
+    async def go() -> None:
+        worker = Worker()
+        async with serving(worker) as writer:
+            assert await within(writer)
+            assert await within(elsewhere(writer))
+        first, _ = worker.asked
+        assert first.attempt == pb.AttemptId(request_id="r", attempt=1, transfer_id="t1")
+        assert first.incarnation == "life"
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("incarnation", ["life", "another-life"])
+def test_its_front_may_say_that_its_process_has_ended_but_not_that_all_has_arrived(
+    incarnation: str,
 ) -> None:
     async def go() -> None:
-        worker = Worker(failures=0)
-        worker.answer = pb.AbortResponse(incarnation=incarnation, drained=drained)
+        worker = Worker(incarnation=incarnation, drained=incarnation != "life", life_is_over=True)
         async with serving(worker) as writer:
-            assert await within(writer, QUICK) is said_so
-        (asked,) = worker.asked
-        assert asked.attempt == pb.AttemptId(request_id="r", attempt=1, transfer_id="t1")
+            with listen_while_alive("127.0.0.1") as engine:
+                port = engine.getsockname()[1]
+                assert not await within(dataclasses.replace(writer, engine_port=port))
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("incarnation", ["life", "another-life"])
+def test_a_front_that_has_not_seen_its_end_proves_nothing(incarnation: str) -> None:
+    """As where an engine does not die, or a front was killed and another one has taken its port."""
+
+    async def go() -> None:
+        worker = Worker(incarnation=incarnation, drained=incarnation != "life")
+        async with serving(worker) as writer:
+            with listen_while_alive("127.0.0.1") as engine:
+                port = engine.getsockname()[1]
+                writer = dataclasses.replace(writer, engine_port=port)
+                assert await tries(writer, elapsed_s=1e6) == 5
+            assert not await within(writer)
+            assert await tries(elsewhere(writer), elapsed_s=1.0) == 1
 
     asyncio.run(go())
 
@@ -91,17 +160,10 @@ def test_it_is_asked_until_it_answers() -> None:
     async def go() -> None:
         worker = Worker(failures=3)
         async with serving(worker) as writer:
-            await within(writer, QUICK)
+            with listen_while_alive("127.0.0.1") as engine:
+                port = engine.getsockname()[1]
+                assert await within(dataclasses.replace(writer, engine_port=port))
         assert len(worker.asked) == 4
-
-    asyncio.run(go())
-
-
-def test_a_refused_connection_proves_that_it_is_gone() -> None:
-    async def go() -> None:
-        async with serving(Worker(0)) as writer:
-            pass
-        assert not await within(writer, QUICK)
 
     asyncio.run(go())
 
@@ -110,91 +172,111 @@ def test_an_engine_that_outlives_its_front_is_waited_for() -> None:
     """A front that was killed cannot answer, and its engine may still write."""
 
     async def go() -> None:
-        async with serving(Worker(0)) as writer:
+        async with serving(Worker()) as writer:
             pass
         with listen_while_alive("127.0.0.1") as engine:
             port = engine.getsockname()[1]
-            asking = asyncio.create_task(
-                within(dataclasses.replace(writer, engine_port=port), QUICK)
-            )
-            await asyncio.sleep(0.3)
-            assert not asking.done()
-        assert not await asking
+            writer = dataclasses.replace(writer, engine_port=port)
+            assert await tries(writer, elapsed_s=1e6) == 5
+        assert not await within(writer)
 
     asyncio.run(go())
 
 
-@pytest.mark.parametrize(("listens", "is_gone"), [(False, True), (True, False)])
-def test_a_host_of_two_addresses_is_gone_once_both_refuse(
-    listens: bool, is_gone: bool, monkeypatch: pytest.MonkeyPatch
+def test_no_silence_is_long_enough_for_one_that_is_beside_us() -> None:
+    async def go() -> None:
+        async with silence() as writer:
+            assert await tries(writer, elapsed_s=1e6) == 5
+
+    asyncio.run(go())
+
+
+def test_one_elsewhere_is_asked_for_a_while() -> None:
+    """Then our end of the connection is closed, and it need not agree."""
+
+    async def go() -> None:
+        async with silence() as writer:
+            assert await tries(elsewhere(writer), elapsed_s=25.0) == 3
+
+    asyncio.run(go())
+
+
+def test_a_host_of_two_addresses_has_a_free_port_once_both_have(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As names do that stand for both an IPv4 and an IPv6 address."""
 
     async def go() -> None:
         loop = asyncio.get_running_loop()
-        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.2", 0)
-        port = server.sockets[0].getsockname()[1]
-        both = [
-            info
-            for address in ("127.0.0.1", "127.0.0.2")
-            for info in await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        ]
-        if not listens:
-            server.close()
-        resolve = loop.getaddrinfo
+        with listen_while_alive("127.0.0.2") as engine:
+            port = engine.getsockname()[1]
+            both = [
+                info
+                for address in ("127.0.0.1", "127.0.0.2")
+                for info in await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+            ]
 
-        async def getaddrinfo(host: str, port: int, **hints: int) -> object:
-            return both if host == "two" else await resolve(host, port, **hints)
+            async def getaddrinfo(host: str, port: int, **hints: int) -> object:
+                return both
 
-        monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-        clock = iter(float(second) for second in range(1000))
-        patience = Patience(call_s=1.0, first_pause_s=0.001, most_pause_s=0.001, lost_after_s=3.0)
-        writer = Writer(f"two:{port}", "life", port)
-        async with asyncio.timeout(20):
-            await peer.until_gone(writer, ONE, "test", patience=patience, now=lambda: next(clock))
-        assert (next(clock) < 4.0) is is_gone
-        server.close()
+            monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+            assert not await peer.is_free(f"two:{port}", 20.0)
+        assert await peer.is_free(f"two:{port}", 20.0)
 
     asyncio.run(go())
 
 
-def test_one_that_accepts_and_says_nothing_is_not_gone_until_patience_ends() -> None:
+@pytest.mark.parametrize("host", ["192.0.2.1", "a" * 70, "a\0b"])
+def test_of_a_port_that_is_not_ours_nothing_is_known(host: str) -> None:
+    """Whoever refuses a connection there may be a firewall."""
+    assert not asyncio.run(peer.is_free(f"{host}:50051", 20.0))
+
+
+def test_a_port_that_somebody_has_connected_to_is_free_again() -> None:
     async def go() -> None:
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connections.append(writer)
-
-        connections: list[asyncio.StreamWriter] = []
-        server = await asyncio.start_server(silent, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        clock = iter(float(second) for second in range(1000))
-        async with server:
-            patience = Patience(
-                call_s=0.05, first_pause_s=0.001, most_pause_s=0.001, lost_after_s=3.0
-            )
-            async with asyncio.timeout(20):
-                await peer.until_gone(
-                    Writer(f"127.0.0.1:{port}", "life", NOBODY),
-                    ONE,
-                    "test",
-                    patience=patience,
-                    now=lambda: next(clock),
-                )
-            for writer in connections:
-                writer.close()
-        assert next(clock) >= 4.0
-        assert connections
+        with listen_while_alive("127.0.0.1") as engine:
+            port = engine.getsockname()[1]
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert not await peer.is_free(f"127.0.0.1:{port}", 20.0)
+        assert await peer.is_free(f"127.0.0.1:{port}", 20.0)
+        writer.close()
 
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("host", ["a" * 70, "a\0b"])
-def test_a_name_that_no_host_can_have_is_no_proof_and_no_harm(host: str) -> None:
+@pytest.mark.parametrize("which", [0, 1])
+def test_both_signs_of_life_must_be_gone(which: int) -> None:
+    """Kernels differ in which descriptor they close first, and a device lies between the two."""
+
     async def go() -> None:
-        clock = iter(float(second) for second in range(1000))
-        patience = Patience(call_s=0.05, first_pause_s=0.001, most_pause_s=0.001, lost_after_s=3.0)
-        writer = Writer(f"{host}:50051", "life", NOBODY)
-        async with asyncio.timeout(20):
-            await peer.until_gone(writer, ONE, "test", patience=patience, now=lambda: next(clock))
-        assert next(clock) >= 4.0
+        first = listen_while_alive("127.0.0.1")
+        port = first.getsockname()[1]
+        signs = [first, listen_while_alive("127.0.0.1", port)]
+        signs.pop(which).close()
+        assert not await peer.is_free(f"127.0.0.1:{port}", 20.0)
+        signs[0].close()
+        assert await peer.is_free(f"127.0.0.1:{port}", 20.0)
 
     asyncio.run(go())
+
+
+OWN_KERNEL, *OWN_SPACES = peer.here().split(",")
+
+
+@pytest.mark.parametrize(
+    ("place", "address", "is_beside"),
+    [
+        (peer.here(), "192.0.2.1:1", True),
+        (f"{OWN_KERNEL},net:[1],{OWN_SPACES[1]},pid:[1]", "192.0.2.1:1", True),
+        (f"{OWN_KERNEL},net:[1],ipc:[1],pid:[1]", "127.0.0.1:1", False),
+        (",".join(["another-boot", *OWN_SPACES]), "127.0.0.1:1", False),
+        ("", "127.0.0.1:1", True),
+        ("", "192.0.2.1:1", False),
+        ("", f"{'a' * 70}:1", False),
+    ],
+)
+def test_who_shares_the_kernel_and_a_namespace_is_beside_us(
+    place: str, address: str, is_beside: bool
+) -> None:
+    writer = Writer(address, "life", NOBODY, place)
+    assert asyncio.run(peer.is_beside_us(writer, 20.0)) is is_beside

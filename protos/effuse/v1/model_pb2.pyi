@@ -95,7 +95,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "model", "address", "state", "incarnation", "page_size", "total_pages", "free_pages", "quarantined_pages", "max_num_seqs", "running", "waiting", "queued_tokens", "blocks_left", "steps", "preemptions", "kv_bytes", "links", "min_handoff_gbps")
+    __slots__ = ("worker_id", "role", "model", "address", "state", "incarnation", "page_size", "total_pages", "free_pages", "quarantined_pages", "max_num_seqs", "running", "waiting", "queued_tokens", "blocks_left", "steps", "preemptions", "kv_bytes", "links", "min_handoff_gbps", "quarantines")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class Worker(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     MIN_HANDOFF_GBPS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     model: str
@@ -136,7 +137,18 @@ class Worker(_message.Message):
     kv_bytes: int
     links: _containers.RepeatedCompositeFieldContainer[WorkerLink]
     min_handoff_gbps: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WorkerLink, _Mapping]]] = ..., min_handoff_gbps: _Optional[float] = ...) -> None: ...
+    quarantines: _containers.RepeatedCompositeFieldContainer[WorkerQuarantine]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WorkerLink, _Mapping]]] = ..., min_handoff_gbps: _Optional[float] = ..., quarantines: _Optional[_Iterable[_Union[WorkerQuarantine, _Mapping]]] = ...) -> None: ...
+
+class WorkerQuarantine(_message.Message):
+    __slots__ = ("writer", "pages", "age_s")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    writer: str
+    pages: int
+    age_s: float
+    def __init__(self, writer: _Optional[str] = ..., pages: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class WorkerLink(_message.Message):
     __slots__ = ("peer", "peer_incarnation", "transport", "gigabytes_per_second", "refused")

@@ -17,16 +17,18 @@ class AttemptId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class WorkerRef(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "engine_port")
+    __slots__ = ("worker_id", "incarnation", "address", "engine_port", "place")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_PORT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
     engine_port: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., engine_port: _Optional[int] = ...) -> None: ...
+    place: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., engine_port: _Optional[int] = ..., place: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("start", "reservation")
@@ -285,22 +287,26 @@ class RehearseResponse(_message.Message):
     def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., verified: _Optional[_Union[PrefillVerified, _Mapping]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("attempt", "reason")
+    __slots__ = ("attempt", "reason", "incarnation")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     reason: str
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., reason: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
-    __slots__ = ("incarnation", "was_running", "drained")
+    __slots__ = ("incarnation", "was_running", "drained", "life_is_over")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WAS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    LIFE_IS_OVER_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     was_running: bool
     drained: bool
-    def __init__(self, incarnation: _Optional[str] = ..., was_running: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
+    life_is_over: bool
+    def __init__(self, incarnation: _Optional[str] = ..., was_running: _Optional[bool] = ..., drained: _Optional[bool] = ..., life_is_over: _Optional[bool] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

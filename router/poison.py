@@ -1,0 +1,164 @@
+"""Requests that engines die of: who runs beside others, who alone, who is refused.
+
+Engines take everything along that runs in them, so a death says little of one request. After two of
+them a request runs alone; if that engine dies too, it was the cause, of the earlier deaths as well,
+and whoever was beside it is cleared. Who survives alone is cleared, too. A request is known by what
+it asks of an engine, since a client may send it again under another id. Pure, with the clock handed
+in. Not here: keeping workers free (`fleet.py`), telling other routers (`router.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from effuse.placement.records import Role
+from effuse.router.policy import WorkerLife
+from effuse.router.validation import Asked
+
+MOST_SHARED: Final = 2
+"""Engines that may die of a request beside others; from then on it runs alone."""
+
+HELD_S: Final = 600.0
+"""How long deaths are held against a request, from the last one on."""
+
+REFUSED_S: Final = 600.0
+"""How long a request that engines died of is refused."""
+
+MOST_KEPT: Final = 1024
+"""Requests that engines died under, and requests that are refused; the oldest is forgotten."""
+
+
+class Treatment(Enum):
+    """How a request is run."""
+
+    SHARED = "shared"  # beside others
+    ALONE = "alone"  # its next engine runs nothing else meanwhile
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDeath:
+    """An engine that died while a request ran in it."""
+
+    life: WorkerLife
+    role: Role
+    num_tokens: int = 0  # of the answer, written by then
+    was_alone: bool = False
+
+
+def treatment(deaths: Sequence[EngineDeath]) -> Treatment:
+    """What a request has earned by engines that died under it, in that order, each one once."""
+    if any(death.was_alone for death in deaths[MOST_SHARED:]):
+        return Treatment.REFUSED
+    return Treatment.SHARED if len(deaths) < MOST_SHARED else Treatment.ALONE
+
+
+def roles_alone(deaths: Sequence[EngineDeath]) -> frozenset[Role]:
+    """In which workers it runs alone: always in the one that decodes, which may have to prefill
+    for itself; in the one that prefills where such an engine died."""
+    if treatment(deaths) is Treatment.SHARED:
+        return frozenset()
+    return frozenset({"decode", *(death.role for death in deaths)})
+
+
+def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) -> str:
+    """What a request asks of an engine, as 32 hexadecimal digits: equal for equal requests."""
+    model, stops = asked.model.name, asked.stop_token_ids
+    told = (model, prompt_token_ids, max_tokens, stops, asked.sampling, asked.settings)
+    return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    deaths: tuple[EngineDeath, ...]
+    until: float
+
+
+class Verdicts:
+    """One router's account of requests by their digests. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._cases: OrderedDict[str, _Case] = OrderedDict()
+        self._refused_until: OrderedDict[str, float] = OrderedDict()
+
+    # What is known.
+
+    def roles_alone(self, digest: str) -> frozenset[Role]:
+        """In which workers the request is to run alone; none for most."""
+        return roles_alone(self._deaths(digest))
+
+    def refused_s(self, digest: str) -> float:
+        """Seconds for which the request is still refused; 0 where it is not."""
+        return max(0.0, self._refused_until.get(digest, 0.0) - self._now())
+
+    def refused(self) -> dict[str, float]:
+        """All that are refused, with the seconds left."""
+        now = self._now()
+        return {digest: at - now for digest, at in self._refused_until.items() if at > now}
+
+    # What is told.
+
+    def add_death(self, digest: str, death: EngineDeath) -> Treatment:
+        """An engine died while the request ran in it; returns what follows."""
+        earlier = [one for one in self._deaths(digest) if one.life != death.life]
+        deaths = (*earlier, death)
+        self._keep(digest, _Case(deaths, self._now() + HELD_S))
+        found = treatment(deaths)
+        if found is Treatment.REFUSED:
+            self._refuse(digest, self._now() + REFUSED_S)
+            self._clear_bystanders({one.life for one in deaths})
+        return found
+
+    def add_survival(self, digest: str, num_tokens: int) -> bool:
+        """The request, alone, has written so many tokens. Whether that is more than it had when
+        engines died, and so clears it."""
+        if num_tokens <= max((one.num_tokens for one in self._deaths(digest)), default=-1):
+            return False
+        self.clear(digest)
+        return True
+
+    def clear(self, digest: str) -> None:
+        """The request has been answered: whatever engines died of, it was something else."""
+        self._cases.pop(digest, None)
+
+    def learn(self, refused: Mapping[str, float]) -> None:
+        """Takes over what another router refuses, for so many seconds."""
+        now = self._now()
+        for digest, left_s in refused.items():
+            until = now + min(left_s, REFUSED_S)
+            if digest not in self._refused_until or self._refused_until[digest] <= now:
+                self._refuse(digest, until)
+
+    def _deaths(self, digest: str) -> tuple[EngineDeath, ...]:
+        case = self._cases.get(digest)
+        return () if case is None or case.until <= self._now() else case.deaths
+
+    def _keep(self, digest: str, case: _Case) -> None:
+        self._cases[digest] = case
+        self._cases.move_to_end(digest)
+        if len(self._cases) > MOST_KEPT:
+            self._cases.popitem(last=False)
+
+    def _refuse(self, digest: str, until: float) -> None:
+        self._cases.pop(digest, None)
+        self._refused_until[digest] = until
+        self._refused_until.move_to_end(digest)
+        if len(self._refused_until) > MOST_KEPT:
+            self._refused_until.popitem(last=False)
+
+    def _clear_bystanders(self, lives: Collection[WorkerLife]) -> None:
+        """What these died of is known now."""
+        for digest, case in list(self._cases.items()):
+            left = tuple(one for one in case.deaths if one.life not in lives)
+            if left:
+                self._cases[digest] = _Case(left, case.until)
+            else:
+                del self._cases[digest]

@@ -1,0 +1,190 @@
+"""Which requests engines die of: every short history of deaths, and what becomes of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+from router.fake_model import model_info
+
+from effuse.placement.records import Role
+from effuse.router import poison
+from effuse.router.poison import (
+    HELD_S,
+    MOST_KEPT,
+    REFUSED_S,
+    EngineDeath,
+    Treatment,
+    Verdicts,
+    digest_of,
+    roles_alone,
+    treatment,
+)
+from effuse.router.validation import validate
+from effuse.v1 import generation_pb2 as pb
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def died(number: int, role: Role = "decode", tokens: int = 0, alone: bool = False) -> EngineDeath:
+    return EngineDeath((f"{role}-{number}", "life"), role, tokens, alone)
+
+
+def refuse(verdicts: Verdicts, digest: str, first: int = 0) -> None:
+    """Three engines die of it."""
+    for number in range(2):
+        verdicts.add_death(digest, died(first + number))
+    assert verdicts.add_death(digest, died(first + 2, alone=True)) is Treatment.REFUSED
+
+
+# One request.
+
+
+@pytest.mark.parametrize("history", [h for n in range(6) for h in product((False, True), repeat=n)])
+def test_every_history_of_deaths(history: tuple[bool, ...]) -> None:
+    """Each said to be alone or not. Refused takes two deaths and one alone after these."""
+    deaths = [died(number, alone=alone) for number, alone in enumerate(history)]
+    found = treatment(deaths)
+    if len(history) < 2:
+        assert found is Treatment.SHARED
+    elif True in history[2:]:
+        assert found is Treatment.REFUSED
+    else:
+        assert found is Treatment.ALONE
+
+
+@pytest.mark.parametrize("roles", list(product(("prefill", "decode"), repeat=2)))
+def test_it_is_alone_where_it_decodes_and_where_it_was_prefilled_as_engines_died(
+    roles: tuple[Role, Role],
+) -> None:
+    deaths = [died(number, role) for number, role in enumerate(roles)]
+    assert roles_alone(deaths[:1]) == frozenset()
+    assert roles_alone(deaths) == {"decode", *roles}
+
+
+EVENTS = ("shared", "alone", "again", "answered", "goes on", "time")
+
+
+@pytest.mark.parametrize("length", range(6))
+def test_every_short_story_ends_as_a_plain_count_says(length: int) -> None:
+    for story in product(EVENTS, repeat=length):
+        clock, count, is_refused, engine = Clock(), 0, False, 0
+        verdicts = Verdicts(clock)
+        for event in story:
+            if is_refused:
+                break
+            match event:
+                case "shared" | "alone":
+                    engine += 1
+                    count += 1
+                    is_refused = event == "alone" and count > 2
+                    verdicts.add_death("x", died(engine, alone=event == "alone"))
+                case "again":  # told of the same engine once more, by a copy of the request
+                    if count:
+                        verdicts.add_death("x", died(engine))
+                case "answered":
+                    verdicts.clear("x")
+                    count = 0
+                case "goes on":
+                    assert verdicts.add_survival("x", 1)
+                    count = 0
+                case "time":
+                    clock.now += HELD_S
+                    count = 0
+        assert (verdicts.refused_s("x") == REFUSED_S) is is_refused, story
+        is_alone = count >= 2 and not is_refused
+        assert bool(verdicts.roles_alone("x")) is is_alone, story
+
+
+def test_only_what_it_had_not_written_before_clears_it() -> None:
+    verdicts = Verdicts(Clock())
+    verdicts.add_death("x", died(0, tokens=8))
+    verdicts.add_death("x", died(1, tokens=4))
+    assert not verdicts.add_survival("x", 8)
+    assert verdicts.roles_alone("x")
+    assert verdicts.add_survival("x", 9)
+    assert not verdicts.roles_alone("x")
+
+
+def test_a_refusal_ends() -> None:
+    clock = Clock()
+    verdicts = Verdicts(clock)
+    refuse(verdicts, "x")
+    clock.now = REFUSED_S - 1
+    assert (verdicts.refused_s("x"), verdicts.refused()) == (1, {"x": 1})
+    clock.now = REFUSED_S
+    assert (verdicts.refused_s("x"), verdicts.refused()) == (0, {})
+    assert not verdicts.roles_alone("x"), "what it did is forgotten with it"
+
+
+# Others.
+
+
+def test_who_was_beside_the_cause_is_cleared() -> None:
+    verdicts = Verdicts(Clock())
+    for number in (0, 1):
+        verdicts.add_death("beside", died(number))
+        verdicts.add_death("elsewhere too", died(number))
+    for number in (7, 8):
+        verdicts.add_death("elsewhere too", died(number))
+    refuse(verdicts, "cause")
+    assert not verdicts.roles_alone("beside")
+    assert verdicts.roles_alone("elsewhere too"), "two of its engines died of something else"
+    assert not verdicts.refused_s("beside") and not verdicts.refused_s("elsewhere too")
+
+
+def test_other_routers_are_believed_and_prolong_nothing() -> None:
+    clock = Clock()
+    verdicts = Verdicts(clock)
+    refuse(verdicts, "ours")
+    clock.now = 100.0
+    verdicts.learn({"ours": REFUSED_S, "theirs": 5.0, "absurd": 1e9})
+    assert verdicts.refused() == {"ours": REFUSED_S - 100, "theirs": 5.0, "absurd": REFUSED_S}
+    clock.now = 105.0
+    verdicts.learn({"theirs": 2.0})
+    assert verdicts.refused_s("theirs") == 2.0
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poison, "MOST_KEPT", 3)
+    assert MOST_KEPT > 3
+    verdicts = Verdicts(Clock())
+    for number in range(5):
+        refuse(verdicts, f"refused {number}", first=3 * number)
+    assert list(verdicts.refused()) == ["refused 2", "refused 3", "refused 4"]
+    for number in range(5):
+        verdicts.add_death(f"suspect {number}", died(100 + 2 * number))
+        verdicts.add_death(f"suspect {number}", died(101 + 2 * number))
+    suspects = [n for n in range(5) if verdicts.roles_alone(f"suspect {n}")]
+    assert suspects == [2, 3, 4]
+
+
+# What it asks.
+
+
+def test_the_digest_is_of_what_an_engine_is_asked() -> None:
+    def digest(prompt: tuple[int, ...] = (1, 2), most: int = 8, **fields: object) -> str:
+        message = pb.GenerateRequest(prompt="any", **fields)  # type: ignore[arg-type]
+        return digest_of(validate(message, model_info(), is_stream=True), prompt, most)
+
+    same = digest()
+    assert len(same) == 32
+    assert digest(request_id="another", output=pb.OutputOptions(token_ids=True)) == same
+    others = [
+        digest((2, 1)),
+        digest(most=9),
+        digest(sampling=pb.SamplingParams(seed=1)),
+        digest(decoding=pb.DecodingParams(window=2)),
+        digest(stopping=pb.StoppingParams(stop_token_ids=[5])),
+    ]
+    assert len({same, *others}) == 6
+    asked = validate(pb.GenerateRequest(prompt="any"), model_info(), is_stream=True)
+    elsewhere = replace(asked, model=model_info("another"))
+    assert digest_of(elsewhere, (1, 2), 8) != digest_of(asked, (1, 2), 8)
