@@ -20,7 +20,7 @@ from .transport import Fabric
 if TYPE_CHECKING:
     from .worker import Front
 
-ROUTER, REDIS = "router", "redis"
+ROUTER, REDIS, MODEL = "router", "redis", "simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def record_of(
         state="ready" if is_ready else "starting",
         fingerprint=tuple((field.name, field.value) for field in fingerprint_of(model)),
         model=ModelInfo(
-            name="simulated",
+            name=MODEL,
             architecture=model.architecture,
             block_size=BLOCK,
             max_model_len=TOKENS,

@@ -1,4 +1,4 @@
-"""A small model of the router: real requests, the real view of the fleet, attempts as calls back.
+"""A small model of the router: the real requests, view and policy, and attempts as calls back.
 
 It never gives up: whatever fails, a request is tried again, until its client has the answer or
 does not want it any more. So each must be answered once faults are over.
@@ -17,6 +17,15 @@ from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.fleet import Snapshot, merge
 from effuse.placement.records import WorkerRecord
 from effuse.router.detokenizer import AnswerText
+from effuse.router.policy import (
+    AttemptNeeds,
+    Candidate,
+    Condition,
+    InFlight,
+    Placement,
+    PrefillMode,
+    place,
+)
 from effuse.router.request import Event, Request, State
 from effuse.router.validation import Asked
 from effuse.v1.worker_pb2 import BlockState as SentBlock
@@ -34,13 +43,13 @@ from effuse.worker.messages import (
 )
 
 from .clock import Clock, Violation
-from .fleet import ROUTER, Fleet, Writer
+from .fleet import MODEL, ROUTER, Fleet, Writer
 from .network import Call
 from .pages import TOKENS, tag
 from .worker import Lost
 
 POLL_S = 0.5
-AVOID_S = 0.6  # for so long a worker that has failed comes after the others
+AVOID_S = 0.6  # for so long a worker that has failed is suspected
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +97,19 @@ class Router:
         routed.place()
         return routed
 
-    def choose(self, role: str) -> WorkerRecord | None:
-        """The least loaded live worker; one that has failed of late only if there is no other."""
+    def choose(self, mode: PrefillMode) -> Placement | None:
+        """The policy's choice among live workers; None where there is none."""
         now = self.clock.now
-        alive = [
-            record
+        candidates = [
+            Candidate(
+                record,
+                InFlight(requests=self._in_flight[record.worker_id]),
+                Condition.READY if record.state == "ready" else Condition.STARTING,
+                is_suspect=self._avoided.get(record.worker_id, 0.0) > now,
+            )
             for record in self._snapshot.alive(now)
-            if record.role == role and record.state == "ready"
         ]
-        trusted = [one for one in alive if self._avoided.get(one.worker_id, 0.0) <= now]
-        return min(trusted or alive, key=lambda one: self._in_flight[one.worker_id], default=None)
+        return place(candidates, AttemptNeeds(model=MODEL, mode=mode))
 
     def avoid(self, worker_id: str) -> None:
         """A worker has failed an attempt."""
@@ -150,11 +162,11 @@ class Routed:
         if self.request.is_ended:
             return
         router, draw = self._router, self._clock.draw
-        decode = router.choose("decode")
-        prefill = None if draw.random() < 0.1 else router.choose("prefill")
-        if decode is None:
+        placement = router.choose("local" if draw.random() < 0.1 else "auto")
+        if placement is None:
             self._clock.after(0.25, self.place)
             return
+        decode, prefill = placement.decode, placement.prefill
         number = self.request.begin_attempt(
             prefill.worker_id if prefill else "", decode.worker_id, self._clock.now
         )
