@@ -11,7 +11,7 @@ from effuse.decode_worker import engine as decode_engine
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.events import step_events
-from effuse.decode_worker.request import Request
+from effuse.decode_worker.request import DecodeRequest
 from effuse.kvtransfer import reception
 from effuse.kvtransfer.handoff import (
     RECEIVER,
@@ -128,7 +128,7 @@ def no_grace_after_deafness() -> Patch:
 
 
 def committed_twice() -> Patch:
-    def events(request: Request, outcome: object) -> list[CoreEvent]:
+    def events(request: DecodeRequest, outcome: object) -> list[CoreEvent]:
         said = step_events(request, outcome)  # type: ignore[arg-type]
         return [*(one for one in said if isinstance(one, Committed)), *said]
 
@@ -136,7 +136,7 @@ def committed_twice() -> Patch:
 
 
 def freed_pages_released_again() -> Patch:
-    def end(self: DecodeEngine, request: Request) -> None:
+    def end(self: DecodeEngine, request: DecodeRequest) -> None:
         transfer_id = request.attempt.transfer_id
         if self._handoffs.is_open(transfer_id):
             self._handoffs.abort(transfer_id)
