@@ -329,8 +329,10 @@ class DecodeEngine:
         """Nothing of the request is left; pages that a writer may reach are quarantined."""
         if self._executor.remove(request):
             self._apply_all()
-        if self._handoffs.is_open(request.attempt.transfer_id):
-            self._handoffs.abort(request.attempt.transfer_id)
+        transfer_id = request.attempt.transfer_id
+        if transfer_id in self._queues.receiving:
+            # The pages are the handoff's, which frees them or has done so by now.
+            self._handoffs.abort(transfer_id)
             request.pages.clear()
         self._pool.release(request.pages)
         request.pages.clear()

@@ -60,7 +60,7 @@ class PrefillEngine:
         self._close = close
         self._outbox = Outbox()
         self._rehearsals = RehearsalSender(pool, sender, self._outbox)
-        self._aborted = Tombstones(KEEP_ABORTED_S)
+        self._over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
         self._prompts: dict[str, Prompt] = {}  # everything not ended, draining ones included
         self._waiting: list[Prompt] = []
         self._computing: list[Prompt] = []
@@ -129,8 +129,8 @@ class PrefillEngine:
 
     def _start(self, message: StartPrefill) -> None:
         attempt = message.attempt
-        if attempt.transfer_id in self._aborted:
-            self._outbox.failed(attempt, "ABORTED", "the attempt was aborted before it began")
+        if attempt.transfer_id in self._over:
+            self._outbox.failed(attempt, "ABORTED", "the attempt has ended, or was aborted before")
         elif attempt.transfer_id in self._prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the attempt is running")
         else:
@@ -168,7 +168,7 @@ class PrefillEngine:
     def _push_to(self, reservation: Reservation) -> None:
         transfer_id, attempt = reservation.transfer_id, reservation.attempt
         prompt = self._prompts.get(transfer_id)
-        if transfer_id in self._aborted or (prompt and transfer_id not in self._live):
+        if transfer_id in self._over or (prompt and transfer_id not in self._live):
             return  # it has ended, and its front was told
         if prompt is None or prompt.attempt != attempt:
             self._outbox.failed(attempt, "INVALID_ARGUMENT", "no prompt of this attempt is here")
@@ -187,7 +187,7 @@ class PrefillEngine:
 
     def _abort(self, attempt: AttemptId) -> None:
         transfer_id = attempt.transfer_id
-        self._aborted.add(transfer_id, self._now())
+        self._over.add(transfer_id, self._now())
         if self._rehearsals.abort(transfer_id):
             return
         prompt = self._prompts.get(transfer_id)
@@ -333,6 +333,7 @@ class PrefillEngine:
         attempt = prompt.attempt
         transfer_id = attempt.transfer_id
         self._pool.release(self._prompts.pop(transfer_id).pages)
+        self._over.add(transfer_id, self._now())
         if transfer_id in self._aborting:
             was_running = self._aborting.pop(transfer_id)
             self._outbox.abort_done(attempt, was_running=was_running)

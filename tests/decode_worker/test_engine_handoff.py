@@ -36,9 +36,16 @@ PROMPT = tuple(range(20, 33))
 class Pair:
     """A decode engine and a source in one hub."""
 
-    def __init__(self, model: Transformer, kind: type[Rig] = Rig, **limits: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        kind: type[Rig] = Rig,
+        *,
+        is_two_sided: bool = False,  # one-sided writers are the ones to beware of
+        **limits: int,
+    ) -> None:
         self.rig = kind(model, **limits)  # type: ignore[arg-type]
-        self.hub = Hub(is_two_sided=False)  # one-sided writers are the ones to beware of
+        self.hub = Hub(is_two_sided=is_two_sided)
         self.target = LoopbackConnector(
             self.hub, self.rig.memory, INCARNATION, self.rig.fingerprint, self.rig.clock
         )
@@ -207,6 +214,23 @@ def test_a_byte_changed_on_the_way_is_data_loss(
     assert (answer.failed.code, answer.failed.retryable) == ("DATA_LOSS", True)
     assert pair.rig.pool.count(PageState.QUARANTINED) == 3
     pair.writer_gone()
+
+
+@pytest.mark.parametrize("kind", [Rig, DeviceRig], ids=["host", "device"])
+def test_a_refused_handoff_whose_pages_are_free_at_once_ends_its_attempt_alone(
+    sdar: Path, kind: type[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A two-sided connector says in one breath that it refuses and that nothing lands any more."""
+    pair = Pair(load_tiny(sdar), kind, is_two_sided=True)
+    answer, reservation = pair.reserve(remote())
+    monkeypatch.setattr(pair.rig.memory, "write", lambda *_: None)  # the bytes never arrive
+    pair.source.push(remote(), reservation)
+    pair.rig.run()
+    assert (answer.failed.code, answer.failed.retryable) == ("DATA_LOSS", True)
+    assert pair.rig.pool.num_free == pair.rig.pool.num_pages
+    pair.writer_gone()
+    pair.rig.engine.audit()
+    pair.close()
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,20 @@ def test_a_second_reservation_and_one_for_nobody_are_refused(rig: Rig) -> None:
     rig.check_idle()
 
 
+def test_a_reservation_that_comes_too_late_is_not_answered_a_second_time(rig: Rig) -> None:
+    """The front sent it before it heard that the attempt had failed."""
+    attempt = rig.start("a", PROMPT)
+    rig.settle()
+    rig.time += RESERVATION_S + 1
+    rig.settle()
+    rig.push_to(attempt, 5)
+    rig.settle()
+    (failed,) = rig.take(Failed)
+    assert failed.field == "reservation"
+    rig.take(PrefillDone)
+    rig.check_idle()
+
+
 def test_an_attempt_that_runs_cannot_be_started_again(rig: Rig) -> None:
     rig.start("a", PROMPT)
     rig.start("a", PROMPT)

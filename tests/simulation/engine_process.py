@@ -1,0 +1,383 @@
+"""An engine's process: the real engine and the real exchange, with a thread each.
+
+Both take turns when they are woken, or when the real loops would look again. A process may be
+paused, its connector alone may be stuck in a call, and it may die at any moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+
+from effuse.decode_worker.boundary import Boundary
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.executor import HostExecutor
+from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kvtransfer.connector import ConnectorEvent, Pending
+from effuse.kvtransfer.exchange import Exchange
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
+from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.kvtransfer.sender import HandoffSender
+from effuse.kvtransfer.transport import Heard, Pace
+from effuse.models.config import ModelConfig
+from effuse.placement.records import Role
+from effuse.prefill_worker.engine import PrefillEngine
+from effuse.prefill_worker.scheduler import PrefillLimits
+from effuse.worker.attempts import attempt_of
+from effuse.worker.messages import (
+    AbortDone,
+    CoreEvent,
+    EngineCore,
+    Failed,
+    Finished,
+    PromptPushed,
+    ToEngine,
+    Verified,
+)
+
+from .clock import Action, Clock, Violation
+from .pages import (
+    BLOCK,
+    LAYOUT,
+    MASK,
+    PAGE,
+    TOKENS,
+    AnswerModel,
+    KnownPool,
+    PromptModel,
+    TaggedDigester,
+    TaggedMemory,
+    fingerprint_of,
+)
+from .transport import Fabric, SimTransport
+
+LEASE_S, RESERVATION_S, MOST_S = 2.0, 1.5, 20.0
+LOOK_S = {Pace.HOT: 0.002, Pace.MOVING: 0.1, Pace.BEGUN: 0.2, Pace.EXPECTING: 0.3}
+BUSY_S = 0.3  # between two looks of an engine that waits for something
+ENDS = (Failed, Finished, PromptPushed)
+
+
+class Audited(EngineCore, Protocol):
+    """An engine that accounts for its pages."""
+
+    def audit(self) -> None:
+        """Raises AuditError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What engines of this run have room for."""
+
+    model: ModelConfig
+    prefill_pages: int
+    decode_pages: int
+    budget: int  # tokens of a forward
+
+
+class SimConnector:
+    """A Connector whose thread is the process's other turn."""
+
+    name = SimTransport.name
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self.requests: deque[Action] = deque()
+        self.events: list[ConnectorEvent] = []
+
+    def start(self) -> None:
+        """Nothing to open."""
+
+    def close(self) -> None:
+        """The process's matter."""
+
+    def describe(self) -> ReceiverAddress:
+        """How a peer reaches this pool."""
+        return self._process.transport.address()
+
+    def expect(self, reservation: Reservation, writer: str | None) -> None:
+        self._ask(lambda: self._process.exchange.expect(reservation, writer))
+
+    def forget(self, transfer_id: str) -> None:
+        self._ask(lambda: self._process.exchange.forget(transfer_id))
+
+    def fence(self, transfer_id: str, *, has_drained: bool) -> None:
+        self._ask(lambda: self._process.exchange.fence(transfer_id, has_drained=has_drained))
+
+    def push_pages(
+        self,
+        reservation: Reservation,
+        source_pages: Sequence[int],
+        first: int,
+        num_final: Pending[int] | None = None,
+    ) -> None:
+        exchange, at = self._process.exchange, self._process.clock.now
+        self._ask(lambda: exchange.push_pages(reservation, source_pages, first, num_final, at))
+
+    def finish(self, reservation: Reservation, boundary: Pending[BoundaryState]) -> None:
+        at = self._process.clock.now
+        self._ask(lambda: self._process.exchange.finish(reservation, boundary, at))
+
+    def cancel(self, transfer_id: str) -> None:
+        self._ask(lambda: self._process.exchange.cancel(transfer_id))
+
+    def poll(self) -> list[ConnectorEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def fileno(self) -> int:
+        """Nobody waits on it."""
+        return -1
+
+    def _ask(self, request: Action) -> None:
+        self.requests.append(request)
+        self._process.wake_connector()
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A thread's next turn: a wake moves it forward, never back."""
+
+    process: EngineProcess
+    take: Action
+    due_at: float = math.inf
+
+    def within(self, seconds: float) -> None:
+        """Has it come in so many seconds at the latest."""
+        clock = self.process.clock
+        at = clock.now + seconds
+        if at < self.due_at:
+            self.due_at = at
+            clock.after(seconds, lambda: self._come(at))
+
+    def _come(self, at: float) -> None:
+        if at == self.due_at:
+            self.process.when_awake(self._begin)
+
+    def _begin(self) -> None:
+        self.due_at = math.inf
+        self.take()
+
+
+class EngineProcess:
+    """One life of an engine."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        host: str,
+        incarnation: str,
+        role: Role,
+        sizes: Sizes,
+        tell: Callable[[str, Sequence[CoreEvent]], None],
+    ) -> None:
+        self.clock: Clock = fabric.clock
+        self.host = host
+        self.incarnation = incarnation
+        self.is_alive = True
+        self._tell = tell
+        self._inbox: deque[ToEngine] = deque()
+        self._paused_until = self._stuck_until = 0.0
+        self._asleep: list[Action] = []
+        self._is_looking = False  # the connector has heard what it has not yet taken in
+        self._engine_turn = _Turn(self, self._turn_engine)
+        self._connector_turn = _Turn(self, self._turn_connector)
+        self._ended: set[str] = set()  # transfers of which nothing more may be said
+        self._mishaps = fabric.mishaps
+        num_pages = sizes.prefill_pages if role == "prefill" else sizes.decode_pages
+        self.pool = KnownPool(num_pages)
+        self.memory = TaggedMemory(self.pool)
+        self.connector = SimConnector(self)
+        self.transport = SimTransport(fabric, self.memory, self)
+        fingerprint = fingerprint_of(sizes.model)
+        digester = TaggedDigester(self.memory, self.clock)
+        self.exchange = Exchange(
+            self.transport, digester, LAYOUT, incarnation, fingerprint, self._emit, self.clock
+        )
+        make = self._prefill_engine if role == "prefill" else self._decode_engine
+        self.core: Audited = make(sizes)
+
+    # Its life.
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it stands still now."""
+        return self.clock.now < self._paused_until
+
+    def send(self, message: ToEngine) -> None:
+        """The front says something, which comes if the process lives."""
+        self._inbox.append(message)
+        self.wake_engine()
+
+    def pause(self, seconds: float) -> None:
+        """Stands still for so long."""
+        self._paused_until = max(self._paused_until, self.clock.now + seconds)
+        self.clock.after(seconds, self._resume)
+
+    def stick(self, seconds: float) -> None:
+        """Its connector does not come back from a call for so long."""
+        self._stuck_until = max(self._stuck_until, self.clock.now + seconds)
+
+    def die(self) -> None:
+        """Ends, and its memory with it."""
+        if self.is_alive:
+            self.is_alive = False
+            self.transport.close()
+
+    def when_awake(self, action: Action) -> None:
+        """Runs an action of its own, once it can."""
+        if self.is_paused:
+            self._asleep.append(action)
+        elif self.is_alive:
+            action()
+
+    def wake_engine(self, seconds: float = 0.0005) -> None:
+        """Has the engine take a turn within so long."""
+        self._engine_turn.within(seconds)
+
+    def wake_connector(self, seconds: float = 0.0005) -> None:
+        """Has the connector take a turn within so long."""
+        if not self._is_looking:
+            self._connector_turn.within(seconds)
+
+    def _resume(self) -> None:
+        if not self.is_paused:
+            asleep, self._asleep = self._asleep, []
+            for action in asleep:
+                self.when_awake(action)
+
+    # Its threads.
+
+    def _turn_engine(self) -> None:
+        core, is_told = self.core, bool(self._inbox)
+        while self._inbox:
+            core.handle(self._inbox.popleft())
+        worked = core.step()
+        said = core.outbox()
+        if worked or is_told:
+            core.audit()
+        if said:
+            self._check(said)
+            self._tell(self.incarnation, said)
+        load = core.load()
+        if worked:
+            self.wake_engine(self.clock.draw.uniform(0.001, 0.01))
+        elif core.is_working() or load.running or load.waiting:
+            self.wake_engine(BUSY_S)
+
+    def _turn_connector(self) -> None:
+        if self.clock.now < self._stuck_until:
+            self.wake_connector(self._stuck_until - self.clock.now)
+            return
+        heard = self.exchange.hear()
+        # The engine's thread runs on meanwhile, and more may come.
+        if self.clock.draw.random() < 0.2:
+            self._is_looking = True
+            self.clock.after(0.003, lambda: self.when_awake(lambda: self._go_on(heard)))
+        else:
+            self._go_on(heard)
+
+    def _go_on(self, heard: list[Heard]) -> None:
+        self._is_looking = False
+        requests = self.connector.requests
+        while requests:
+            requests.popleft()()
+        if self.exchange.turn(heard):
+            self.wake_connector(LOOK_S[Pace.HOT])
+            return
+        self.exchange.wait(-1)
+        seconds = LOOK_S.get(self.transport.pace)
+        if seconds is not None:
+            self.wake_connector(seconds)
+
+    def _emit(self, event: ConnectorEvent) -> None:
+        self.clock.note(f"{self.incarnation} connector: {event_text(event)}")
+        self.connector.events.append(event)
+        self.wake_engine()
+
+    def _check(self, said: Sequence[CoreEvent]) -> None:
+        """What an engine has promised to its front, and what may never be said."""
+        for event in said:
+            self.clock.note(f"{self.incarnation} says {event_text(event)}")
+            transfer_id = attempt_of(event).transfer_id
+            if transfer_id in self._ended and not isinstance(event, AbortDone):
+                raise Violation(f"{event_text(event)} of an attempt that had ended")
+            if isinstance(event, ENDS):
+                self._ended.add(transfer_id)
+            if isinstance(event, Verified):
+                self._mishaps.check_verified(transfer_id)
+
+    # How it is made.
+
+    def _prefill_engine(self, sizes: Sizes) -> Audited:
+        model = PromptModel(
+            self.memory,
+            self.clock,
+            lambda: self.is_alive,
+            self._wake_both,
+            self._mishaps.fails,
+        )
+        return PrefillEngine(
+            model,
+            sizes.model,
+            self.pool,
+            cast(PageMemory, self.memory),
+            HandoffSender(self.connector, reservation_s=RESERVATION_S, now=self.clock),
+            PrefillLimits(
+                max_num_batched_tokens=sizes.budget,
+                max_num_seqs=4,
+                max_model_len=TOKENS,
+                num_pages=self.pool.num_pages,
+                page_size=PAGE,
+                block_size=BLOCK,
+                vocab_size=sizes.model.vocab_size,
+                mask_token_id=MASK,
+            ),
+            fingerprint_of(sizes.model),
+            now=self.clock,
+            max_request_s=MOST_S,
+            close=lambda: None,
+            mark=model.mark,
+        )
+
+    def _decode_engine(self, sizes: Sizes) -> Audited:
+        limits = DecodeLimits(
+            max_num_batched_tokens=sizes.budget,
+            max_num_seqs=4,
+            max_model_len=TOKENS,
+            num_pages=self.pool.num_pages,
+            page_size=PAGE,
+            block_size=BLOCK,
+        )
+        identity = ReceiverIdentity(
+            self.incarnation, fingerprint_of(sizes.model), LAYOUT.page_bytes, LEASE_S
+        )
+        return DecodeEngine(
+            HostExecutor(AnswerModel(self.memory, self._mishaps.fails)),
+            self.pool,
+            Intake(sizes.model, limits),
+            HandoffReceiver(self.pool, self.connector, identity),
+            Boundary(None, torch.float32, torch.device("cpu")),
+            now=self.clock,
+            max_request_s=MOST_S,
+        )
+
+    def _wake_both(self) -> None:
+        self.wake_engine()
+        self.wake_connector()
+
+
+def event_text(event: object) -> str:
+    """An event in a few words, for the trace."""
+    name = type(event).__name__
+    attempt = getattr(event, "attempt", None) or getattr(event, "reservation", None)
+    transfer_id = getattr(event, "transfer_id", "") or getattr(attempt, "transfer_id", "")
+    cause = getattr(event, "cause", None)  # its message may hold digests, which no seed decides
+    why = cause.value if cause else getattr(event, "message", "") or getattr(event, "token_ids", "")
+    return f"{name} {transfer_id} {why}".rstrip()

@@ -1,0 +1,169 @@
+"""Planted bugs, each a patch of product code: a simulation is worth as much as it sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
+from unittest.mock import PropertyMock, patch
+
+from effuse.decode_worker import engine as decode_engine
+from effuse.decode_worker.boundary import Boundary
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.events import step_events
+from effuse.decode_worker.request import DecodeRequest
+from effuse.kvtransfer import reception
+from effuse.kvtransfer.handoff import (
+    RECEIVER,
+    SENDER,
+    Machine,
+    ReceiverDo,
+    ReceiverEvent,
+    ReceiverState,
+    SenderDo,
+    SenderEvent,
+    SenderState,
+)
+from effuse.kvtransfer.messages import AttemptId, Reservation
+from effuse.kvtransfer.push import Push
+from effuse.kvtransfer.reception import Expected, Receptions
+from effuse.placement import fleet
+from effuse.prefill_worker.prompt import Prompt
+from effuse.worker.messages import Committed, CoreEvent
+
+Patch = AbstractContextManager[object]
+_identified = Receptions._identified
+_expect = Receptions.expect
+_fence = Receptions.fence
+_is_overdue = Machine.is_overdue
+
+
+def digests_not_compared() -> Patch:
+    return patch.object(reception, "check_digests", lambda *_: None)
+
+
+def pages_and_generations_not_compared() -> Patch:
+    return patch.object(reception, "check_span", lambda *_: None)
+
+
+def attempt_not_compared() -> Patch:
+    def identified(self: Receptions, attempt: AttemptId, source: str, destination: str) -> Expected:
+        expected = self._expected.get(attempt.transfer_id)
+        ours = attempt if expected is None else expected.reservation.attempt
+        return _identified(self, ours, source, destination)
+
+    return patch.object(Receptions, "_identified", identified)
+
+
+def incarnation_not_compared() -> Patch:
+    def identified(self: Receptions, attempt: AttemptId, source: str, destination: str) -> Expected:
+        return _identified(self, attempt, source, self._destination.incarnation)
+
+    return patch.object(Receptions, "_identified", identified)
+
+
+def any_writer_let_in() -> Patch:
+    def expect(self: Receptions, reservation: Reservation, writer: str | None) -> None:
+        _expect(self, reservation, None)
+
+    return patch.object(Receptions, "expect", expect)
+
+
+def fence_skipped() -> Patch:
+    def fence(self: Receptions, transfer_id: str, *, has_drained: bool) -> None:
+        _fence(self, transfer_id, has_drained=True)
+
+    return patch.object(Receptions, "fence", fence)
+
+
+def prompt_not_compared() -> Patch:
+    return patch.object(Boundary, "accept", lambda *_: None)
+
+
+def pages_freed_at_abort() -> Patch:
+    instructions = ReceiverDo.FORGET, ReceiverDo.QUARANTINE_PAGES, ReceiverDo.FREE_PAGES
+    key = ReceiverState.RECEIVING, ReceiverEvent.ABORTED
+    table = cast(dict[object, object], RECEIVER)
+    return patch.dict(table, {key: (ReceiverState.RELEASED, instructions)})
+
+
+def pages_freed_when_the_lease_ends() -> Patch:
+    instructions = (
+        *(ReceiverDo.FORGET, ReceiverDo.QUARANTINE_PAGES),
+        *(ReceiverDo.FREE_PAGES, ReceiverDo.REPORT_FAILED),
+    )
+    key = ReceiverState.RECEIVING, ReceiverEvent.EXPIRED
+    table = cast(dict[object, object], RECEIVER)
+    return patch.dict(table, {key: (ReceiverState.RELEASED, instructions)})
+
+
+def source_freed_at_abort() -> Patch:
+    end = SenderState.ENDED, (SenderDo.CANCEL, SenderDo.FREE_PAGES)
+    states = SenderState.PUSHING, SenderState.FINISHING
+    table = cast(dict[object, object], SENDER)
+    return patch.dict(table, {(state, SenderEvent.ABORTED): end for state in states})
+
+
+def drained_before_writes_are_over() -> Patch:
+    return patch.object(Push, "is_quiet", PropertyMock(return_value=True))
+
+
+def running_forward_forgotten() -> Patch:
+    return patch.object(Prompt, "is_being_written", PropertyMock(return_value=False))
+
+
+def handoff_lease_judged_early() -> Patch:
+    def is_overdue(self: Machine[ReceiverState, ReceiverEvent, ReceiverDo], now: float) -> bool:
+        return _is_overdue(self, now + 1.98)
+
+    return patch.object(Machine, "is_overdue", is_overdue)
+
+
+def leases_judged_while_deaf() -> Patch:
+    return patch.object(fleet.Snapshot, "is_deaf", lambda *_: False)
+
+
+def no_grace_after_deafness() -> Patch:
+    return patch.object(fleet, "GRACE_S", 0.0)
+
+
+def committed_twice() -> Patch:
+    def events(request: DecodeRequest, outcome: object) -> list[CoreEvent]:
+        said = step_events(request, outcome)  # type: ignore[arg-type]
+        return [*(one for one in said if isinstance(one, Committed)), *said]
+
+    return patch.object(decode_engine, "step_events", events)
+
+
+def freed_pages_released_again() -> Patch:
+    def end(self: DecodeEngine, request: DecodeRequest) -> None:
+        transfer_id = request.attempt.transfer_id
+        if self._handoffs.is_open(transfer_id):
+            self._handoffs.abort(transfer_id)
+            request.pages.clear()
+        self._pool.release(request.pages)
+        request.pages.clear()
+        self._queues.remove(request)
+
+    return patch.object(DecodeEngine, "_end", end)
+
+
+MUTANTS: Sequence[Callable[[], Patch]] = (
+    digests_not_compared,
+    pages_and_generations_not_compared,
+    attempt_not_compared,
+    incarnation_not_compared,
+    any_writer_let_in,
+    fence_skipped,
+    prompt_not_compared,
+    pages_freed_at_abort,
+    pages_freed_when_the_lease_ends,
+    source_freed_at_abort,
+    drained_before_writes_are_over,
+    running_forward_forgotten,
+    handoff_lease_judged_early,
+    leases_judged_while_deaf,
+    no_grace_after_deafness,
+    committed_twice,
+    freed_pages_released_again,
+)

@@ -1,0 +1,162 @@
+"""One run: a fleet, its requests and its faults, from one seed; and what must hold at its end."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
+
+from effuse.config.decoding import DecodeSettings
+from effuse.kvtransfer import pushes
+from effuse.router.request import State
+
+from .clock import Clock, Violation
+from .engine_process import Sizes
+from .faults import Faults
+from .fleet import Fleet
+from .mishaps import Mishaps
+from .network import Network
+from .pages import BLOCK, model_of
+from .router import Question, Router
+from .transport import Fabric
+
+HORIZON_S = 60.0  # virtual; by then all is over, or something never ends
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run was like."""
+
+    seed: int
+    faults: Counter[str]
+    states: Counter[State]  # of requests
+    num_events: int
+    num_attempts_lost: int
+    seconds: float  # virtual
+
+
+class Broken(AssertionError):
+    """A run in which something happened that must not; says how to see it again."""
+
+
+class Run:
+    """One fleet, from its start until nothing is left to happen."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.clock = Clock(seed)
+        draw = self.clock.draw
+        self.network = Network(self.clock)
+        self.mishaps = self._mishaps()
+        is_two_sided = draw.random() < 0.35
+        fabric = Fabric(
+            self.clock,
+            self.network,
+            self.mishaps,
+            is_two_sided,
+            lands_by_itself=draw.random() < 0.3,
+            leaves_within_s=draw.choice((0.004, 0.004, 0.15)),
+            arrives_within_s=draw.choice((0.0, 0.0, 0.4)),
+        )
+        # Whether no push takes as long as its lease.
+        self.is_swift = fabric.leaves_within_s + fabric.arrives_within_s < 0.1
+        sizes = Sizes(
+            model=model_of(draw.choice(("sdar", "sdar", "llada"))),
+            prefill_pages=draw.choice((4, 8)),
+            decode_pages=draw.choice((5, 8, 12)),
+            budget=draw.choice((12, 16)),
+        )
+        self.least_bytes = draw.choice((1, 1 << 20))  # whether groups of layers leave one by one
+        self.fleet = Fleet(fabric, sizes)
+        for index in range(draw.choice((1, 1, 2))):
+            self.fleet.add(f"prefill{index}", "prefill")
+        for index in range(draw.choice((1, 2, 2, 3))):
+            self.fleet.add(f"decode{index}", "decode")
+        self.router = Router(self.fleet)
+        self.faults = Faults(self.fleet, self.router, self.clock)
+        self._ask(draw.randint(2, 5))
+        self.faults.plan(draw.choice((0, 1, 1, 2, 2, 3, 5)))
+
+    def go(self) -> Outcome:
+        """Runs to the end; raises Broken where anything was violated."""
+        try:
+            with patch.object(pushes, "LEAST_BYTES", self.least_bytes):
+                self.clock.run(HORIZON_S, self._is_over)
+                self._check_end()
+        except (Exception, Violation) as error:
+            again = f"PYTHONPATH=src:tests python -P -m simulation --seed {self.seed}"
+            raise Broken(f"{type(error).__name__}: {error}\n{again}") from error
+        return Outcome(
+            self.seed,
+            self.faults.counts,
+            Counter(routed.request.state for routed in self.router.requests),
+            self.clock.num_events,
+            self.router.num_lost,
+            self.clock.now,
+        )
+
+    def _mishaps(self) -> Mishaps:
+        draw, mishaps = self.clock.draw, Mishaps(self.clock)
+        match draw.randrange(12):
+            case 0:
+                mishaps.damaged = 0.1
+            case 1:
+                mishaps.confused = 0.1
+            case 2:
+                mishaps.failed = 0.05
+            case 3:
+                mishaps.mixed_up = 0.3
+            case 4 | 5:
+                mishaps.deadly = 0.1
+        return mishaps
+
+    def _ask(self, count: int) -> None:
+        draw = self.clock.draw
+        for number in range(1, count + 1):
+            question = Question(
+                number,
+                prompt_len=draw.randint(1, 11),
+                max_tokens=draw.randint(1, 8),
+                settings=DecodeSettings(
+                    algorithm=draw.choice(("d2f", "block_diffusion")),
+                    window=draw.choice((1, 2)),
+                    confidence_threshold=draw.choice((0.3, 0.9)),
+                    denoising_steps=draw.randint(1, BLOCK),
+                ),
+            )
+            arrives = draw.choice((0.6, draw.uniform(0.6, 3.0)))
+            self.clock.after(arrives, partial(self._begin, question))
+        self.num_asked = count
+
+    def _begin(self, question: Question) -> None:
+        self.router.ask(question)
+
+    def _is_over(self) -> bool:
+        if len(self.router.requests) < self.num_asked or not self.router.is_done:
+            return False
+        return all(front.is_alive and front.is_idle for front in self.fleet.fronts.values())
+
+    def _check_end(self) -> None:
+        for routed in self.router.requests:
+            if not routed.request.is_ended:
+                raise Violation(f"{routed.request.id} never ends: {routed.request.tell_story()}")
+        for front in self.fleet.fronts.values():
+            if not front.is_alive or not front.is_idle:
+                raise Violation(f"{front.worker_id} never comes to rest: {list(front.attempts)}")
+            assert front.engine is not None
+            front.engine.pool.audit(held=())
+        is_untroubled = not self.faults.counts and not self.mishaps.are_any and self.is_swift
+        if is_untroubled and self.router.num_lost:
+            raise Violation("an attempt was lost although nothing went wrong")
+
+
+def run(seed: int) -> Outcome:
+    """Runs a seed in silence; raises Broken."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        return Run(seed).go()
+    finally:
+        logging.disable(before)

@@ -1,0 +1,67 @@
+"""Fleets on a virtual clock, thousands of them, each with faults of its own."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from effuse.router.request import State
+from simulation import mutants
+from simulation.faults import FAULTS
+from simulation.mutants import MUTANTS, Patch
+from simulation.run import Broken, Run, run
+
+SEEDS = int(os.environ.get("SIMULATED_SEEDS", "10000"))  # about a minute of one core
+CHUNKS = 10
+MOST_SEEDS = 1000  # in which each planted bug is seen
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_nothing_is_violated_and_whoever_stays_is_answered(chunk: int) -> None:
+    first, last = chunk * SEEDS // CHUNKS, (chunk + 1) * SEEDS // CHUNKS
+    faults: Counter[str] = Counter()
+    states: Counter[State] = Counter()
+    num_lost = 0
+    for seed in range(first, last):
+        outcome = run(seed)
+        faults += outcome.faults
+        states += outcome.states
+        num_lost += outcome.num_attempts_lost
+    assert set(faults) == {fault.__name__ for fault in FAULTS}
+    assert set(states) == {State.FINISHED, State.CANCELLED}
+    assert num_lost > last - first
+
+
+def test_a_seed_gives_the_same_run_again() -> None:
+    first, second = Run(3), Run(3)
+    assert first.go() == second.go()
+    assert first.clock.told() == second.clock.told()
+    assert len(first.clock.trace) > 20
+
+
+def first_broken(most: int) -> Broken | None:
+    for seed in range(most):
+        try:
+            run(seed)
+        except Broken as broken:
+            return broken
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_is_seen(mutant: type[Patch]) -> None:
+    with mutant():
+        broken = first_broken(MOST_SEEDS)
+    assert broken is not None
+    assert "python -P -m simulation --seed" in str(broken)
+
+
+def test_a_broken_run_can_be_seen_again() -> None:
+    with mutants.committed_twice():
+        broken = first_broken(10)
+        assert broken is not None
+        with pytest.raises(Broken) as again:
+            run(int(str(broken).split()[-1]))
+    assert str(again.value) == str(broken)
