@@ -113,6 +113,8 @@ class DeviceDigester:
         self._pool = PoolDigests(memory.byte_rows(), piece_bytes, memory.stream)
         self._keys: dict[int, Tensor] = {}  # by seed, on the device
         self._free: list[_Buffers] = []
+        # Jobs that nobody may ask any more: their memory is the kernel's until it has ended.
+        self._running: list[_OnDevice] = []
 
     def begin(self, page_ids: Sequence[int], groups: range, seed: int) -> DigestJob:
         """Of these groups of layers of these pages, behind what was queued on the stream."""
@@ -128,7 +130,9 @@ class DeviceDigester:
             num_pieces=num_pieces,
         )
         buffers.done.record(self._stream)
-        return _OnDevice(buffers, (num_ids, num_pieces), self._free)
+        job = _OnDevice(buffers, (num_ids, num_pieces), self._free)
+        self._running = [job, *(one for one in self._running if not one.has_ended())]
+        return job
 
     def _key(self, seed: int) -> Tensor:
         key = self._keys.get(seed)
@@ -169,8 +173,12 @@ class _OnDevice:
     free: list[_Buffers]
     found: PieceDigests | None = None
 
+    def has_ended(self) -> bool:
+        """Whether the device neither reads nor writes the buffers for it any more."""
+        return self.found is not None or bool(self.buffers.done.query())  # type: ignore[no-untyped-call]
+
     def poll(self) -> PieceDigests | None:
-        if self.found is None and self.buffers.done.query():  # type: ignore[no-untyped-call]
+        if self.found is None and self.has_ended():
             rows, columns = self.shape
             self.found = self.buffers.found_on_host[: rows * columns].reshape(self.shape).copy()
             self.free.append(self.buffers)
