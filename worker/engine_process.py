@@ -166,8 +166,8 @@ def _run(
         except (ValueError, OSError) as error:
             tell(socket, [StartupFailed(message=str(error), permanent=True)])
             return 2
-        # What there is now stays. A full collection over it stops every thread for 0.1 s, that of
-        # the connector too: handoffs of 92 ms among those of 1 ms were seen on a GPU.
+        # What there is now stays. A full collection over it would stop every thread for 0.1 s, the
+        # connector's too, and all handoffs with it.
         gc.collect()
         gc.freeze()
         loop = EngineLoop(engine.core, socket, pulse, wakes=engine.wakes)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import xxhash
 from kvtransfer.fixtures import LARGE, SEED, SMALL, filled
 
 from effuse.kernels.pages_digests import piece_bytes_of
+from effuse.kvtransfer import digest
 from effuse.kvtransfer.digest import (
+    DeviceDigester,
     HostDigester,
     PieceDigests,
     digester_of,
@@ -74,3 +79,50 @@ def test_prompts_differ_by_every_id_and_their_order() -> None:
     digests = {prompt_digest(p) for p in ([1, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 0], [], [0])}
     assert len(digests) == 6
     assert prompt_digest([1, 2, 3]) == prompt_digest(np.array([1, 2, 3]))
+
+
+class SlowDevice:
+    """What a DeviceDigester makes and calls, without a device: a job ends when `over` says so."""
+
+    def __init__(self, num_ids: int, num_found: int) -> None:
+        self.num_ids, self.num_found = num_ids, num_found
+        self.ids_on_host = np.zeros(num_ids, dtype=np.int32)
+        self.found_on_host = np.zeros(num_found, dtype=np.int64)
+        self.ids = self.found = None
+        self.over = False
+
+    @property
+    def done(self) -> SlowDevice:
+        return self
+
+    def query(self) -> bool:
+        return self.over
+
+    def record(self, stream: object) -> None:
+        """Nothing is queued."""
+
+    @staticmethod
+    def take(*tensors: object, **sizes: int) -> None:
+        """Nothing is computed."""
+
+
+def test_memory_of_a_forgotten_job_is_held_until_the_device_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(digest, "_Buffers", SlowDevice)
+    digester = object.__new__(DeviceDigester)
+    vars(digester).update(
+        _layout=SMALL, _stream=None, _pool=SlowDevice, _keys={SEED: object()}, _free=[], _running=[]
+    )
+    groups = range(SMALL.num_groups)
+    forgotten: Any = digester.begin([1], groups, SEED)
+    memory = weakref.ref(forgotten.buffers)
+    del forgotten
+    asked: Any = digester.begin([2], groups, SEED)
+    assert memory() is not None and asked.poll() is None
+    kept: Any = memory()
+    kept.over = asked.buffers.over = True
+    del kept
+    assert asked.poll() is not None
+    again: Any = digester.begin([3], groups, SEED)
+    assert memory() is None and again.buffers is asked.buffers
