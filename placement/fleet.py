@@ -37,7 +37,7 @@ class Sighting:
 class Snapshot:
     """What one reader knows at one moment."""
 
-    sightings: dict[str, Sighting]
+    sightings: dict[str, Sighting]  # in the order of their ids
     is_current: bool  # the last poll was answered
     malformed: int = 0  # records ignored so far because they broke their schema
     heard_at: float = float("-inf")  # when the last poll that was answered was asked
@@ -49,9 +49,7 @@ class Snapshot:
     def alive(self, now: float) -> list[WorkerRecord]:
         """Workers whose lease holds, all of them while it is deaf; in the order of their ids."""
         is_deaf = self.is_deaf(now)
-        return [
-            s.record for _, s in sorted(self.sightings.items()) if is_deaf or s.expires_at > now
-        ]
+        return [s.record for s in self.sightings.values() if is_deaf or s.expires_at > now]
 
 
 def merge(
@@ -80,7 +78,7 @@ def merge(
         missing = {k: _pardon(s, now) for k, s in missing.items()}
     kept = {k: s for k, s in missing.items() if s.expires_at > now}
     here = {k: s for k, s in found.items() if s.record.state != "released"}
-    return Snapshot({**kept, **here}, True, malformed, asked_at)
+    return Snapshot(dict(sorted({**kept, **here}.items())), True, malformed, asked_at)
 
 
 def _pardon(sighting: Sighting, now: float) -> Sighting:

@@ -121,7 +121,7 @@ class Setbacks:
     stalled_at: float | None = None  # no worker could go on with it, nor has since
     refusals: Counter[str] = field(default_factory=Counter)  # by worker and reason
     _losses: list[str] = field(default_factory=list)
-    _failures: Counter[WorkerLife] = field(default_factory=Counter)
+    _failures: dict[WorkerLife, int] = field(default_factory=dict)
     _avoided_until: dict[WorkerLife, float] = field(default_factory=dict)
 
     def add(self, failure: Failure, now: float) -> None:
@@ -135,8 +135,9 @@ class Setbacks:
             self._losses = [*self._losses[1 - TOLD_LOSSES :], told]
         if failure.outcome in (FailureKind.LOST, FailureKind.FAILED):
             self.losses_in_a_row += 1
-            pause_s = min(PAUSE_S * 2.0 ** self._failures[life], MOST_PAUSE_S)
-            self._failures[life] += 1
+            failures = self._failures.get(life, 0)
+            pause_s = min(PAUSE_S * 2.0**failures, MOST_PAUSE_S)
+            self._failures[life] = failures + 1
             self._avoided_until[life] = now + pause_s
 
     def begin_stall(self, now: float) -> None:

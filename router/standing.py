@@ -174,6 +174,8 @@ class Standing:
         """Decode workers that two prefill workers failed to reach, and prefill workers that failed
         to reach two decode workers which others do reach."""
         pairs = self.doubtful_pairs()
+        if not pairs:
+            return set()
         decode = _twice(receiver for _, receiver in pairs)
         return decode | _twice(writer for writer, receiver in pairs if receiver not in decode)
 
