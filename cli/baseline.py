@@ -1,7 +1,7 @@
 """The two baselines of `effuse bench --baseline`, in this process, on the fleet's prompts.
 
-Single-process D2F is the same engine without fleet, wire and handoff; vanilla denoising is what
-the published base models do. Loads weights, so it is imported only when asked for.
+Single-process D2F is the same engine without fleet, wire and handoff; vanilla denoising is one
+token a forward without a cache. Loads weights, so it is imported only when asked for.
 """
 
 import time

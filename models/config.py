@@ -1,23 +1,25 @@
 """What a published checkpoint's config.json says, reduced to the numbers the transformer needs.
 
-Reads the three families as their releases write them and refuses every option that would change
-the forward and is not implemented. Tensors and their names are `checkpoint.py`, not here.
+One reader a family, as its releases write their files; each refuses every option that would change
+the forward and is not implemented. Which family it is says `families.py`, which ids end an answer
+`end_ids.py`. Tensors and their names are `checkpoint.py`, not here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
+from effuse.models.config_keys import CheckpointError, ConfigKeys
+from effuse.models.end_ids import end_ids
+from effuse.models.families import Architecture, find_family
 
-Architecture = Literal["sdar", "dream", "llada"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 
-# Released block size of SDAR; the block size that D2F evaluates Dream and LLaDA with.
-_DEFAULT_BLOCK_SIZE: dict[Architecture, int] = {"sdar": 4, "dream": 32, "llada": 32}
-_SDAR_MASK_TOKEN_ID = 151669  # its releases name the mask in the tokenizer only
+_SDAR_MASK_TOKEN_ID = 151669  # some of its releases name the mask in the tokenizer only
+_SDAR_HEAD_DIM = 128  # of its configuration class, whatever the hidden size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,60 +80,56 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: Path | str, *, block_size: int | None = None) -> ModelConfig:
-        """Read `config.json` (and `generation_config.json`'s end ids, where there is one).
+        """Read `config.json`, and the files beside it for the end ids.
 
-        `block_size` overrides the checkpoint's. Raises CheckpointError naming file and key.
+        `block_size` overrides the checkpoint's. What is not served is refused first, whatever else
+        the file says. Raises CheckpointError naming file and key.
         """
         directory = Path(path)
         keys = ConfigKeys.read(directory / "config.json")
-        eos = dict.fromkeys((*keys.token_ids("eos_token_id"), *_generation_eos(directory)))
-        match keys.text("model_type").lower():
-            case "sdar":
-                return _sdar(keys, tuple(eos), block_size)
-            case "dream":
-                return _dream(keys, tuple(eos), block_size)
-            case "llada":
-                return _llada(keys, tuple(eos), block_size)
-            case other:
-                raise keys.error(
-                    "model_type", f"{other!r} is not served; accepted: sdar, Dream, llada"
-                )
+        family = find_family(keys)
+        if block_size is None:
+            block_size = keys.integer("block_size", default=family.block_size)
+        return _READERS[family.architecture](keys, end_ids(directory, keys), block_size)
 
 
-def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     keys.only("attention_bias", (None, False))
     keys.only("num_experts", (None, 0))
     mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
-    return _qwen(keys, "sdar", mask_token_id, eos, block_size)
+    head_dim = keys.integer("head_dim", default=_SDAR_HEAD_DIM)
+    return _qwen(keys, "sdar", head_dim, mask_token_id, eos, block_size)
 
 
-def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     keys.only("attention_bias", (None, True))
     keys.only("use_mrope", (None, False))
-    return _qwen(keys, "dream", keys.integer("mask_token_id", least=0), eos, block_size)
+    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    keys.only("head_dim", (None, head_dim))  # its class knows none
+    mask_token_id = keys.integer("mask_token_id", least=0)
+    return _qwen(keys, "dream", head_dim, mask_token_id, eos, block_size)
 
 
 def _qwen(
     keys: ConfigKeys,
     architecture: Literal["sdar", "dream"],
+    head_dim: int,
     mask_token_id: int,
     eos: tuple[int, ...],
-    block_size: int | None,
+    block_size: int,
 ) -> ModelConfig:
     """Qwen3 (sdar: qk-norm, no bias) and Qwen2 (dream: qkv bias, no qk-norm) share their keys."""
     keys.only("hidden_act", ("silu",))
     keys.only("use_sliding_window", (None, False))
     keys.only("quantization_config", (None,))
     keys.every("layer_types", "full_attention")
-    num_heads = keys.integer("num_attention_heads")
-    hidden_size = keys.integer("hidden_size")
     return ModelConfig(
         architecture=architecture,
         num_layers=keys.integer("num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
+        hidden_size=keys.integer("hidden_size"),
+        num_heads=keys.integer("num_attention_heads"),
         num_kv_heads=keys.integer("num_key_value_heads"),
-        head_dim=keys.integer("head_dim", default=hidden_size // num_heads),
+        head_dim=head_dim,
         intermediate_size=keys.integer("intermediate_size"),
         vocab_size=keys.integer("vocab_size"),
         max_position_embeddings=keys.integer("max_position_embeddings"),
@@ -142,11 +140,11 @@ def _qwen(
         tie_embeddings=keys.flag("tie_word_embeddings"),
         mask_token_id=mask_token_id,
         eos_token_ids=eos,
-        block_size=_block_size(keys, architecture, block_size),
+        block_size=block_size,
     )
 
 
-def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     """LLaDA-8B's release: an OLMo configuration whose blocks are Llama's."""
     for key, accepted in _LLADA_FIXED.items():
         keys.only(key, accepted)
@@ -168,7 +166,7 @@ def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> Mo
         tie_embeddings=keys.flag("weight_tying"),
         mask_token_id=keys.integer("mask_token_id", least=0),
         eos_token_ids=eos,
-        block_size=_block_size(keys, "llada", block_size),
+        block_size=block_size,
     )
 
 
@@ -192,14 +190,11 @@ _LLADA_FIXED: dict[str, tuple[object, ...]] = {
 }
 
 
-def _block_size(keys: ConfigKeys, architecture: Architecture, override: int | None) -> int:
-    if override is not None:
-        return override
-    return keys.integer("block_size", default=_DEFAULT_BLOCK_SIZE[architecture])
+Reader = Callable[[ConfigKeys, tuple[int, ...], int], ModelConfig]
+"""From a config.json, the ids that end an answer and the block size."""
 
-
-def _generation_eos(directory: Path) -> tuple[int, ...]:
-    path = directory / "generation_config.json"
-    if not path.exists():
-        return ()
-    return ConfigKeys(path, read_json_object(path)).token_ids("eos_token_id", required=False)
+_READERS: Final[Mapping[Architecture, Reader]] = {
+    "sdar": _sdar,
+    "dream": _dream,
+    "llada": _llada,
+}

@@ -1,0 +1,102 @@
+"""The families of published checkpoints: which are served, what is missing for the others.
+
+A family is known by what its config.json calls itself, and that is read before anything else. Here
+are tables and no reading of sizes: a family that is served has a reader in `config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from effuse.config.decoding import Algorithm
+from effuse.models.config_keys import ConfigKeys
+
+Architecture = Literal["sdar", "dream", "llada"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family that is served, with what its authors' code takes where no file says otherwise."""
+
+    architecture: Architecture
+    model_type: str  # as config.json writes it, in lower case
+    classes: tuple[str, ...]  # what config.json's `architectures` may name
+    block_size: int  # of a checkpoint that states none
+    algorithm: Algorithm  # of a checkpoint that states none and has no adapter
+    adapted_algorithm: Algorithm  # with an adapter: those published for the family are D2F's
+    confidence_threshold: float
+    origin: str  # where these values are from, as people are told
+
+
+# generate.py of github.com/JetAstra/SDAR; the evaluation of D2F (arXiv 2508.09192), in whose blocks
+# Dream and LLaDA are decoded.
+FAMILIES: Final = (
+    Family(
+        architecture="sdar",
+        model_type="sdar",
+        classes=("SDARForCausalLM",),
+        block_size=4,
+        algorithm="block_diffusion",
+        adapted_algorithm="block_diffusion",
+        confidence_threshold=0.85,
+        origin="SDAR's generate.py",
+    ),
+    Family(
+        architecture="dream",
+        model_type="dream",
+        classes=("DreamModel",),
+        block_size=32,
+        algorithm="d2f",
+        adapted_algorithm="d2f",
+        confidence_threshold=0.9,
+        origin="D2F's evaluation",
+    ),
+    Family(
+        architecture="llada",
+        model_type="llada",
+        classes=("LLaDAModelLM",),
+        block_size=32,
+        algorithm="d2f",
+        adapted_algorithm="d2f",
+        confidence_threshold=0.9,
+        origin="D2F's evaluation",
+    ),
+)
+
+_EXPERTS: Final = "layers with a mixture of experts"
+_MANY_PARTS: Final = "an input of images beside text"
+MISSING: Final[Mapping[str, str]] = {
+    "LLaDA2MoeModelLM": _EXPERTS,
+    "LLaDAMoEModelLM": _EXPERTS,
+    "LLaDAMoEModel": _EXPERTS,
+    "SDARMoeForCausalLM": _EXPERTS,
+    "RND1LM": _EXPERTS,
+    "DiffusionGemmaForBlockDiffusion": (
+        f"a canvas of random tokens that is denoised by renoising, and {_EXPERTS}"
+    ),
+    "Fast_dLLM_QwenForCausalLM": "blocks of 32 whose parts of 8 are refined by themselves",
+    "DreamForCausalLM": "Dream's layers with SDAR's blocks and no shift of logits",
+    "StableDiffcoderForCausalLM": "Llama's layers with block diffusion",
+    "MMadaModelLM": _MANY_PARTS,
+    "LlavaLLaDAModelLM": _MANY_PARTS,
+}
+"""What is missing for families that are known and not served, by the class that config.json
+names."""
+
+
+def find_family(keys: ConfigKeys) -> Family:
+    """The family that a config.json names. Raises CheckpointError in one line that names the model
+    and what is missing; nothing but `model_type` and `architectures` was read then."""
+    model_type = keys.text("model_type")
+    classes = keys.strings("architectures", required=False)
+    for family in FAMILIES:
+        named = not classes or not set(classes).isdisjoint(family.classes)
+        if family.model_type == model_type.lower() and named:
+            return family
+    missing = next((MISSING[name] for name in classes if name in MISSING), None)
+    called = f"{model_type!r} ({', '.join(classes)})" if classes else repr(model_type)
+    served = ", ".join(f"{one.model_type} ({', '.join(one.classes)})" for one in FAMILIES)
+    why = f"{missing} would be needed" if missing else f"accepted: {served}"
+    raise keys.error("model_type", f"{called} is not served: {why}")
