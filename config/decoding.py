@@ -131,6 +131,28 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.window if self.algorithm == "d2f" else 1
 
 
+class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request takes of its model where it leaves a knob out.
+
+    Routers apply them, so that workers are told every knob. `sources` says where a knob's value is
+    from, a file or whose code; one that it does not list is effuse's own.
+    """
+
+    settings: DecodeSettings
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
+    max_tokens: int = DEFAULT_MAX_TOKENS  # cut to the room that a prompt leaves
+    sources: tuple[tuple[str, str], ...] = ()  # (knob, source)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, {"max_tokens": MAX_TOKENS})
+
+    def settings_of(self, algorithm: Algorithm, block_size: int) -> DecodeSettings:
+        """The knobs of `algorithm`: a model's values are for its own one, and for that alone."""
+        if algorithm == self.settings.algorithm:
+            return self.settings
+        return DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
+
+
 _SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K, "seed": SEED}
 _STOPPING: Final = {"max_tokens": MAX_TOKENS}
 _SETTINGS: Final = {

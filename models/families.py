@@ -86,6 +86,11 @@ MISSING: Final[Mapping[str, str]] = {
 names."""
 
 
+def family_of(architecture: Architecture) -> Family:
+    """The family whose config.json was read."""
+    return next(family for family in FAMILIES if family.architecture == architecture)
+
+
 def find_family(keys: ConfigKeys) -> Family:
     """The family that a config.json names. Raises CheckpointError in one line that names the model
     and what is missing; nothing but `model_type` and `architectures` was read then."""

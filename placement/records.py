@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from effuse.config.decoding import Algorithm
+from effuse.config.decoding import DecodingDefaults
 
 Role = Literal["prefill", "decode"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
@@ -31,7 +31,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     prompt_attention: PromptAttention
-    default_algorithm: Algorithm  # used where a request names none
+    defaults: DecodingDefaults  # of knobs that a request leaves out
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,20 +10,24 @@ from __future__ import annotations
 from typing import Final
 
 import grpc.aio
+import msgspec
 
+from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
+from effuse.config.decoding import DecodingDefaults
 from effuse.placement.records import Link, ModelInfo, WorkerRecord
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Condition, live_workers
-from effuse.router.validation import Findings, check_model_name, shown
+from effuse.router.validation import (
+    BLOCK_DIFFUSION_ONLY,
+    D2F_ONLY,
+    Findings,
+    check_model_name,
+    shown,
+)
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
-_ALGORITHMS: Final = {
-    "d2f": generation_pb2.ALGORITHM_D2F,
-    "block_diffusion": generation_pb2.ALGORITHM_BLOCK_DIFFUSION,
-}
-
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
     "decode": model_pb2.WORKER_ROLE_DECODE,
@@ -42,12 +46,12 @@ class Catalogue:
         self._known: dict[str, ModelInfo] = {}
 
     def live(self) -> dict[str, ModelInfo]:
-        """Models that a worker serves or will again, by name; decode workers describe them
-        first."""
+        """Models that a worker serves or will again, by name. Decode workers describe them first,
+        and of several always the same one, so that equal requests take equal defaults."""
         records = [
             c.record for c in self._fleet.candidates() if c.condition is not Condition.DRAINING
         ]
-        records.sort(key=lambda record: record.role == "decode")
+        records.sort(key=lambda record: (record.role == "decode", record.worker_id))
         models = {record.model.name: record.model for record in records}
         self._known |= models
         return models
@@ -138,10 +142,36 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             vocab_size=model.vocab_size,
             mask_token_id=model.mask_token_id,
             eos_token_ids=model.eos_token_ids,
-            default_algorithm=_ALGORITHMS[model.default_algorithm],
+            default_algorithm=ALGORITHMS[model.defaults.settings.algorithm],
             decode_workers=len(decode),
             prefill_workers=len(prefill),
+            defaults=describe_defaults(model.defaults),
         )
+
+
+def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
+    """What clients are told of the knobs that they may leave out."""
+    settings, sampling = defaults.settings, defaults.sampling
+    knobs = msgspec.structs.asdict(settings)
+    for name in D2F_ONLY if settings.algorithm == "block_diffusion" else BLOCK_DIFFUSION_ONLY:
+        del knobs[name]
+    knobs["algorithm"] = ALGORITHMS[settings.algorithm]
+    knobs["score"] = SCORES[settings.score]
+    if "remasking" in knobs:
+        knobs["remasking"] = REMASKINGS[settings.remasking]
+    return model_pb2.ModelDefaults(
+        sampling=generation_pb2.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+        ),
+        decoding=generation_pb2.DecodingParams(**knobs),
+        max_tokens=defaults.max_tokens,
+        sources=[
+            model_pb2.DefaultSource(knob=knob, source=source) for knob, source in defaults.sources
+        ],
+    )
 
 
 def describe_worker(record: WorkerRecord, condition: Condition) -> model_pb2.Worker:

@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import msgspec
+
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
 from effuse.config.decoding import (
-    DEFAULT_MAX_TOKENS,
     DENOISING_STEPS,
     MAX_TOKENS,
     TEMPERATURE,
@@ -97,7 +98,7 @@ class Asked:
     model: ModelInfo
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    max_tokens: int | None  # None takes the default, cut to the room that the prompt leaves
+    max_tokens: int | None  # None takes the model's, cut to the room that the prompt leaves
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
     sampling: Sampling
@@ -133,7 +134,7 @@ def validate(
         max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
         stops=tuple(request.stopping.stop),
         stop_token_ids=_resolve_stop_ids(request.stopping, model),
-        sampling=_resolve_sampling(request.sampling),
+        sampling=_resolve_sampling(request.sampling, model),
         settings=_resolve_settings(request.decoding, algorithm, model),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
@@ -157,7 +158,7 @@ def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
         )
         findings.add("stopping.max_tokens", limit, max_tokens)
     findings.raise_any()
-    return min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
+    return min(model.defaults.max_tokens, room) if max_tokens is None else max_tokens
 
 
 def check_request_id(request_id: str, findings: Findings) -> None:
@@ -253,7 +254,8 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
     if decoding.HasField("denoising_steps"):
         bounds = replace(DENOISING_STEPS, high=model.block_size, note=", the model's block size")
         findings.number("decoding.denoising_steps", decoding.denoising_steps, bounds)
-    algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, model.default_algorithm)
+    default = model.defaults.settings.algorithm
+    algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, default)
     _check_conflicts(decoding, algorithm, findings)
     return algorithm
 
@@ -273,21 +275,22 @@ def _resolve_stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[in
     return tuple(sorted({*eos, *stopping.stop_token_ids}))
 
 
-def _resolve_sampling(sampling: pb.SamplingParams) -> Sampling:
-    return Sampling(**_given(sampling))
+def _resolve_sampling(sampling: pb.SamplingParams, model: ModelInfo) -> Sampling:
+    return msgspec.structs.replace(model.defaults.sampling, **_given(sampling))
 
 
 def _resolve_settings(
     decoding: pb.DecodingParams, algorithm: Algorithm, model: ModelInfo
 ) -> DecodeSettings:
-    knobs = {"denoising_steps": model.block_size} | _given(decoding) | {"algorithm": algorithm}
+    knobs = _given(decoding) | {"algorithm": algorithm}
     if decoding.score:
         knobs["score"] = _SCORES[decoding.score]
     if decoding.remasking:
         knobs["remasking"] = _REMASKINGS[decoding.remasking]
-    return DecodeSettings(**knobs)
+    defaults = model.defaults.settings_of(algorithm, model.block_size)
+    return msgspec.structs.replace(defaults, **knobs)
 
 
 def _given(params: pb.SamplingParams | pb.DecodingParams) -> dict[str, Any]:
-    """The fields that are set; the rest take the defaults of what has the same names."""
+    """The fields that are set; the rest take the model's defaults."""
     return {field.name: value for field, value in params.ListFields()}
