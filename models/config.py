@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import end_ids
-from effuse.models.families import Architecture, find_family
+from effuse.models.families import Architecture, family_of, find_family
 
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 
@@ -68,6 +68,11 @@ class ModelConfig:
     def shift_logits(self) -> bool:
         """Position p is predicted by the hidden row of p - 1."""
         return self.architecture == "dream"
+
+    @property
+    def top_k_first(self) -> bool:
+        """Sampling applies top-k before top-p, which is of what the k first hold then."""
+        return family_of(self.architecture).top_k_first
 
     @property
     def prompt_attention(self) -> PromptAttention:

@@ -27,6 +27,7 @@ class Family:
     algorithm: Algorithm  # of a checkpoint that states none and has no adapter
     adapted_algorithm: Algorithm  # with an adapter: those published for the family are D2F's
     confidence_threshold: float
+    top_k_first: bool  # and top-p of what is kept; else the other way round
     origin: str  # where these values are from, as people are told
 
 
@@ -41,6 +42,7 @@ FAMILIES: Final = (
         algorithm="block_diffusion",
         adapted_algorithm="block_diffusion",
         confidence_threshold=0.85,
+        top_k_first=True,
         origin="SDAR's generate.py",
     ),
     Family(
@@ -51,6 +53,7 @@ FAMILIES: Final = (
         algorithm="d2f",
         adapted_algorithm="d2f",
         confidence_threshold=0.9,
+        top_k_first=False,
         origin="D2F's evaluation",
     ),
     Family(
@@ -61,6 +64,7 @@ FAMILIES: Final = (
         algorithm="d2f",
         adapted_algorithm="d2f",
         confidence_threshold=0.9,
+        top_k_first=False,
         origin="D2F's evaluation",
     ),
 )

@@ -122,8 +122,12 @@ class ModelRunner:
                 for _, vector in packed.boundary_candidates
             ]
             rows = rows.index_copy(0, at, torch.stack(vectors))
+        config = self.model.config
         candidates = sample_confidence(
-            self.model.logits(rows), self._sampling(packed), self.model.config.mask_token_id
+            self.model.logits(rows),
+            self._sampling(packed),
+            config.mask_token_id,
+            top_k_first=config.top_k_first,
         )
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
