@@ -7,6 +7,7 @@ from effuse.cli.arguments import text, whole
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES, Params
 from effuse.config.decoding import (
     DENOISING_STEPS,
+    ENTROPY,
     MAX_TOKENS,
     SEED,
     TEMPERATURE,
@@ -57,6 +58,7 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
     add("--remasking", choices=REMASKINGS, help="order of filling (block diffusion)")
     add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N", help="steps a block takes")
+    add("--entropy-bound", type=within(ENTROPY), metavar="H", help="nats that a step writes")
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
@@ -95,4 +97,5 @@ def params_from(found: argparse.Namespace) -> Params:
         score=found.score,
         remasking=found.remasking,
         denoising_steps=found.denoising_steps,
+        entropy_bound=found.entropy_bound,
     )

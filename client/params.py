@@ -21,6 +21,7 @@ REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
     "low_confidence_static": pb.REMASKING_LOW_CONFIDENCE_STATIC,
     "sequential": pb.REMASKING_SEQUENTIAL,
+    "entropy_bounded": pb.REMASKING_ENTROPY_BOUNDED,
 }
 SCORES: Final[Mapping[Score, pb.Score]] = {
     "confidence": pb.SCORE_CONFIDENCE,
@@ -51,6 +52,7 @@ class Params:
     score: Score | None = None
     remasking: Remasking | None = None  # (block diffusion)
     denoising_steps: int | None = None  # of a block (block diffusion)
+    entropy_bound: float | None = None  # in nats (block diffusion, entropy_bounded)
 
 
 def make_request(
@@ -90,6 +92,7 @@ def make_request(
             score=_named("score", params.score, SCORES),
             remasking=_named("remasking", params.remasking, REMASKINGS),
             denoising_steps=params.denoising_steps,
+            entropy_bound=params.entropy_bound,
         ),
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
     )

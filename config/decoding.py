@@ -15,7 +15,9 @@ import msgspec
 
 Algorithm = Literal["d2f", "block_diffusion"]
 """How blocks are denoised."""
-Remasking = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
+Remasking = Literal[
+    "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded"
+]
 """In which order block diffusion fills masks."""
 Score = Literal["confidence", "margin", "neg_entropy"]
 """By what the best mask is chosen where none passes the threshold."""
@@ -73,6 +75,7 @@ MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
 THRESHOLD: Final = Bounds(0.0, 1.0)
 DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
+ENTROPY: Final = Bounds(0.0, 1000.0)  # nats; a block of 64 that knows nothing has about 800
 
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
 
@@ -118,12 +121,18 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     full_activation_threshold: float = 0.95  # progress that has the next one advance every step
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
+    entropy_bound: float = 0.35  # nats of masks that are written together (entropy_bounded)
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
             if (found := getattr(self, name)) not in known:
                 raise SettingError(name, f"one of {', '.join(known)}", repr(found))
         _check_numbers(self, _SETTINGS)
+
+    @property
+    def ranked_by(self) -> Score:
+        """The score that masks need: entropy_bounded adds up entropies, whatever was asked for."""
+        return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
 
     @property
     def most_active(self) -> int:
@@ -161,6 +170,7 @@ _SETTINGS: Final = {
     "block_add_threshold": THRESHOLD,
     "full_activation_threshold": THRESHOLD,
     "denoising_steps": DENOISING_STEPS,
+    "entropy_bound": ENTROPY,
 }
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "algorithm": get_args(Algorithm),

@@ -17,6 +17,7 @@ import msgspec
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
 from effuse.config.decoding import (
     DENOISING_STEPS,
+    ENTROPY,
     MAX_TOKENS,
     TEMPERATURE,
     THRESHOLD,
@@ -50,7 +51,7 @@ _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
 D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
-BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps")
+BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps", "entropy_bound")
 
 
 @dataclass(slots=True)
@@ -251,6 +252,7 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
         findings.number(f"decoding.{name}", getattr(decoding, name), THRESHOLD)
     if decoding.HasField("window"):
         findings.number("decoding.window", decoding.window, WINDOW)
+    findings.number("decoding.entropy_bound", decoding.entropy_bound, ENTROPY)
     if decoding.HasField("denoising_steps"):
         bounds = replace(DENOISING_STEPS, high=model.block_size, note=", the model's block size")
         findings.number("decoding.denoising_steps", decoding.denoising_steps, bounds)

@@ -40,7 +40,7 @@ class Script:
         easy = 0.95 if stretch < self.boldness else 0.15
         upper = draw.random() < easy
         confidence = draw.choice(CONFIDENCES[half:] if upper else CONFIDENCES[:half])
-        return token, confidence, draw.choice((0.1, 0.2, 0.3))
+        return token, confidence, draw.choice((-0.3, -0.2, -0.1))
 
     def candidates(self, positions: list[int], denoise_counts: list[int]) -> HostCandidates:
         rows = [self.propose(*pair) for pair in zip(positions, denoise_counts, strict=True)]
@@ -61,6 +61,7 @@ def make_settings(
     score: Score = "confidence",
     remasking: Remasking = "low_confidence_dynamic",
     steps: int = 4,
+    entropy: float = 0.35,
 ) -> DecodeSettings:
     """Settings with the published defaults, to be varied by name."""
     return DecodeSettings(
@@ -72,6 +73,7 @@ def make_settings(
         score=score,
         remasking=remasking,
         denoising_steps=steps,
+        entropy_bound=entropy,
     )
 
 
@@ -105,6 +107,7 @@ def random_case(seed: int) -> Case:
             full=draw.choice((0.0, 0.5, 0.8, 0.95, 1.0)),
             remasking=draw.choice(get_args(Remasking)),
             steps=draw.randint(1, block_size),
+            entropy=draw.choice((0.0, 0.35, 1.05)),
         ),
         script=Script(seed, draw.choice((0.0, 0.02, 0.1)), draw.choice((0.1, 0.4, 0.9))),
     )

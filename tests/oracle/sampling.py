@@ -110,10 +110,11 @@ def _first_largest(row: Tensor) -> int:
 
 
 def _score(probability: Tensor, confidence: float, settings: Settings) -> float:
-    if settings.score == "margin":
+    score = "neg_entropy" if settings.remasking == "entropy_bounded" else settings.score
+    if score == "margin":
         first, second = probability.sort(descending=True).values[:2].tolist()
         return float(first - second)
-    if settings.score == "neg_entropy":
+    if score == "neg_entropy":
         held = probability[probability > 0]
         return float((held * held.log()).sum())
     return confidence

@@ -19,6 +19,7 @@ class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMASKING_LOW_CONFIDENCE_DYNAMIC: _ClassVar[Remasking]
     REMASKING_LOW_CONFIDENCE_STATIC: _ClassVar[Remasking]
     REMASKING_SEQUENTIAL: _ClassVar[Remasking]
+    REMASKING_ENTROPY_BOUNDED: _ClassVar[Remasking]
 
 class Score(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,6 +49,7 @@ REMASKING_UNSPECIFIED: Remasking
 REMASKING_LOW_CONFIDENCE_DYNAMIC: Remasking
 REMASKING_LOW_CONFIDENCE_STATIC: Remasking
 REMASKING_SEQUENTIAL: Remasking
+REMASKING_ENTROPY_BOUNDED: Remasking
 SCORE_UNSPECIFIED: Score
 SCORE_CONFIDENCE: Score
 SCORE_MARGIN: Score
@@ -113,7 +115,7 @@ class StoppingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class DecodingParams(_message.Message):
-    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps")
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "entropy_bound")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +124,7 @@ class DecodingParams(_message.Message):
     SCORE_FIELD_NUMBER: _ClassVar[int]
     REMASKING_FIELD_NUMBER: _ClassVar[int]
     DENOISING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
     algorithm: Algorithm
     window: int
     confidence_threshold: float
@@ -130,7 +133,8 @@ class DecodingParams(_message.Message):
     score: Score
     remasking: Remasking
     denoising_steps: int
-    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ...) -> None: ...
+    entropy_bound: float
+    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., entropy_bound: _Optional[float] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "drafts")
