@@ -135,7 +135,7 @@ def within_entropy(candidates: dict[int, Candidate], bound: float) -> list[int]:
     total, below = 0.0, 0
     for position in ranked:
         total -= candidates[position].score
-        below += total < np.float32(bound)
+        below += bool(total < np.float32(bound))
     return ranked[: max(below, 1)]
 
 

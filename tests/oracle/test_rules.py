@@ -177,10 +177,10 @@ def case_dynamic_takes_all_that_pass_if_they_suffice() -> None:
 
 
 def case_entropies_are_bounded_together() -> None:
-    knobs: Knobs = {"algorithm": "block_diffusion", "max_tokens": 4, "remasking": "entropy_bounded"}
+    knobs: Knobs = {"algorithm": "block_diffusion", "denoising_steps": 4, "max_tokens": 4}
     scores = {3: (13, -0.25), 4: (14, -0.5), 5: (15, -0.125), 6: (16, -0.5)}
     for bound, writes in ((0.0, [5]), (0.375, [5]), (0.4, [5, 3]), (1.0, [5, 3, 4])):
-        found = run([scores], entropy_bound=bound, **knobs)
+        found = run([scores], remasking="entropy_bounded", entropy_bound=bound, **knobs)
         assert list(found.steps[0].writes) == writes
 
 
