@@ -164,8 +164,10 @@ class Rig:
         raise AssertionError("the engine never comes to rest")
 
     def _device_works(self) -> bool:
-        """Whether a real device is still at it, after a while."""
-        if self.model.device.type == "cpu" or not self.engine.is_working():
+        """Whether a real device still computes or digests, after a while."""
+        if self.model.device.type == "cpu":
+            return False
+        if not self.engine.is_working() and not self.source.exchange.is_moving:
             return False
         time.sleep(0.001)
         return True
