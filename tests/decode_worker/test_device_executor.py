@@ -15,6 +15,7 @@ from decoding.engines import Rig, load_tiny, make_request, random_requests
 
 from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.build import make_executor
+from effuse.decode_worker.executor import Executor
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.transformer import Transformer
