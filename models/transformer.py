@@ -20,11 +20,8 @@ from torch.nn import functional
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
+from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
 from effuse.models.config import ModelConfig
-
-# fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.
-MIN_ROWS = 4
 
 # Up to so many rows, the MLP's last product is done in two halves of its sum on a GPU.
 _MOST_ROWS_HALVED = 256
@@ -154,7 +151,7 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden rows [R, H], both in the model's dtype."""
-        return _linear(hidden, self.weights.head)
+        return linear(hidden, self.weights.head)
 
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored
@@ -173,7 +170,7 @@ class Transformer:
     def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
         """Attention output before its projection, [T, Q]; stores K and V."""
         config, num_rows = self.config, len(x)
-        qkv = _linear(x, layer.qkv, layer.qkv_bias)
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
         q, k, v = torch.split(qkv, [self._q_dim, self._kv_dim, self._kv_dim], dim=-1)
         q = q.view(num_rows, config.num_heads, config.head_dim)
         k, v = self._heads(k), self._heads(v)
@@ -186,7 +183,7 @@ class Transformer:
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
         bias = None if layer.qkv_bias is None else layer.qkv_bias[self._q_dim :]
-        k, v = map(self._heads, _linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
+        k, v = map(self._heads, linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
         self._rotate_and_store(k, k, v, layer_kv, rows)  # there is no q to rotate
@@ -204,12 +201,12 @@ class Transformer:
 
         The output may be in parts [2, rows, H] fp32, for the norm that follows to add up.
         """
-        projected = _linear(mixed, layer.attn_out)
+        projected = linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
-        activated = swiglu(_linear(normed, layer.gate_up))
+        activated = swiglu(linear(normed, layer.gate_up))
         if activated.is_cuda and self.dtype != torch.float32 and len(mixed) <= _MOST_ROWS_HALVED:
             return _halves(activated, layer.down), residual
-        return _linear(activated, layer.down), residual
+        return linear(activated, layer.down), residual
 
     def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
@@ -226,15 +223,6 @@ class _Rows:
     positions: Tensor
     attention: AttentionBatch
     slot_mapping: Tensor
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] times weight [out, in], never computed with fewer than MIN_ROWS rows."""
-    num_rows = len(x)
-    if num_rows >= MIN_ROWS:
-        return functional.linear(x, weight, bias)
-    padded = torch.cat([x, x.new_zeros(MIN_ROWS - num_rows, x.shape[1])])
-    return functional.linear(padded, weight, bias)[:num_rows]
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:
