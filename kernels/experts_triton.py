@@ -19,7 +19,7 @@ COLUMNS_PER_PROGRAM = 1024  # of adding up
 
 
 @dataclass(frozen=True, slots=True)
-class TileShape:
+class ProductTile:
     """One program's tile of a product, [rows, columns] with steps of `depth` along the sum."""
 
     rows: int
@@ -118,14 +118,16 @@ def _launch_sum(given: Tensor, weights: Tensor, out: Tensor) -> None:
     )
 
 
-def _tile_shape(rows: int, dtype: torch.dtype, columns: int, depth: int, widest: int) -> TileShape:
+def _tile_shape(
+    rows: int, dtype: torch.dtype, columns: int, depth: int, widest: int
+) -> ProductTile:
     """Of a product with `columns` columns and a sum over `depth`, at most `widest` columns wide.
 
     Two or three programs fit a processor, with some 100 KB of weights on their way to it.
     """
     is_half = dtype != torch.float32
     fits = max(16, triton.next_power_of_2(depth))
-    return TileShape(
+    return ProductTile(
         rows=rows,
         columns=min(widest if is_half else widest // 2, max(16, triton.next_power_of_2(columns))),
         depth=min(fits, (128 if rows <= 32 else 64) if is_half else 32),

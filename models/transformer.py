@@ -1,4 +1,4 @@
-"""The one transformer behind all three families: pre-norm, grouped queries, rotary, SwiGLU.
+"""The one transformer behind all families: pre-norm, grouped queries, rotary, SwiGLU or experts.
 
 A forward over packed rows of many sequences with paged K and V; the families differ only in which
 optional tensors are there. Loading is `weights.py`; batching, sampling and the logits shift are
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
 from effuse.models.config import ModelConfig
@@ -50,7 +51,11 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Q = num_heads * head_dim, K = num_kv_heads * head_dim, H hidden, I inner."""
+    """One layer. Q = num_heads * head_dim, K = num_kv_heads * head_dim, H hidden, I inner.
+
+    With a router the layer has experts in place of an MLP: E routed ones, then the shared ones,
+    which are S together.
+    """
 
     attn_norm: Tensor  # [H]
     qkv: Tensor  # [Q + 2K, H]
@@ -59,13 +64,16 @@ class LayerWeights:
     k_norm: Tensor | None  # [head_dim]
     attn_out: Tensor  # [H, Q]
     mlp_norm: Tensor  # [H]
-    gate_up: Tensor  # [2I, H], the gate first
-    down: Tensor  # [H, I]
+    gate_up: Tensor  # [2I, H], the gate first; of experts [E + S, 2I, H]
+    down: Tensor  # [H, I]; of experts [E + S, H, I]
+    router: Tensor | None = None  # [E, H]
+    router_bias: Tensor | None = None  # [E] fp32
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All tensors, on one device in one dtype. A tied head is the embedding itself."""
+    """All tensors, on one device in one dtype, biases of routers aside. A tied head is the
+    embedding itself."""
 
     embedding: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
@@ -90,7 +98,7 @@ class Transformer:
         # The last block may reach past the last position of the text.
         num_positions = config.max_position_embeddings + config.block_size
         self._cos_sin = make_cos_sin_cache(
-            config.head_dim, num_positions, config.rope_theta, self.device
+            config.rotary_dim or config.head_dim, num_positions, config.rope_theta, self.device
         )
 
     def forward(
@@ -203,10 +211,18 @@ class Transformer:
         """
         projected = linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
+        if layer.router is not None:
+            routes = self._route(normed, layer.router, layer.router_bias)
+            return expert_mlp(normed, layer.gate_up, layer.down, routes), residual
         activated = swiglu(linear(normed, layer.gate_up))
         if activated.is_cuda and self.dtype != torch.float32 and len(mixed) <= _MOST_ROWS_HALVED:
             return _halves(activated, layer.down), residual
         return linear(activated, layer.down), residual
+
+    def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
+        """The experts of each row of x [rows, H]."""
+        assert self.config.experts is not None, "weights with a router come with its rule"
+        return route(router_logits(x, router), bias, self.config.experts.routing)
 
     def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
