@@ -1,4 +1,4 @@
-"""`python -m effuse.benchmarks.gpu_moe`: decode steps of a model with experts beside their products.
+"""`python -m effuse.benchmarks.gpu_moe`: decode steps of a model with experts, and their products.
 
 LLaDA2.0-mini's shape with random weights decodes by block diffusion, one block of 32 rows a
 request and a second one where the last is stored, `--pace` tokens a step (`gpu_script`). Random
