@@ -12,13 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from effuse.models.config_experts import (
+    ExpertConfig,
+    llada2_experts,
+    llada_experts,
+    qwen_experts,
+)
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import end_ids
 from effuse.models.families import Architecture, family_of, find_family
 
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 
-_SDAR_MASK_TOKEN_ID = 151669  # some of its releases name the mask in the tokenizer only
+_BLOCK_CAUSAL: frozenset[Architecture] = frozenset({"sdar", "sdar_moe", "llada2_moe"})
+# What releases leave to the tokenizer, or to the code that they come with.
+_SDAR_MASK_TOKEN_ID = 151669
+_LING_MASK_TOKEN_ID = 156895
 _SDAR_HEAD_DIM = 128  # of its configuration class, whatever the hidden size
 
 
@@ -44,6 +53,8 @@ class ModelConfig:
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     block_size: int
+    rotary_dim: int | None = None  # the first dimensions of a head are rotated; None: all
+    experts: ExpertConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -53,6 +64,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+        if self.rotary_dim not in (None, self.head_dim, self.head_dim // 2):
+            raise CheckpointError(
+                f"{self.rotary_dim} of head_dim {self.head_dim} dimensions are rotated; "
+                "accepted: all, or half of them"
+            )
         for name, token in (
             ("mask_token_id", self.mask_token_id),
             *(("eos_token_id", token) for token in self.eos_token_ids),
@@ -77,7 +93,13 @@ class ModelConfig:
     @property
     def prompt_attention(self) -> PromptAttention:
         """Whether the prompt attends to all of itself, or block by block like the answer."""
-        return "causal_blocks" if self.architecture == "sdar" else "bidirectional"
+        return "causal_blocks" if self.architecture in _BLOCK_CAUSAL else "bidirectional"
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """The experts of a layer, or None where it has a plain MLP."""
+        if self.experts is None or layer < self.experts.num_dense_layers:
+            return None
+        return self.experts
 
     def block_origin(self, prompt_len: int) -> int:
         """Position where the block grid starts; what lies before it is one bidirectional block."""
@@ -95,15 +117,15 @@ class ModelConfig:
         family = find_family(keys)
         if block_size is None:
             block_size = keys.integer("block_size", default=family.block_size)
-        return _READERS[family.architecture](keys, end_ids(directory, keys), block_size)
+        ends = end_ids(directory, keys, family.end_ids)
+        return _READERS[family.architecture](keys, ends, block_size)
 
 
 def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     keys.only("attention_bias", (None, False))
     keys.only("num_experts", (None, 0))
     mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
-    head_dim = keys.integer("head_dim", default=_SDAR_HEAD_DIM)
-    return _qwen(keys, "sdar", head_dim, mask_token_id, eos, block_size)
+    return _qwen(keys, "sdar", _sdar_head_dim(keys), mask_token_id, eos, block_size)
 
 
 def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
@@ -117,11 +139,12 @@ def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConf
 
 def _qwen(
     keys: ConfigKeys,
-    architecture: Literal["sdar", "dream"],
+    architecture: Literal["sdar", "dream", "sdar_moe"],
     head_dim: int,
     mask_token_id: int,
     eos: tuple[int, ...],
     block_size: int,
+    experts: ExpertConfig | None = None,
 ) -> ModelConfig:
     """Qwen3 (sdar: qk-norm, no bias) and Qwen2 (dream: qkv bias, no qk-norm) share their keys."""
     keys.only("hidden_act", ("silu",))
@@ -141,11 +164,12 @@ def _qwen(
         rope_theta=keys.rope_theta(),
         rms_norm_eps=keys.number("rms_norm_eps"),
         qkv_bias=architecture == "dream",
-        qk_norm=architecture == "sdar",
+        qk_norm=architecture != "dream",
         tie_embeddings=keys.flag("tie_word_embeddings"),
         mask_token_id=mask_token_id,
         eos_token_ids=eos,
         block_size=block_size,
+        experts=experts,
     )
 
 
@@ -195,6 +219,76 @@ _LLADA_FIXED: dict[str, tuple[object, ...]] = {
 }
 
 
+def _sdar_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
+    """Qwen3's layers with experts in place of the MLP."""
+    keys.only("attention_bias", (None, False))
+    mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
+    experts = qwen_experts(keys)
+    return _qwen(keys, "sdar_moe", _sdar_head_dim(keys), mask_token_id, eos, block_size, experts)
+
+
+def _sdar_head_dim(keys: ConfigKeys) -> int:
+    return keys.integer("head_dim", default=_SDAR_HEAD_DIM)
+
+
+def _llada2_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
+    """LLaDA2.0 and 2.1 (arXiv 2512.15745, 2602.08676): Ling's layers, the prompt in blocks."""
+    keys.only("use_qkv_bias", (None, False))
+    keys.only("use_bias", (False,))
+    keys.only("use_qk_norm", (None, True))
+    keys.only("norm_head", (None, False))
+    factor = keys.number("partial_rotary_factor", default=0.5)
+    return _ling(keys, "llada2_moe", llada2_experts(keys), factor, eos, block_size)
+
+
+def _llada_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
+    """LLaDA-MoE (arXiv 2509.24389): OLMoE's layers, the prompt in both directions."""
+    keys.only("attention_bias", (None, False))
+    keys.only("qk_layernorm", (True,))
+    keys.only("clip_qkv", (None,))
+    factor = keys.number("partial_rotary_factor", default=1.0)
+    return _ling(keys, "llada_moe", llada_experts(keys), factor, eos, block_size)
+
+
+def _ling(
+    keys: ConfigKeys,
+    architecture: Literal["llada2_moe", "llada_moe"],
+    experts: ExpertConfig,
+    partial_rotary_factor: float,
+    eos: tuple[int, ...],
+    block_size: int,
+) -> ModelConfig:
+    """The keys that both have, and the token ids of the tokenizer that they share."""
+    keys.only("hidden_act", ("silu",))
+    keys.only("use_sliding_window", (None, False))
+    keys.only("quantization_config", (None,))
+    num_heads, hidden_size = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    head_dim = keys.integer("head_dim", default=hidden_size // num_heads)
+    dense = "intermediate_size" if architecture == "llada2_moe" else "dense_intermediate_size"
+    has_dense = experts.num_dense_layers > 0
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=keys.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=keys.integer("num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        intermediate_size=keys.integer(dense) if has_dense else experts.intermediate_size,
+        vocab_size=keys.integer("vocab_size"),
+        max_position_embeddings=keys.integer("max_position_embeddings"),
+        rope_theta=keys.rope_theta(),
+        rms_norm_eps=keys.number("rms_norm_eps"),
+        qkv_bias=False,
+        qk_norm=True,
+        tie_embeddings=keys.flag("tie_word_embeddings", default=False),
+        mask_token_id=keys.integer("mask_token_id", default=_LING_MASK_TOKEN_ID, least=0),
+        eos_token_ids=eos,
+        block_size=block_size,
+        rotary_dim=int(head_dim * partial_rotary_factor),
+        experts=experts,
+    )
+
+
 Reader = Callable[[ConfigKeys, tuple[int, ...], int], ModelConfig]
 """From a config.json, the ids that end an answer and the block size."""
 
@@ -202,4 +296,7 @@ _READERS: Final[Mapping[Architecture, Reader]] = {
     "sdar": _sdar,
     "dream": _dream,
     "llada": _llada,
+    "sdar_moe": _sdar_moe,
+    "llada2_moe": _llada2_moe,
+    "llada_moe": _llada_moe,
 }

@@ -12,15 +12,17 @@ from pathlib import Path
 from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
 
 
-def end_ids(directory: Path, config: ConfigKeys) -> tuple[int, ...]:
-    """At least one id, those of config.json first. Raises CheckpointError naming the files where
-    there is none."""
+def end_ids(
+    directory: Path, config: ConfigKeys, otherwise: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """At least one id, those of config.json first; `otherwise` where no file names one. Raises
+    CheckpointError naming the files where there is none then, either."""
     named = [*config.token_ids("eos_token_id", required=False)]
     path = directory / "generation_config.json"
     if path.exists():
         named += ConfigKeys.read(path).token_ids("eos_token_id", required=False)
     if not named:
-        named += _of_tokenizer(directory)
+        named += _of_tokenizer(directory) or otherwise
     if not named:
         raise config.error(
             "eos_token_id",

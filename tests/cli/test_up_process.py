@@ -125,14 +125,12 @@ def test_every_gpu_of_the_machine_is_used(
 
 def test_what_is_not_served_is_refused_in_a_line(tmp_path: Path) -> None:
     """Before any process is started, and without the weights, which are not there."""
-    named = {"model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"]}
+    named = {"model_type": "rnd1", "architectures": ["RND1LM"]}
     (tmp_path / "config.json").write_text(json.dumps(named))
     up = Up(tmp_path)
     assert up.child.wait(DEADLINE_S) == 2
     (line,) = up.end_lines()
-    assert (
-        line.startswith("effuse up: ") and "'llada2_moe' (LLaDA2MoeModelLM) is not served" in line
-    )
+    assert line.startswith("effuse up: ") and "'rnd1' (RND1LM) is not served" in line
 
 
 def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Path) -> None:

@@ -222,12 +222,11 @@ def test_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "classes", "missing"),
     [
-        ("llada2_moe", ["LLaDA2MoeModelLM"], "layers with a mixture of experts would be needed"),
-        ("sdar_moe", ["SDARMoeForCausalLM"], "layers with a mixture of experts would be needed"),
-        ("llada", ["LLaDAMoEModelLM"], "layers with a mixture of experts would be needed"),
+        ("rnd1", ["RND1LM"], "layers with a mixture of experts would be needed"),
+        ("llada", ["LLaDAOtherModelLM"], "llada (LLaDAMoEModelLM, LLaDAMoEModel)"),
         ("diffusion_gemma", ["DiffusionGemmaForBlockDiffusion"], "a canvas of random tokens"),
         ("Dream", ["DreamForCausalLM"], "SDAR's blocks and no shift of logits would be needed"),
-        ("qwen3", ["Qwen3ForCausalLM"], "accepted: sdar (SDARForCausalLM), dream (DreamModel)"),
+        ("qwen3", ["Qwen3ForCausalLM"], "accepted: sdar (SDARForCausalLM), sdar_moe"),
     ],
 )
 def test_what_is_not_served_is_named_before_all_else(
