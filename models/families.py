@@ -119,8 +119,9 @@ MISSING: Final[Mapping[str, str]] = {
     "Fast_dLLM_QwenForCausalLM": "blocks of 32 whose parts of 8 are refined by themselves",
     "DreamForCausalLM": "Dream's layers with SDAR's blocks and no shift of logits",
     "StableDiffcoderForCausalLM": "Llama's layers with block diffusion",
+    "NemotronLabsDiffusionModel": "Ministral's layers, which scale queries by their position",
+    "WeDLMForCausalLM": "causal attention over positions that are put in another order",
     "MMadaModelLM": _MANY_PARTS,
-    "LlavaLLaDAModelLM": _MANY_PARTS,
 }
 """What is missing for families that are known and not served, by the class that config.json
 names."""
