@@ -96,7 +96,7 @@ CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
         "window",
     ),
     "window wider than a decode worker's": (
-        changed(lambda r: setattr(r.decoding, "window", 9)),
+        changed(lambda r: r.decoding.MergeFrom(pb.DecodingParams(algorithm=1, window=9))),
         grpc.StatusCode.INVALID_ARGUMENT,
         "max_window 8, got 9",
     ),
