@@ -79,9 +79,12 @@ class Catalogue:
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """ModelService."""
 
-    def __init__(self, fleet: RoutedFleet, catalogue: Catalogue) -> None:
+    def __init__(
+        self, fleet: RoutedFleet, catalogue: Catalogue, *, has_chat_template: bool
+    ) -> None:
         self._fleet = fleet
         self._catalogue = catalogue
+        self._has_chat_template = has_chat_template
 
     async def ListModels(
         self,
@@ -141,6 +144,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             default_algorithm=_ALGORITHMS[model.default_algorithm],
             decode_workers=len(decode),
             prefill_workers=len(prefill),
+            has_chat_template=self._has_chat_template,
         )
 
 

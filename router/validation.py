@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from effuse.client.chat import ROLES, Chat
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
 from effuse.config.decoding import (
     DEFAULT_MAX_TOKENS,
@@ -48,6 +49,7 @@ _SCORES: Final = {number: name for name, number in SCORES.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
+NOT_ARGUMENTS: Final = frozenset({"messages", "add_generation_prompt"})
 D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
 BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps")
 
@@ -92,11 +94,14 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request whose settings are resolved and right. Its prompt is text or ids, not both."""
+    """A request whose settings are resolved and right. Its prompt is text, a chat or ids."""
 
     model: ModelInfo
     prompt: str | None
+    chat: Chat | None
     prompt_token_ids: tuple[int, ...]
+    parses_special: bool  # special tokens that text or chat spell
+    refused_ids: Mapping[int, str]  # that no client may put into a prompt, and what they are
     max_tokens: int | None  # None takes the default, cut to the room that the prompt leaves
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
@@ -112,14 +117,16 @@ def validate(
     reserved_ids: Collection[int] = (),
     *,
     is_stream: bool,
+    takes_chats: bool = True,
 ) -> Asked:
     """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
 
-    `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding."""
+    `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding.
+    `takes_chats`: whether there is a chat template for the model."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
-    _check_prompt(request, model, refused, findings)
+    _check_input(request, model, refused, takes_chats, findings)
     _check_sampling(request.sampling, model, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
@@ -129,7 +136,10 @@ def validate(
     return Asked(
         model=model,
         prompt=request.prompt if request.HasField("prompt") else None,
+        chat=Chat.from_input(request.chat) if request.HasField("chat") else None,
         prompt_token_ids=tuple(request.prompt_token_ids.ids),
+        parses_special=request.parse_special_tokens,
+        refused_ids=refused,
         max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
         stops=tuple(request.stopping.stop),
         stop_token_ids=_resolve_stop_ids(request.stopping, model),
@@ -160,6 +170,11 @@ def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
     return min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
 
 
+def most_prompt_bytes(model: ModelInfo) -> int:
+    """Most UTF-8 that a prompt is worth being encoded at."""
+    return MAX_BYTES_PER_TOKEN * model.max_model_len
+
+
 def check_request_id(request_id: str, findings: Findings) -> None:
     """A request id in the accepted form."""
     if not REQUEST_ID.fullmatch(request_id):
@@ -178,22 +193,59 @@ def shown(text: str, most: int = 40) -> str:
     return ascii(text[:most]) + tail
 
 
-def _check_prompt(
-    request: pb.GenerateRequest, model: ModelInfo, refused: Mapping[int, str], findings: Findings
+def _check_input(
+    request: pb.GenerateRequest,
+    model: ModelInfo,
+    refused: Mapping[int, str],
+    takes_chats: bool,
+    findings: Findings,
 ) -> None:
-    kind = request.WhichOneof("input")
-    if kind is None:
-        findings.add("prompt", "either prompt or prompt_token_ids", "neither")
-    elif kind == "prompt":
-        num_bytes = len(request.prompt.encode())
-        most = MAX_BYTES_PER_TOKEN * model.max_model_len
-        if num_bytes == 0:
+    match request.WhichOneof("input"):
+        case None:
+            findings.add("prompt", "one of prompt, prompt_token_ids and chat", "none of them")
+        case "prompt" if not request.prompt:
             findings.add("prompt", "text of at least one character", "an empty string")
-        elif num_bytes > most:
-            context = f"the model takes {model.max_model_len} tokens"
-            findings.add("prompt", f"at most {most} bytes ({context})", f"{num_bytes} bytes")
-    else:
-        _check_prompt_ids(request.prompt_token_ids, model, refused, findings)
+        case "prompt":
+            _check_bytes("prompt", len(request.prompt.encode()), model, findings)
+        case "prompt_token_ids":
+            _check_prompt_ids(request.prompt_token_ids, model, refused, findings)
+        case "chat" if not takes_chats:
+            form = f"prompt or prompt_token_ids: model {model.name!r} has no chat template"
+            findings.add("chat", form, "chat")
+        case "chat":
+            _check_chat(request.chat, model, findings)
+    if request.parse_special_tokens and request.HasField("prompt_token_ids"):
+        findings.add("parse_special_tokens", "it unset with ids, which are not parsed", "true")
+
+
+def _check_bytes(name: str, num_bytes: int, model: ModelInfo, findings: Findings) -> None:
+    most = most_prompt_bytes(model)
+    if num_bytes > most:
+        context = f"the model takes {model.max_model_len} tokens"
+        findings.add(name, f"at most {most} bytes ({context})", f"{num_bytes} bytes")
+
+
+def _check_chat(chat: pb.ChatInput, model: ModelInfo, findings: Findings) -> None:
+    name, num_messages = "chat.messages", len(chat.messages)
+    if not 1 <= num_messages <= model.max_model_len:
+        findings.add(name, f"from 1 to {model.max_model_len} messages", num_messages)
+        return
+    for at, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            form = f"one of {', '.join(ROLES)}"
+            findings.add(f"{name}[{at}].role", form, shown(message.role))
+    _check_bytes(name, sum(len(one.content.encode()) for one in chat.messages), model, findings)
+    _check_bytes("chat.template_arguments", chat.template_arguments.ByteSize(), model, findings)
+    for argument in sorted(NOT_ARGUMENTS & chat.template_arguments.fields.keys()):
+        form = f"names but {' and '.join(sorted(NOT_ARGUMENTS))}, which are fields"
+        findings.add("chat.template_arguments", form, argument)
+    if chat.continue_last_message:
+        last, role = f"{name}[{num_messages - 1}].role", chat.messages[-1].role
+        if role != "assistant":
+            findings.add(last, "assistant, whose last message is continued", shown(role))
+        if chat.add_generation_prompt:
+            form = "false where the last message is continued"
+            findings.add("chat.add_generation_prompt", form, "true")
 
 
 def _check_prompt_ids(

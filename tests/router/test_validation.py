@@ -51,7 +51,7 @@ def ids(*token_ids: int) -> Change:
 
 
 BAD: dict[str, tuple[Change, str, str]] = {
-    "6 nothing set": (lambda r: r.Clear(), "prompt", "neither"),
+    "6 nothing set": (lambda r: r.Clear(), "prompt", "none of them"),
     "49 empty prompt": (prompt(""), "prompt", "at least one character"),
     "49 no ids": (ids(), "prompt_token_ids.ids", "at least one id"),
     "51 too many bytes": (prompt("é" * 9 * MAX_MODEL_LEN), "prompt", f"{18 * MAX_MODEL_LEN} bytes"),
