@@ -59,7 +59,7 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N",
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that the prompt spells for such; else they stay text")  # fmt: skip
+        help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
