@@ -136,6 +136,7 @@ class LLM:
             self._tokenizer.reserved_ids,
             is_stream=False,
             takes_chats=self._tokenizer.has_chat_template,
+            chat_end_ids=self._tokenizer.chat_end_ids,
         )
         ids = tuple(asyncio.run(encode_prompt(asked, self._tokenizer)))
         self._num_asked += 1

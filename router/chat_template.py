@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from effuse.client.chat import Chat
 
 RENDER_S: Final = 1.0
-"""Time of a processor that rendering may take; a long chat takes a few milliseconds."""
+"""A long chat takes a few milliseconds."""
 
 VARIABLES: Final = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -44,11 +44,15 @@ class ChatTemplateError(Exception):
 class ChatTemplate:
     """The templates of one checkpoint. May be used by several threads."""
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], variables: Mapping[str, str], limit_s: float = RENDER_S
+    ) -> None:
         """sources: Jinja by name, "default" and perhaps "tool_use" among them. variables: texts of
-        special tokens, by what templates call them. Raises ChatTemplateError."""
+        special tokens, by what templates call them. limit_s: time of a processor that rendering may
+        take. Raises ChatTemplateError."""
         if "default" not in sources:
             raise ChatTemplateError(f"expected a chat template named default, got {[*sources]}")
+        self._limit_s = limit_s
         self._variables = {"tools": None, "documents": None, **variables}
         self.source = "".join(sources.values())
         self._templates = {name: _compile(source) for name, source in sources.items()}
@@ -69,11 +73,11 @@ class ChatTemplate:
         named = {name: _text_of(special.get(name)) for name in VARIABLES}
         return cls(sources, {name: text for name, text in named.items() if text is not None})
 
-    def render(self, chat: Chat, *, mark: str, most_bytes: int, limit_s: float = RENDER_S) -> str:
+    def render(self, chat: Chat, *, mark: str, most_bytes: int) -> str:
         """The prompt of a chat. `mark` is a character that stands neither in it nor in `source`.
 
-        Raises ChatTemplateError where the template refuses the chat, where the prompt is longer
-        than `most_bytes` of UTF-8 or takes more than `limit_s` of a processor's time.
+        Raises ChatTemplateError where the template refuses the chat, and where the prompt is longer
+        than `most_bytes` of UTF-8 or takes too long.
         """
         arguments: Mapping[str, Any] = chat.template_arguments
         wants_tools = "tool_use" in self._templates and arguments.get("tools") is not None
@@ -84,7 +88,7 @@ class ChatTemplate:
         values = {**self._variables, **arguments, "messages": messages}
         values["add_generation_prompt"] = chat.begins_answer
         try:
-            with _limited(limit_s):
+            with _limited(self._limit_s):
                 text = _joined(template.generate(values), most_bytes)
         except Exception as error:  # whatever an expression of the template may raise
             why = str(error) or type(error).__name__

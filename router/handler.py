@@ -82,6 +82,7 @@ def accept(
             tokenizer.reserved_ids,
             is_stream=is_stream,
             takes_chats=tokenizer.has_chat_template,
+            chat_end_ids=tokenizer.chat_end_ids,
         )
     except EffuseError as error:
         router.metrics.refused.labels(error.code.name).inc()

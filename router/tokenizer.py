@@ -9,6 +9,7 @@ following an answer (`detokenizer.py`), the template's rendering (`chat_template
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ import tokenizers
 
 from effuse.client.chat import Chat, Message
 from effuse.router.chat_template import ChatTemplate, ChatTemplateError
-from effuse.router.special_tokens import SpecialToken, SpecialTokens, strings_of
+from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, strings_of
 
 LOG: Final = logging.getLogger(__name__)
 FILE: Final = "tokenizer.json"
@@ -62,6 +63,8 @@ class Tokenizer:
             for i, token in added
             if token.special
         )
+        # A model that has learned a chat's form ends its answers so, whatever its files say.
+        self.chat_end_ids = self._find_chat_end()
         self._special = frozenset(i for i, token in added if token.special)
         bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._bytes = frozenset(i for i in bytes_ if i is not None)
@@ -131,6 +134,17 @@ class Tokenizer:
     def close(self) -> None:
         """Ends the threads; what they encode now is finished first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _find_chat_end(self) -> frozenset[int]:
+        """The special token that the chat template writes behind an answer, where there is one."""
+        mark, told = chr(PRIVATE[0]), ""
+        chat = Chat(Chat().user("").assistant(mark).messages, add_generation_prompt=False)
+        if self._chat_template is not None:
+            with contextlib.suppress(ChatTemplateError):  # it may ask for more than that
+                told = self._chat_template.render(chat, mark=mark, most_bytes=1 << 20)
+        behind = told.rpartition(mark)[2].lstrip() if mark in told else ""
+        first = next(self.special_tokens.cut(behind), "")
+        return frozenset() if isinstance(first, str) else frozenset({first.id})
 
     def _encode(self, text: str) -> list[int]:
         # `encode` keeps the interpreter lock, and with it the event loop, for as long as it takes.

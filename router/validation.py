@@ -118,11 +118,13 @@ def validate(
     *,
     is_stream: bool,
     takes_chats: bool = True,
+    chat_end_ids: Collection[int] = (),
 ) -> Asked:
     """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
 
     `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding.
-    `takes_chats`: whether there is a chat template for the model."""
+    `takes_chats`: whether there is a chat template for the model. `chat_end_ids`: what ends an
+    answer in it, beside the model's end-of-sequence ids."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
@@ -133,16 +135,18 @@ def validate(
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
+    is_chat = request.HasField("chat")
+    end_ids = {*model.eos_token_ids, *(chat_end_ids if is_chat else ())}
     return Asked(
         model=model,
         prompt=request.prompt if request.HasField("prompt") else None,
-        chat=Chat.from_input(request.chat) if request.HasField("chat") else None,
+        chat=Chat.from_input(request.chat) if is_chat else None,
         prompt_token_ids=tuple(request.prompt_token_ids.ids),
         parses_special=request.parse_special_tokens,
         refused_ids=refused,
         max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
         stops=tuple(request.stopping.stop),
-        stop_token_ids=_resolve_stop_ids(request.stopping, model),
+        stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
         sampling=_resolve_sampling(request.sampling),
         settings=_resolve_settings(request.decoding, algorithm, model),
         wants_token_ids=request.output.token_ids,
@@ -320,9 +324,9 @@ def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings
             findings.add(f"decoding.{name}", form, "a value")
 
 
-def _resolve_stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[int, ...]:
-    eos = () if stopping.ignore_eos else model.eos_token_ids
-    return tuple(sorted({*eos, *stopping.stop_token_ids}))
+def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:
+    ends = () if stopping.ignore_eos else end_ids
+    return tuple(sorted({*ends, *stopping.stop_token_ids}))
 
 
 def _resolve_sampling(sampling: pb.SamplingParams) -> Sampling:

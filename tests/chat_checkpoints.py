@@ -154,6 +154,10 @@ HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 SPECIAL = {
     "dream": QWEN, "sdar": QWEN, "llada": (*ROLES, *HEADERS), "llada_moe": ROLES, "llada2": ROLES
 }  # fmt: skip
+ANSWER_ENDS = {
+    "dream": "<|im_end|>", "sdar": "<|im_end|>",
+    "llada": "<|eot_id|>", "llada_moe": "<|role_end|>", "llada2": "<|role_end|>",
+}  # fmt: skip
 ADDED = ("<think>", "</think>", "<tool_response>", "</tool_response>")
 """Tokens that were added and are none of the special ones, as in Qwen3's vocabulary."""
 

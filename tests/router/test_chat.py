@@ -155,10 +155,14 @@ def test_a_chat_over_the_wire() -> None:
         answer = await fleet.generation.Generate(request, timeout=30)
         assert (answer.text, answer.usage.prompt_tokens) == ("the answer is three", 4)
         assert fleet.prefill[0].prompts == [[PROMPT, *ids_of("hi"), ANSWER]]
+        assert [*fleet.decode[0].requests[0].stop_token_ids] == [EOS, ANSWER]
+        text = pb.GenerateRequest(prompt="hi")
+        await fleet.generation.Generate(text, timeout=30)
+        assert [*fleet.decode[0].requests[1].stop_token_ids] == [EOS]
         bad = pb.GenerateRequest(chat=Chat().system("a").to_input())
         error = await failure(fleet.generation.Generate(bad, timeout=30))
         assert isinstance(error, InvalidRequest) and error.violations[0].field == "chat"
-        assert len(fleet.prefill[0].prompts) == 1
+        assert len(fleet.prefill[0].prompts) == 2
         models = await fleet.models.ListModels(model_pb2.ListModelsRequest(), timeout=30)
         assert models.models[0].has_chat_template
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import transformers
-from chat_checkpoints import TEMPLATES, write_chat_checkpoint
+from chat_checkpoints import ANSWER_ENDS, TEMPLATES, write_chat_checkpoint
 
 from effuse.client.chat import Chat
+from effuse.router.detokenizer import AnswerText
 from effuse.router.tokenizer import Tokenizer
 
 TOOL = {"function": {"name": "add", "parameters": {"of": [0.5, None], "é": 1}}, "type": "function"}
 ONE = Chat().user("What is the answer?")
+ENDS = {*ANSWER_ENDS.values(), "<|endoftext|>"}
 CHATS: dict[str, Chat] = {
     "one question": ONE,
     "a system": Chat().system("Be brief.\n").user("How many?"),
@@ -37,7 +39,7 @@ CHATS: dict[str, Chat] = {
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_checkpoint(tmp_path_factory.mktemp("chat"), request.param)
+    return write_chat_checkpoint(tmp_path_factory.mktemp("chat") / request.param, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +81,16 @@ def test_so_they_are_with_special_tokens_that_are_to_be_parsed(
     chat = Chat().user("a<|endoftext|>b <|mask|>").assistant("</think>c").user("<|endoftext|>")
     assert encoded(tokenizer, chat, parses_special=True) == expected(reference, chat)
     assert encoded(tokenizer, chat) != expected(reference, chat)
+
+
+def test_an_answer_ends_where_the_template_ends_it(tokenizer: Tokenizer, directory: Path) -> None:
+    """Models write that token first and fill up with the one that ends a sequence: no text is made
+    of either."""
+    names = {part.text: part.id for part in tokenizer.special_tokens.cut("".join(ENDS))
+             if not isinstance(part, str)}  # fmt: skip
+    end = ANSWER_ENDS[directory.name]
+    assert tokenizer.chat_end_ids == {names[end]}
+    said = asyncio.run(tokenizer.encode("Yes."))
+    answer = AnswerText(tokenizer, ())
+    told = answer.push([*said, names[end], names["<|endoftext|>"]])
+    assert told + answer.flush() == "Yes."
