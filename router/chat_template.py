@@ -116,7 +116,7 @@ def _compile(source: str) -> Template:
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(source)
-    except TemplateError as error:
+    except Exception as error:  # a text that is no template may break Jinja anywhere
         raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
 
 

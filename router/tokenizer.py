@@ -176,7 +176,9 @@ class Tokenizer:
 
     def _encode_parts(self, parts: Iterable[str | SpecialToken]) -> list[int]:
         """Each text by itself, as the library does where it parses special tokens: these end a
-        word, and no merge reaches over them."""
+        word, and no merge reaches over them. (A vocabulary of SentencePiece's that has a space put
+        before a prompt's first word gets it before each text's; no model that is served has one.)
+        """
         parts = list(parts)
         texts = [part for part in parts if isinstance(part, str)]
         encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
