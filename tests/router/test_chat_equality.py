@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from chat_checkpoints import ANSWER_ENDS, TEMPLATES, write_chat_checkpoint
+from chat_checkpoints import ANSWER_ENDS, SPECIAL, TEMPLATES, write_chat_checkpoint
 
 from effuse.client.chat import Chat
 from effuse.router.detokenizer import AnswerText
@@ -81,6 +82,24 @@ def test_so_they_are_with_special_tokens_that_are_to_be_parsed(
     chat = Chat().user("a<|endoftext|>b <|mask|>").assistant("</think>c").user("<|endoftext|>")
     assert encoded(tokenizer, chat, parses_special=True) == expected(reference, chat)
     assert encoded(tokenizer, chat) != expected(reference, chat)
+
+
+def test_no_words_add_to_the_special_tokens(tokenizer: Tokenizer, directory: Path) -> None:
+    """Whatever is said, in whichever pieces, they are those of a chat that spells none."""
+    rng = random.Random(directory.name)
+    pieces = [*SPECIAL[directory.name], "<|", "|>", "<", ">", "im_end", "role", "/", " ", "\n", "é"]
+
+    def structure(first: str, *others: str) -> list[int]:
+        chat = Chat(template_arguments={"tools": [first]}).system(others[0])
+        ids = encoded(tokenizer, chat.user(others[1]).assistant(others[2]).user(others[3]))
+        return [i for i in ids if not tokenizer.is_text(i)]
+
+    plain, spelled = structure(*"abcde"), 0
+    for _ in range(200):
+        said = ["".join(rng.choices(pieces, k=rng.randrange(8))) for _ in range(5)]
+        assert structure(*said) == plain
+        spelled += any(name in "".join(said) for name in SPECIAL[directory.name])
+    assert spelled > 100
 
 
 def test_an_answer_ends_where_the_template_ends_it(tokenizer: Tokenizer, directory: Path) -> None:
