@@ -29,6 +29,7 @@ from effuse.protos.errors import (
 from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
+from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
 from effuse.router.ladder import REFUSALS, Failure, FailureKind
 from effuse.router.poison import digest_of
@@ -36,7 +37,7 @@ from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
-from effuse.router.validation import Findings, check_request_id, fit, validate
+from effuse.router.validation import fit, validate
 from effuse.v1 import generation_pb2 as pb
 
 Response = TypeVar("Response")

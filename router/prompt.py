@@ -10,9 +10,11 @@ from collections.abc import Iterator
 
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.router.chat_template import ChatTemplateError
+from effuse.router.findings import Findings, shown
+from effuse.router.inputs import most_prompt_bytes
 from effuse.router.special_tokens import strings_of
 from effuse.router.tokenizer import Tokenizer
-from effuse.router.validation import Asked, Findings, most_prompt_bytes, shown
+from effuse.router.validation import Asked
 
 
 async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:

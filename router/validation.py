@@ -1,18 +1,17 @@
 """From a client's request to one in which every setting is resolved, or to all that is wrong.
 
 Pure: the request and what is known of the model in, values out. Done before anything is reserved,
-before the prompt is tokenised. Each violation names the accepted form and what was found. Not here:
-whether the model exists (`catalogue.py`), whether there is room (`admission.py`).
+before the prompt is tokenised. Not here: its input (`inputs.py`), whether the model exists
+(`catalogue.py`), whether there is room (`admission.py`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from effuse.client.chat import ROLES, Chat
+from effuse.client.chat import Chat
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
 from effuse.config.decoding import (
     DEFAULT_MAX_TOKENS,
@@ -24,23 +23,15 @@ from effuse.config.decoding import (
     TOP_P,
     WINDOW,
     Algorithm,
-    Bounds,
     DecodeSettings,
     Sampling,
 )
 from effuse.placement.records import ModelInfo
-from effuse.protos.errors import FieldViolation, InvalidRequest
+from effuse.router.findings import Findings
+from effuse.router.inputs import check_input
 from effuse.v1 import generation_pb2 as pb
 
-REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-REQUEST_ID_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
-MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
-MODEL_NAME_FORM: Final = "1 to 256 characters of A-Z a-z 0-9 . _ : / + @ -, without '..' or '//'"
-
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
-MAX_BYTES_PER_TOKEN: Final = 16
-"""No prose comes near it; text above it cannot fit the context and is refused before it costs."""
-
 ALGORITHM_NAMES: Final = tuple(pb.Algorithm.keys())
 SCORE_NAMES: Final = tuple(pb.Score.keys())
 REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
@@ -49,47 +40,8 @@ _SCORES: Final = {number: name for name, number in SCORES.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
-NOT_ARGUMENTS: Final = frozenset({"messages", "add_generation_prompt"})
 D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
 BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps")
-
-
-@dataclass(slots=True)
-class Findings:
-    """What is wrong with one request so far."""
-
-    violations: list[FieldViolation] = field(default_factory=list)
-
-    def add(self, name: str, expected: str, found: object) -> None:
-        """One more violation."""
-        self.violations.append(FieldViolation(name, f"expected {expected}, got {found}"))
-
-    def raise_any(self) -> None:
-        """Raises `InvalidRequest` with all of them, if there are any."""
-        if self.violations:
-            raise InvalidRequest(self.violations)
-
-    def number(self, name: str, value: float, bounds: Bounds) -> None:
-        """A number within `bounds`."""
-        if value not in bounds:
-            self.add(name, bounds.form, f"{value:g}" if isinstance(value, float) else value)
-
-    def choice(self, name: str, value: int, names: Sequence[str]) -> None:
-        """An enum value that has a name; protobuf lets unknown numbers pass."""
-        if not 0 <= value < len(names):
-            self.add(name, f"one of {', '.join(names)}", f"the unknown value {value}")
-
-    def token_ids(
-        self, name: str, ids: Sequence[int], vocab_size: int, refused: Mapping[int, str]
-    ) -> None:
-        """Ids of the vocabulary, but for `refused`, which says what those are; the first bad one
-        is named."""
-        if max(ids, default=0) >= vocab_size:
-            at, bad = next((at, i) for at, i in enumerate(ids) if i >= vocab_size)
-            self.add(f"{name}[{at}]", f"an id below the vocabulary size {vocab_size}", bad)
-        elif not refused.keys().isdisjoint(ids):
-            at, bad = next((at, i) for at, i in enumerate(ids) if i in refused)
-            self.add(f"{name}[{at}]", "an id that stands for text", f"the {refused[bad]} id {bad}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +80,7 @@ def validate(
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
-    _check_input(request, model, refused, takes_chats, findings)
+    check_input(request, model, refused, takes_chats, findings)
     _check_sampling(request.sampling, model, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
@@ -172,96 +124,6 @@ def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
         findings.add("stopping.max_tokens", limit, max_tokens)
     findings.raise_any()
     return min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
-
-
-def most_prompt_bytes(model: ModelInfo) -> int:
-    """Most UTF-8 that a prompt is worth being encoded at."""
-    return MAX_BYTES_PER_TOKEN * model.max_model_len
-
-
-def check_request_id(request_id: str, findings: Findings) -> None:
-    """A request id in the accepted form."""
-    if not REQUEST_ID.fullmatch(request_id):
-        findings.add("request_id", REQUEST_ID_FORM, shown(request_id))
-
-
-def check_model_name(name: str, field_name: str, findings: Findings) -> None:
-    """A model name in the accepted form; whether there is such a model is another question."""
-    if not MODEL_NAME.fullmatch(name) or ".." in name or "//" in name:
-        findings.add(field_name, MODEL_NAME_FORM, shown(name))
-
-
-def shown(text: str, most: int = 40) -> str:
-    """`text` as it may stand in an error: quoted, in ASCII, cut."""
-    tail = "" if len(text) <= most else f"... ({len(text)} characters)"
-    return ascii(text[:most]) + tail
-
-
-def _check_input(
-    request: pb.GenerateRequest,
-    model: ModelInfo,
-    refused: Mapping[int, str],
-    takes_chats: bool,
-    findings: Findings,
-) -> None:
-    match request.WhichOneof("input"):
-        case None:
-            findings.add("prompt", "one of prompt, prompt_token_ids and chat", "none of them")
-        case "prompt" if not request.prompt:
-            findings.add("prompt", "text of at least one character", "an empty string")
-        case "prompt":
-            _check_bytes("prompt", len(request.prompt.encode()), model, findings)
-        case "prompt_token_ids":
-            _check_prompt_ids(request.prompt_token_ids, model, refused, findings)
-        case "chat" if not takes_chats:
-            form = f"prompt or prompt_token_ids: model {model.name!r} has no chat template"
-            findings.add("chat", form, "chat")
-        case "chat":
-            _check_chat(request.chat, model, findings)
-    if request.parse_special_tokens and request.HasField("prompt_token_ids"):
-        findings.add("parse_special_tokens", "it unset with ids, which are not parsed", "true")
-
-
-def _check_bytes(name: str, num_bytes: int, model: ModelInfo, findings: Findings) -> None:
-    most = most_prompt_bytes(model)
-    if num_bytes > most:
-        context = f"the model takes {model.max_model_len} tokens"
-        findings.add(name, f"at most {most} bytes ({context})", f"{num_bytes} bytes")
-
-
-def _check_chat(chat: pb.ChatInput, model: ModelInfo, findings: Findings) -> None:
-    name, num_messages = "chat.messages", len(chat.messages)
-    if not 1 <= num_messages <= model.max_model_len:
-        findings.add(name, f"from 1 to {model.max_model_len} messages", num_messages)
-        return
-    for at, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            form = f"one of {', '.join(ROLES)}"
-            findings.add(f"{name}[{at}].role", form, shown(message.role))
-    _check_bytes(name, sum(len(one.content.encode()) for one in chat.messages), model, findings)
-    _check_bytes("chat.template_arguments", chat.template_arguments.ByteSize(), model, findings)
-    for argument in sorted(NOT_ARGUMENTS & chat.template_arguments.fields.keys()):
-        form = f"names but {' and '.join(sorted(NOT_ARGUMENTS))}, which are fields"
-        findings.add("chat.template_arguments", form, argument)
-    if chat.continue_last_message:
-        last, role = f"{name}[{num_messages - 1}].role", chat.messages[-1].role
-        if role != "assistant":
-            findings.add(last, "assistant, whose last message is continued", shown(role))
-        if chat.add_generation_prompt:
-            form = "false where the last message is continued"
-            findings.add("chat.add_generation_prompt", form, "true")
-
-
-def _check_prompt_ids(
-    token_ids: pb.TokenIds, model: ModelInfo, refused: Mapping[int, str], findings: Findings
-) -> None:
-    name, num_ids = "prompt_token_ids.ids", len(token_ids.ids)
-    if num_ids == 0:
-        findings.add(name, "at least one id", "none")
-    elif num_ids >= model.max_model_len:
-        findings.add(name, f"at most {model.max_model_len - 1} ids", f"{num_ids} ids")
-    else:
-        findings.token_ids(name, token_ids.ids, model.vocab_size, refused)
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ModelInfo, findings: Findings) -> None:

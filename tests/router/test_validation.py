@@ -9,14 +9,8 @@ import pytest
 from router.fake_model import BLOCK_SIZE, EOS, MASK, MAX_MODEL_LEN, PAD, VOCAB_SIZE, model_info
 
 from effuse.protos.errors import InvalidRequest
-from effuse.router.validation import (
-    Asked,
-    Findings,
-    check_model_name,
-    check_request_id,
-    fit,
-    validate,
-)
+from effuse.router.findings import Findings, check_model_name, check_request_id
+from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
 
 Change = Callable[[pb.GenerateRequest], object]
