@@ -82,6 +82,9 @@ def test_so_they_are_with_special_tokens_that_are_to_be_parsed(
     chat = Chat().user("a<|endoftext|>b <|mask|>").assistant("</think>c").user("<|endoftext|>")
     assert encoded(tokenizer, chat, parses_special=True) == expected(reference, chat)
     assert encoded(tokenizer, chat) != expected(reference, chat)
+    text = chat.messages[0].content
+    parsed = asyncio.run(tokenizer.encode(text, parses_special=True))
+    assert parsed == reference(text)["input_ids"] != asyncio.run(tokenizer.encode(text))
 
 
 def test_no_words_add_to_the_special_tokens(tokenizer: Tokenizer, directory: Path) -> None:
