@@ -44,15 +44,29 @@ def test_answers_are_those_of_the_authors_code(checkpoint: Path, block: int) -> 
         assert answer.token_ids == run.answer, run
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
 @pytest.mark.parametrize("block", [4, 8, 32])
-def test_answers_on_the_device_are_those_of_the_authors_code(checkpoint: Path, block: int) -> None:
-    """In fp32, of runs that hang on no rounding; experts are chosen and computed in graphs."""
+def test_answers_of_device_steps_are_those_of_the_authors_code(
+    checkpoint: Path, block: int, device: str
+) -> None:
+    """In fp32, of runs that hang on no rounding; on a GPU experts are chosen within graphs."""
+    torch.set_num_threads(1)
     runs = [run for run in answered() if run.block == block and run.margin > 3e-4]
     assert len(runs) >= 4
     rig = DeviceRig(
-        load_model(checkpoint, block_size=block, device="cuda"),
+        load_model(checkpoint, block_size=block, device=device),
         num_pages=512,
         page_size=16,
         budget=512,
