@@ -178,7 +178,8 @@ class ExpertBench(Bench):
 
     def _usual(self, batch: int) -> tuple[range, range]:
         rows = batch * self.model.config.block_size
-        return range(rows, 2 * rows + 1), range(batch, rows + 1)
+        # A block that is about to be stored is counted with the next one, all masks, beside it.
+        return range(rows, 2 * rows + 1), range(batch, 2 * rows + 1)
 
 
 def expert_line(bench: ExpertBench, result: Result) -> str:

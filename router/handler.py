@@ -31,7 +31,6 @@ from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
 from effuse.router.fleet import DecodeDemand
 from effuse.router.ladder import REFUSALS, Failure, FailureKind
-from effuse.router.poison import digest_of
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
@@ -138,7 +137,6 @@ class Handler:
                 )
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
-        request.digest = digest_of(asked, token_ids, request.max_tokens)
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
@@ -152,7 +150,7 @@ class Handler:
                     await self._prepare_retry(unfinished.failure)
                 else:
                     request.apply_event(Event.FINISHED, router.now())
-                    router.verdicts.clear(request.digest)
+                    router.clear_poison(request)
                     state = "finished"
                     return reason
         except (asyncio.CancelledError, ClientGone, DeadlineExceeded):
@@ -170,7 +168,8 @@ class Handler:
             with fleet.counted(placement, num_prompt, num_tokens) as share:
                 return await self._begin_attempt(placement, share).run()
         finally:
-            fleet.release_workers(request.holder)
+            if fleet.num_alone:
+                fleet.release_workers(request.holder)
 
     # Before an attempt.
 
@@ -208,12 +207,13 @@ class Handler:
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
         request = self._request
+        alone = self._router.roles_alone(request)
         return self._router.fleet.need(
             request.asked.model.name,
             request.setbacks.avoided(self._router.now()),
             request.fingerprint if request.token_ids else None,
-            holder=request.holder,
-            alone=self._router.verdicts.roles_alone(request.digest),
+            holder=request.holder if alone else None,
+            alone=alone,
         )
 
     def _look_again_s(self) -> float:

@@ -11,10 +11,11 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from effuse.placement.fleet import FleetView
+from effuse.placement.records import Role
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import EngineLost, Poisonous
@@ -79,6 +80,8 @@ class Router:
 
     def check_poison(self, request: Request) -> None:
         """Raises `Poisonous` where engines died of the very request, under whichever id."""
+        if self.verdicts.is_empty:
+            return
         left_s = math.ceil(self.verdicts.refused_s(request.digest))
         if not left_s:
             return
@@ -90,6 +93,15 @@ class Router:
         texts = filter(None, (why, request.tell_progress()))
         labels = {**request.labels(), "refused_for_s": str(left_s)}
         raise Poisonous("; ".join(texts), labels=labels)
+
+    def roles_alone(self, request: Request) -> Collection[Role]:
+        """In which workers it is to run alone; none for most."""
+        return () if self.verdicts.is_empty else self.verdicts.roles_alone(request.digest)
+
+    def clear_poison(self, request: Request) -> None:
+        """It has been answered: whatever engines died of, it was something else."""
+        if not self.verdicts.is_empty:
+            self.verdicts.clear(request.digest)
 
     def note_death(self, request: Request, failure: Failure) -> None:
         """Holds it against a request if an engine died that it ran in."""
