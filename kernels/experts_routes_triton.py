@@ -16,7 +16,9 @@ from torch import Tensor
 
 from effuse.kernels.experts_routing import Routing
 
-PICKS_PER_STEP = 1024
+# Picks that a program of sorting looks at together: few are not worth more threads, and many steps
+# after one another take longer than everything else here.
+FEW_PICKS, MANY_PICKS = 1024, 4096
 
 
 def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -64,8 +66,9 @@ def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPick
     places = torch.empty((num_tiles, tile_rows), dtype=torch.int32, device=device)
     owners = torch.empty(num_tiles, dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    step, num_warps = (FEW_PICKS, 4) if num_picks <= FEW_PICKS else (MANY_PICKS, 8)
     _count_kernel[(num_experts,)](
-        experts, counts, num_picks, STEP=PICKS_PER_STEP, num_warps=4, enable_fp_fusion=True
+        experts, counts, num_picks, STEP=step, num_warps=num_warps, enable_fp_fusion=True
     )
     _sort_kernel[(num_experts,)](
         experts,
@@ -77,8 +80,8 @@ def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPick
         EXPERTS=num_experts,
         TILE=triton.next_power_of_2(num_experts),
         TILE_ROWS=tile_rows,
-        STEP=PICKS_PER_STEP,
-        num_warps=4,
+        STEP=step,
+        num_warps=num_warps,
         enable_fp_fusion=True,
     )
     return SortedPicks(places, owners, counts)

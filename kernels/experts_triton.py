@@ -68,12 +68,17 @@ def rows_of_tiles(num_picks: int, num_experts: int) -> int:
 
 
 def launch_gate_up(
-    x: Tensor, gate_up: Tensor, places: Tensor, owners: Tensor, picks_a_row: int
+    x: Tensor,
+    gate_up: Tensor,
+    places: Tensor,
+    owners: Tensor,
+    picks_a_row: int,
+    shape: ProductTile | None = None,
 ) -> Tensor:
     """silu(gate) * up of the rows that tiles hold, [tiles * tile_rows, I]; gate_up [E, 2I, H]."""
     inner = gate_up.shape[1] // 2
     activated = torch.empty((places.numel(), inner), dtype=x.dtype, device=x.device)
-    shape = _tile_shape(places.shape[1], x.dtype, inner, x.shape[1], 64)
+    shape = shape or _tile_shape(places.shape[1], x.dtype, inner, x.shape[1], 64)
     _gate_up_kernel[(len(owners) * triton.cdiv(inner, shape.columns),)](
         x,
         gate_up,
@@ -96,12 +101,17 @@ def launch_gate_up(
 
 
 def launch_down(
-    activated: Tensor, down: Tensor, places: Tensor, owners: Tensor, num_picks: int
+    activated: Tensor,
+    down: Tensor,
+    places: Tensor,
+    owners: Tensor,
+    num_picks: int,
+    shape: ProductTile | None = None,
 ) -> Tensor:
     """What each pick gives, [picks, H]; activated [tiles * tile_rows, I], down [E, H, I]."""
     hidden, inner = down.shape[1:]
     given = torch.empty((num_picks, hidden), dtype=activated.dtype, device=activated.device)
-    shape = _tile_shape(places.shape[1], activated.dtype, hidden, inner, 128)
+    shape = shape or _tile_shape(places.shape[1], activated.dtype, hidden, inner, 128)
     _down_kernel[(len(owners) * triton.cdiv(hidden, shape.columns),)](
         activated,
         down,

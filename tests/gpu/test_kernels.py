@@ -103,6 +103,13 @@ def test_routes(name: str, biased: bool) -> None:
     experts.check_route_of_no_number(route, CUDA)
 
 
+@pytest.mark.parametrize("case", experts.SORTED, ids=str)
+def test_picks_are_sorted(case: tuple[int, int, int]) -> None:
+    from effuse.kernels.experts_routes_triton import launch_sort
+
+    experts.check_sort(launch_sort, CUDA, *case)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", experts.LAYERS)
 def test_experts(name: str, dtype: torch.dtype) -> None:
