@@ -57,8 +57,12 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     )
     add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
     add("--remasking", choices=REMASKINGS, help="order of filling (block diffusion)")
-    add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N", help="steps a block takes")
-    add("--entropy-bound", type=within(ENTROPY), metavar="H", help="nats that a step writes")
+    add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N",
+        help="steps a block takes (block diffusion)")  # fmt: skip
+    add("--entropy-bound", type=within(ENTROPY), metavar="H",
+        help="nats that a step writes (entropy_bounded)")  # fmt: skip
+    add("--parse-special-tokens", action="store_true", default=None,
+        help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
@@ -98,4 +102,5 @@ def params_from(found: argparse.Namespace) -> Params:
         remasking=found.remasking,
         denoising_steps=found.denoising_steps,
         entropy_bound=found.entropy_bound,
+        parse_special_tokens=found.parse_special_tokens,
     )

@@ -7,6 +7,8 @@ one of an expert is filled up with -1. Every expert's program reads all picks, w
 order is always the same, and nothing is left over from the layer before.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from effuse.kernels.experts_routing import Routing
 
-PICKS_PER_STEP = 1024
+# Picks that a program of sorting looks at together: few are not worth more threads, and many steps
+# after one another take longer than everything else here.
+FEW_PICKS, MANY_PICKS = 1024, 4096
 
 
 def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -46,18 +50,25 @@ def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
     return experts, weights
 
 
-def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """(places [tiles, tile_rows] of picks or -1, owners [tiles]: each tile's expert or -1), int32.
+@dataclass(frozen=True, slots=True)
+class SortedPicks:
+    """Picks by expert, in their own order within one. All int32."""
 
-    Picks keep their order.
-    """
+    places: Tensor  # [tiles, tile_rows]: picks, or -1
+    owners: Tensor  # [tiles]: each tile's expert, or -1
+    counts: Tensor  # [E]: picks of each expert
+
+
+def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPicks:
+    """Sorts the picks of ``experts`` [T, K] into tiles; without gaps where a tile is one row."""
     num_picks, device = experts.numel(), experts.device
     num_tiles = most_tiles(num_picks, num_experts, tile_rows)
     places = torch.empty((num_tiles, tile_rows), dtype=torch.int32, device=device)
     owners = torch.empty(num_tiles, dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    step, num_warps = (FEW_PICKS, 4) if num_picks <= FEW_PICKS else (MANY_PICKS, 8)
     _count_kernel[(num_experts,)](
-        experts, counts, num_picks, STEP=PICKS_PER_STEP, num_warps=4, enable_fp_fusion=True
+        experts, counts, num_picks, STEP=step, num_warps=num_warps, enable_fp_fusion=True
     )
     _sort_kernel[(num_experts,)](
         experts,
@@ -69,11 +80,11 @@ def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tens
         EXPERTS=num_experts,
         TILE=triton.next_power_of_2(num_experts),
         TILE_ROWS=tile_rows,
-        STEP=PICKS_PER_STEP,
-        num_warps=4,
+        STEP=step,
+        num_warps=num_warps,
         enable_fp_fusion=True,
     )
-    return places, owners
+    return SortedPicks(places, owners, counts)
 
 
 def most_tiles(num_picks: int, num_experts: int, tile_rows: int) -> int:

@@ -24,7 +24,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model a worker serves, in the terms a router needs to check and place requests."""
 
     name: str  # name to ask for
-    architecture: str  # sdar, dream or llada
+    architecture: str  # as `models.families` names it
     block_size: int  # tokens in a diffusion block
     max_model_len: int  # most tokens of prompt and answer together
     vocab_size: int

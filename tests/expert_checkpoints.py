@@ -46,7 +46,6 @@ _OWN: dict[ExpertFamily, dict[str, object]] = {
         "architectures": ["SDARMoeForCausalLM"],
         "attention_bias": False,
         "decoder_sparse_step": 1,
-        "head_dim": HEAD_DIM,
         "intermediate_size": DENSE,
         "mlp_only_layers": [],
         "model_type": "sdar_moe",
@@ -58,7 +57,6 @@ _OWN: dict[ExpertFamily, dict[str, object]] = {
     "llada2_moe": {
         "architectures": ["LLaDA2MoeModelLM"],
         "first_k_dense_replace": 1,
-        "head_dim": HEAD_DIM,
         "intermediate_size": DENSE,
         "model_type": "llada2_moe",
         "moe_intermediate_size": INNER,
@@ -103,26 +101,32 @@ def write_expert_checkpoint(
     seed: int = 0,
     *,
     head_scale: float = 8.0,
+    head_dim: int = HEAD_DIM,
     block_size: int = 4,
     shards: int = 1,
 ) -> Path:
     """Write a checkpoint directory at `path` and return it. Equal arguments, equal bytes.
 
-    The head's row of the mask is zero: no row ever proposes it, as no released model does.
+    LLaDA-MoE has no `head_dim` of its own. The head's row of the mask is zero: no row ever proposes
+    it, as no released model does.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = _COMMON | _OWN[family] | {"block_size": block_size, "dtype": "float32"}
     if family == "llada_moe":
         config["num_key_value_heads"] = NUM_HEADS
+    else:
+        config["head_dim"] = head_dim
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    write_tensors(path, expert_tensors(family, seed, head_scale), shards)
+    write_tensors(path, expert_tensors(family, seed, head_scale, head_dim), shards)
     build_tokenizer(VOCAB_SIZE).save(str(path / "tokenizer.json"))
     return path
 
 
-def expert_tensors(family: ExpertFamily, seed: int, head_scale: float) -> dict[str, Tensor]:
+def expert_tensors(
+    family: ExpertFamily, seed: int, head_scale: float, head_dim: int
+) -> dict[str, Tensor]:
     """All tensors in fp32 under their released names."""
-    draw = _Draw(seed)
+    draw = _Draw(seed, head_dim)
     is_llada2 = family == "llada2_moe"
     tensors = {
         f"model.{'word_embeddings' if is_llada2 else 'embed_tokens'}.weight": draw.matrix(
@@ -147,7 +151,8 @@ def expert_tensors(family: ExpertFamily, seed: int, head_scale: float) -> dict[s
 class _Draw:
     """Numbers that follow from the seed and from what was drawn before."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, head_dim: int) -> None:
+        self.head_dim = head_dim
         self._generator = torch.Generator().manual_seed(seed)
 
     def matrix(self, rows: int, columns: int, scale: float) -> Tensor:
@@ -160,24 +165,24 @@ class _Draw:
 
 
 def _llada2_attention(draw: _Draw, at: str) -> dict[str, Tensor]:
-    rows = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    rows = (NUM_HEADS + 2 * NUM_KV_HEADS) * draw.head_dim
     return {
         f"{at}.attention.query_key_value.weight": draw.matrix(rows, HIDDEN, 2.0),
-        f"{at}.attention.query_layernorm.weight": draw.near(1.7, HEAD_DIM),
-        f"{at}.attention.key_layernorm.weight": draw.near(1.7, HEAD_DIM),
-        f"{at}.attention.dense.weight": draw.matrix(HIDDEN, NUM_HEADS * HEAD_DIM, 2.0),
+        f"{at}.attention.query_layernorm.weight": draw.near(1.7, draw.head_dim),
+        f"{at}.attention.key_layernorm.weight": draw.near(1.7, draw.head_dim),
+        f"{at}.attention.dense.weight": draw.matrix(HIDDEN, NUM_HEADS * draw.head_dim, 2.0),
     }
 
 
 def _attention(draw: _Draw, at: str, family: ExpertFamily) -> dict[str, Tensor]:
     kv_heads = NUM_HEADS if family == "llada_moe" else NUM_KV_HEADS
     tensors = {
-        f"{at}.self_attn.{name}_proj.weight": draw.matrix(heads * HEAD_DIM, HIDDEN, 2.0)
+        f"{at}.self_attn.{name}_proj.weight": draw.matrix(heads * draw.head_dim, HIDDEN, 2.0)
         for name, heads in (("q", NUM_HEADS), ("k", kv_heads), ("v", kv_heads))
     }
-    tensors[f"{at}.self_attn.o_proj.weight"] = draw.matrix(HIDDEN, NUM_HEADS * HEAD_DIM, 2.0)
+    tensors[f"{at}.self_attn.o_proj.weight"] = draw.matrix(HIDDEN, NUM_HEADS * draw.head_dim, 2.0)
     for name in ("q_norm", "k_norm"):
-        tensors[f"{at}.self_attn.{name}.weight"] = draw.near(1.7, HEAD_DIM)
+        tensors[f"{at}.self_attn.{name}.weight"] = draw.near(1.7, draw.head_dim)
     return tensors
 
 

@@ -29,6 +29,7 @@ class Answered:
     threshold: float
     stop: int
     tokens: tuple[int, ...]
+    margin: float  # how close the closest decision was, of probabilities and of best logits
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -49,4 +50,4 @@ def answered() -> list[Answered]:
 
 def write_answered_checkpoint(path: Path, block_size: int = 32) -> Path:
     """The checkpoint of the runs; its configuration says `block_size`."""
-    return write_expert_checkpoint(path, "llada2_moe", seed=7, block_size=block_size)
+    return write_expert_checkpoint(path, "llada2_moe", seed=7, head_dim=32, block_size=block_size)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import EOS_TOKEN_ID
+from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, make_request
 from llada2_answers import Answered, answered, write_answered_checkpoint
 
@@ -37,6 +38,40 @@ def test_answers_are_those_of_the_authors_code(checkpoint: Path, block: int) -> 
     torch.set_num_threads(1)
     rig = Rig(load_model(checkpoint, block_size=block), num_pages=1024, max_num_seqs=96)
     runs = [run for run in answered() if run.block == block]
+    answers = [rig.start(request(str(number), run)) for number, run in enumerate(runs)]
+    rig.run()
+    for run, answer in zip(runs, answers, strict=True):
+        assert answer.token_ids == run.answer, run
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("block", [4, 8, 32])
+def test_answers_of_device_steps_are_those_of_the_authors_code(
+    checkpoint: Path, block: int, device: str
+) -> None:
+    """In fp32, of runs that hang on no rounding; on a GPU experts are chosen within graphs."""
+    torch.set_num_threads(1)
+    runs = [run for run in answered() if run.block == block and run.margin > 3e-4]
+    assert len(runs) >= 4
+    rig = DeviceRig(
+        load_model(checkpoint, block_size=block, device=device),
+        num_pages=512,
+        page_size=16,
+        budget=512,
+        max_num_seqs=16,
+    )
     answers = [rig.start(request(str(number), run)) for number, run in enumerate(runs)]
     rig.run()
     for run, answer in zip(runs, answers, strict=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from operators import attention, experts, rows, sampling
 from operators.attention import Case, Row
-from operators.paths import public, triton_kernels
+from operators.paths import experts_grouped, public, triton_kernels
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
@@ -105,6 +105,13 @@ def test_routes(name: str, biased: bool) -> None:
     experts.check_route_of_no_number(route, CUDA)
 
 
+@pytest.mark.parametrize("case", experts.SORTED, ids=str)
+def test_picks_are_sorted(case: tuple[int, int, int]) -> None:
+    from effuse.kernels.experts_routes_triton import launch_sort
+
+    experts.check_sort(launch_sort, CUDA, *case)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", experts.LAYERS)
 def test_experts(name: str, dtype: torch.dtype) -> None:
@@ -115,6 +122,13 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
 def test_experts_of_crowded_and_of_shuffled_rows(dtype: torch.dtype) -> None:
     experts.check_crowd(expert_mlp, CUDA, dtype)
     experts.check_order(expert_mlp, CUDA, dtype)
+
+
+def test_experts_by_grouped_products() -> None:
+    for name in ("one_row", "odd_sizes", "many_tiles"):
+        experts.check_mlp(experts_grouped, CUDA, torch.bfloat16, experts.LAYERS[name])
+    experts.check_crowd(experts_grouped, CUDA, torch.bfloat16)
+    experts.check_order(experts_grouped, CUDA, torch.bfloat16)
 
 
 LLADA2 = Routing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from effuse.kernels.experts import Routes, expert_mlp_ref, route_ref
 from effuse.kernels.experts_routing import Routing
 from operators.tolerance import assert_close
+
+if TYPE_CHECKING:
+    from effuse.kernels.experts_routes_triton import SortedPicks
 
 Route = Callable[[Tensor, Tensor | None, Routing], Routes]
 ExpertMlp = Callable[[Tensor, Tensor, Tensor, Routes], Tensor]
@@ -28,6 +32,10 @@ GROUPED = Routing(
     num_shared=1,
 )
 ROUTINGS = {"softmax": SOFTMAX, "renormalised": RENORMALISED, "grouped": GROUPED}
+
+Sort = Callable[[Tensor, int, int], "SortedPicks"]
+# (rows of three picks, experts, rows of a tile): less than a step of sorting, and more than one.
+SORTED = [(6, 8, 16), (7, 8, 16), (2001, 10, 32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,29 @@ def check_route_of_no_number(route: Route, device: torch.device) -> None:
     found = route(logits.to(device), None, GROUPED).experts.cpu()
     assert ((found >= 0) & (found < GROUPED.num_weights)).all()
     assert torch.equal(found[::2], expected.experts)
+
+
+def check_sort(
+    sort: Sort, device: torch.device, num_rows: int, num_experts: int, tile_rows: int
+) -> None:
+    """Every pick has one place in a tile of its expert, in their order, and nothing else has one.
+
+    Half of the experts are chosen, the last one among them or not.
+    """
+    picks = random(num_rows, 3).argsort(0) % (num_experts // 2) * 2 + num_rows % 2
+    found = sort(picks.int().to(device), num_experts, tile_rows)
+    places, owners = found.places.cpu(), found.owners.cpu()
+    assert found.counts.tolist() == torch.bincount(picks.flatten(), minlength=num_experts).tolist()
+    expected = []
+    for expert in range(num_experts):
+        mine = (picks.flatten() == expert).nonzero().flatten().tolist()
+        filled = mine + [-1] * (-len(mine) % tile_rows)
+        expected += [
+            (expert, filled[at : at + tile_rows]) for at in range(0, len(filled), tile_rows)
+        ]
+    used = len(expected)
+    assert list(zip(owners[:used].tolist(), places[:used].tolist(), strict=True)) == expected
+    assert (owners[used:] == -1).all() and used <= len(owners)
 
 
 def check_mlp(mlp: ExpertMlp, device: torch.device, dtype: torch.dtype, layer: Layer) -> None:

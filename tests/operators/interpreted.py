@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from effuse.kernels import pages_digests_triton, step_rows_triton
+from effuse.kernels import experts_routes_triton, pages_digests_triton, step_rows_triton
 from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
 from effuse.kernels.sampling_philox import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
@@ -106,12 +106,18 @@ def expert_checks() -> Iterator[tuple[str, Check]]:
             check = partial(experts.check_route, paths.route_on_triton, cpu, routing, biased=biased)
             yield f"route-{name}-{'biased' if biased else 'plain'}", check
     yield "route-nan", partial(experts.check_route_of_no_number, paths.route_on_triton, cpu)
+    for case in experts.SORTED:
+        sort = experts_routes_triton.launch_sort
+        yield f"sort-{case[0]}", partial(experts.check_sort, sort, cpu, *case)
     for name, layer in experts.LAYERS.items():
         for dtype in (torch.float32, torch.float16):
             suffix = str(dtype).removeprefix("torch.")
             check = partial(experts.check_mlp, paths.experts_on_triton, cpu, dtype, layer)
             yield f"{name}-{suffix}", check
     yield "crowd", partial(experts.check_crowd, paths.experts_on_triton, cpu, torch.float32)
+    grouped, layer = paths.experts_grouped, experts.LAYERS["odd_sizes"]
+    yield "grouped", partial(experts.check_mlp, grouped, cpu, torch.float32, layer)
+    yield "grouped-crowd", partial(experts.check_crowd, grouped, cpu, torch.float32)
 
 
 # Each group runs in a process of its own.
