@@ -36,8 +36,8 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
         help="token that ends the answer")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
-    add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy (default: 0)")
-    add("--top-p", type=within(TOP_P), metavar="P", help="nucleus (default: 1)")
+    add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
+    add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
     add("--seed", type=within(SEED), metavar="N", help="same seed, same answer")
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
