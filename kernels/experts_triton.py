@@ -45,8 +45,8 @@ def launch_mlp(
 
 
 def rows_of_tiles(num_picks: int, num_experts: int) -> int:
-    """Rows of a tile: half as many again as an expert gets on average, so that most need one."""
-    return min(128, max(16, int(triton.next_power_of_2(-(-3 * num_picks // (2 * num_experts))))))
+    """Rows of a tile: a quarter more than an expert gets on average, so that most need one."""
+    return min(128, max(16, int(triton.next_power_of_2(-(-5 * num_picks // (4 * num_experts))))))
 
 
 def launch_gate_up(
