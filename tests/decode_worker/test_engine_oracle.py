@@ -72,7 +72,7 @@ def test_answers_of_experts_are_the_oracles(
 ) -> None:
     """The pools are short, so that some requests are preempted. LLaDA2.0 is in `test_llada2`."""
     twin = Twin(write_expert_checkpoint(tmp_path, family, seed=4))
-    rig = Rig(twin.model, num_pages=40)
+    rig = Rig(twin.model, num_pages=24)
     check(twin, rig, random_requests(16, algorithm, block_size=4, sampled=True))
     assert rig.engine.counters.preemptions > 0
 
