@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from effuse.config.decoding import DecodeSettings
 from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.models.config import ModelConfig
 from effuse.models.transformer import LayerWeights, Transformer
+
+if TYPE_CHECKING:
+    from effuse.kernels.experts_routes_triton import SortedPicks
 
 # (batch, steps that are timed, steps of a turn)
 BATCHES = ((1, 64, 8), (8, 32, 4), (32, 16, 2), (64, 16, 2))
@@ -59,7 +63,7 @@ class ExpertLoad:
     ends: Tensor  # [E] int32: picks of this and all experts before
     rows: Tensor  # [P, H] a row for each pick
     activated: Tensor  # [P, I], and a whole tile more for each expert
-    tiles: tuple[Tensor, Tensor] | None  # of the step's own kernels, on a GPU
+    tiles: SortedPicks | None  # of the step's own kernels, on a GPU
 
     @classmethod
     def of(cls, picks: Tensor, layer: LayerWeights) -> ExpertLoad:
@@ -78,7 +82,7 @@ class ExpertLoad:
         )
 
 
-def _tiles(picks: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _tiles(picks: Tensor, num_experts: int) -> SortedPicks:
     from effuse.kernels.experts_routes_triton import launch_sort
     from effuse.kernels.experts_triton import rows_of_tiles
 
@@ -101,8 +105,9 @@ def in_tiles(layer: LayerWeights, load: ExpertLoad) -> None:
     from effuse.kernels.experts_triton import launch_down, launch_gate_up
 
     picks = load.routes.experts
-    launch_gate_up(load.x, layer.gate_up, *load.tiles, picks.shape[1])
-    launch_down(load.activated, layer.down, *load.tiles, picks.numel())
+    places, owners = load.tiles.places, load.tiles.owners
+    launch_gate_up(load.x, layer.gate_up, places, owners, picks.shape[1])
+    launch_down(load.activated, layer.down, places, owners, picks.numel())
 
 
 EXPERT_WAYS: dict[str, Callable[[LayerWeights, ExpertLoad], None]] = {

@@ -56,7 +56,10 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     )
     add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
     add("--remasking", choices=REMASKINGS, help="order of filling (block diffusion)")
-    add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N", help="steps a block takes")
+    add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N",
+        help="steps a block takes (block diffusion)")  # fmt: skip
+    add("--parse-special-tokens", action="store_true", default=None,
+        help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
@@ -95,4 +98,5 @@ def params_from(found: argparse.Namespace) -> Params:
         score=found.score,
         remasking=found.remasking,
         denoising_steps=found.denoising_steps,
+        parse_special_tokens=found.parse_special_tokens,
     )

@@ -7,6 +7,8 @@ one of an expert is filled up with -1. Every expert's program reads all picks, w
 order is always the same, and nothing is left over from the layer before.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -48,11 +50,17 @@ def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
     return experts, weights
 
 
-def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """(places [tiles, tile_rows] of picks or -1, owners [tiles]: each tile's expert or -1), int32.
+@dataclass(frozen=True, slots=True)
+class SortedPicks:
+    """Picks by expert, in their own order within one. All int32."""
 
-    Picks keep their order.
-    """
+    places: Tensor  # [tiles, tile_rows]: picks, or -1
+    owners: Tensor  # [tiles]: each tile's expert, or -1
+    counts: Tensor  # [E]: picks of each expert
+
+
+def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPicks:
+    """Sorts the picks of ``experts`` [T, K] into tiles; without gaps where a tile is one row."""
     num_picks, device = experts.numel(), experts.device
     num_tiles = most_tiles(num_picks, num_experts, tile_rows)
     places = torch.empty((num_tiles, tile_rows), dtype=torch.int32, device=device)
@@ -76,7 +84,7 @@ def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tens
         num_warps=num_warps,
         enable_fp_fusion=True,
     )
-    return places, owners
+    return SortedPicks(places, owners, counts)
 
 
 def most_tiles(num_picks: int, num_experts: int, tile_rows: int) -> int:

@@ -14,8 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from effuse.kernels.experts_routes_triton import launch_sort
+from effuse.kernels.rowwise import swiglu
 
 COLUMNS_PER_PROGRAM = 1024  # of adding up
+
+PICKS_THAT_GROUP = 56
+"""So many picks an expert on average, and torch's grouped products are faster (H200, bf16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +37,29 @@ def launch_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
 ) -> Tensor:
     """[T, H] from x [T, H], gate_up [E, 2I, H], down [E, H, I] and the picks [T, K]."""
-    out = torch.empty_like(x)
     if len(x) == 0:
-        return out
+        return torch.empty_like(x)
+    if x.dtype == torch.bfloat16 and experts.numel() >= PICKS_THAT_GROUP * len(gate_up):
+        return grouped_mlp(x, gate_up, down, experts, weights)
     tile_rows = rows_of_tiles(experts.numel(), len(gate_up))
-    places, owners = launch_sort(experts, len(gate_up), tile_rows)
-    activated = launch_gate_up(x, gate_up, places, owners, experts.shape[1])
-    given = launch_down(activated, down, places, owners, experts.numel())
-    _launch_sum(given, weights, out)
-    return out
+    picks = launch_sort(experts, len(gate_up), tile_rows)
+    activated = launch_gate_up(x, gate_up, picks.places, picks.owners, experts.shape[1])
+    given = launch_down(activated, down, picks.places, picks.owners, experts.numel())
+    return _launch_sum(given, None, weights)
+
+
+def grouped_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """The same by torch's grouped products, over a copy of each pick's row; at least one row."""
+    picks = launch_sort(experts, len(gate_up), 1)
+    order, ends = picks.places.flatten(), picks.counts.cumsum(0, dtype=torch.int32)
+    rows = x.index_select(0, order // experts.shape[1])
+    activated = swiglu(torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
+    given = torch._grouped_mm(activated, down.transpose(1, 2), offs=ends)
+    ranks = torch.empty_like(order)
+    ranks[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    return _launch_sum(given, ranks, weights)
 
 
 def rows_of_tiles(num_picks: int, num_experts: int) -> int:
@@ -113,19 +131,24 @@ def launch_down(
     return given
 
 
-def _launch_sum(given: Tensor, weights: Tensor, out: Tensor) -> None:
-    rows, hidden = out.shape
+def _launch_sum(given: Tensor, ranks: Tensor | None, weights: Tensor) -> Tensor:
+    """[T, H] of weights [T, K] and given [picks, H], whose rows are the picks' `ranks`, if any."""
+    rows, hidden = len(weights), given.shape[1]
+    out = torch.empty((rows, hidden), dtype=given.dtype, device=given.device)
     columns = min(COLUMNS_PER_PROGRAM, triton.next_power_of_2(hidden))
     _sum_kernel[(rows, triton.cdiv(hidden, columns))](
         given,
+        given if ranks is None else ranks,
         weights,
         out,
         PICKS=weights.shape[1],
         HIDDEN=hidden,
         COLUMNS=columns,
+        HAS_RANKS=ranks is not None,
         num_warps=4,
         enable_fp_fusion=True,
     )
+    return out
 
 
 def _tile_shape(
@@ -238,7 +261,14 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    given, weights, out, PICKS: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr
+    given,
+    ranks,
+    weights,
+    out,
+    PICKS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_RANKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -246,6 +276,7 @@ def _sum_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     for place in tl.static_range(PICKS):
         pick = row * PICKS + place
-        values = tl.load(given + pick * HIDDEN + column, mask=mask, other=0.0).to(tl.float32)
+        at = tl.load(ranks + pick).to(tl.int64) if HAS_RANKS else pick
+        values = tl.load(given + at * HIDDEN + column, mask=mask, other=0.0).to(tl.float32)
         total += values * tl.load(weights + pick)
     tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=mask)

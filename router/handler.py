@@ -29,12 +29,14 @@ from effuse.protos.errors import (
 from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
+from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
 from effuse.router.ladder import REFUSALS, Failure, FailureKind
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
+from effuse.router.prompt import encode_prompt
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
-from effuse.router.validation import Findings, check_request_id, fit, validate
+from effuse.router.validation import fit, validate
 from effuse.v1 import generation_pb2 as pb
 
 Response = TypeVar("Response")
@@ -73,7 +75,15 @@ def accept(
         request_id = _request_id(message)
         router.requests.check_id(request_id)
         model = router.catalogue.find(message.model if message.HasField("model") else None)
-        asked = validate(message, model, router.tokenizer.reserved_ids, is_stream=is_stream)
+        tokenizer = router.tokenizer
+        asked = validate(
+            message,
+            model,
+            tokenizer.reserved_ids,
+            is_stream=is_stream,
+            takes_chats=tokenizer.has_chat_template,
+            chat_end_ids=tokenizer.chat_end_ids,
+        )
     except EffuseError as error:
         router.metrics.refused.labels(error.code.name).inc()
         raise
@@ -126,15 +136,7 @@ class Handler:
         request = self._request
         asked = request.asked
         request.queue_s = self._router.now() - request.arrived
-        token_ids = list(asked.prompt_token_ids)
-        if asked.prompt is not None:
-            token_ids = await self._router.tokenizer.encode(asked.prompt)
-            if max(token_ids, default=0) >= asked.model.vocab_size:
-                raise Unavailable(
-                    f"the router's tokenizer does not fit the model: it made id {max(token_ids)}, "
-                    f"the vocabulary has {asked.model.vocab_size}",
-                    retryable=False,
-                )
+        token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
 

@@ -21,7 +21,7 @@ def test_nothing_given_leaves_every_knob_unset() -> None:
     assert _parse() == Params()
     request = make_request("hello", Params())
     assert request.prompt == "hello"
-    assert not request.HasField("request_id")
+    assert not request.HasField("request_id") and not request.parse_special_tokens
     for message in (request.sampling, request.stopping, request.decoding, request.output):
         assert not [field for field, value in message.ListFields() if value]
 
@@ -33,10 +33,11 @@ def test_every_flag_reaches_its_field() -> None:
         *("--top-k", "4", "--seed", "18446744073709551615", "--algorithm", "block_diffusion"),
         *("--window", "2", "--confidence-threshold", "0.75", "--block-add-threshold", "0.5"),
         *("--full-activation-threshold", "1", "--score", "margin"),
-        *("--remasking", "sequential", "--denoising-steps", "6"),
+        *("--remasking", "sequential", "--denoising-steps", "6", "--parse-special-tokens"),
     )
     request = make_request("p", knobs, request_id="r", drafts=True)
     assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
+    assert request.parse_special_tokens
     assert request.stopping == generation_pb2.StoppingParams(
         max_tokens=9, stop=["a", "b"], stop_token_ids=[3], ignore_eos=True
     )

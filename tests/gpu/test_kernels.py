@@ -9,7 +9,7 @@ import pytest
 import torch
 from operators import attention, experts, rows, sampling
 from operators.attention import Case, Row
-from operators.paths import public, triton_kernels
+from operators.paths import experts_grouped, public, triton_kernels
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
@@ -120,6 +120,13 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
 def test_experts_of_crowded_and_of_shuffled_rows(dtype: torch.dtype) -> None:
     experts.check_crowd(expert_mlp, CUDA, dtype)
     experts.check_order(expert_mlp, CUDA, dtype)
+
+
+def test_experts_by_grouped_products() -> None:
+    for name in ("one_row", "odd_sizes", "many_tiles"):
+        experts.check_mlp(experts_grouped, CUDA, torch.bfloat16, experts.LAYERS[name])
+    experts.check_crowd(experts_grouped, CUDA, torch.bfloat16)
+    experts.check_order(experts_grouped, CUDA, torch.bfloat16)
 
 
 LLADA2 = Routing(

@@ -177,10 +177,11 @@ def row_variants() -> Variants:
         yield name, device_code(modules, launch)
 
 
-# (rows, H, I): steps of 1, 32 and 64 blocks of 32 rows of LLaDA2.0-mini, and one in fp32.
+# (rows, H, I): steps of 1, 32, 48 and 64 blocks of 32 rows of LLaDA2.0-mini, and one in fp32.
 EXPERT_SHAPES = {
     "llada2_1": (32, 2048, 512, LLADA2_ROUTING, BF16),
     "llada2_32": (1024, 2048, 512, LLADA2_ROUTING, BF16),
+    "llada2_48": (1536, 2048, 512, LLADA2_ROUTING, BF16),
     "llada2_64": (2048, 2048, 512, LLADA2_ROUTING, BF16),
     "experts_fp32": (32, 256, 96, SDAR_ROUTING, FP32),
 }

@@ -115,6 +115,9 @@ def expert_checks() -> Iterator[tuple[str, Check]]:
             check = partial(experts.check_mlp, paths.experts_on_triton, cpu, dtype, layer)
             yield f"{name}-{suffix}", check
     yield "crowd", partial(experts.check_crowd, paths.experts_on_triton, cpu, torch.float32)
+    grouped, layer = paths.experts_grouped, experts.LAYERS["odd_sizes"]
+    yield "grouped", partial(experts.check_mlp, grouped, cpu, torch.float32, layer)
+    yield "grouped-crowd", partial(experts.check_crowd, grouped, cpu, torch.float32)
 
 
 # Each group runs in a process of its own.

@@ -155,3 +155,10 @@ def experts_on_triton(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) 
     from effuse.kernels import experts_triton
 
     return experts_triton.launch_mlp(x, gate_up, down, routes.experts, routes.weights)
+
+
+def experts_grouped(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+    """`experts.expert_mlp` by torch's grouped products."""
+    from effuse.kernels import experts_triton
+
+    return experts_triton.grouped_mlp(x, gate_up, down, routes.experts, routes.weights)
