@@ -72,9 +72,13 @@ def test_answers_of_experts_are_the_oracles(
 ) -> None:
     """The pools are short, so that some requests are preempted. LLaDA2.0 is in `test_llada2`."""
     twin = Twin(write_expert_checkpoint(tmp_path, family, seed=4))
-    rig = Rig(twin.model, num_pages=24)
-    check(twin, rig, random_requests(16, algorithm, block_size=4, sampled=True))
-    assert rig.engine.counters.preemptions > 0
+    requests = [
+        msgspec.structs.replace(request, stopping=Stopping(max_tokens=24))
+        for request in random_requests(16, algorithm, block_size=4, sampled=True)
+    ]
+    rig = Rig(twin.model, num_pages=20, page_size=3, budget=48)
+    check(twin, rig, requests)
+    assert rig.engine.counters.preemptions >= 3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
