@@ -7,10 +7,10 @@ is UNAVAILABLE and not NOT_FOUND.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import grpc.aio
-import msgspec
 
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
 from effuse.config.decoding import DecodingDefaults
@@ -19,10 +19,16 @@ from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Condition, live_workers
-from effuse.router.validation import BLOCK_DIFFUSION_ONLY, D2F_ONLY
+from effuse.router.validation import KNOBS
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
+# Knobs that are names, and their numbers on the wire.
+_ENUMS: Final[Mapping[str, Mapping[Any, int]]] = {
+    "algorithm": ALGORITHMS,
+    "score": SCORES,
+    "remasking": REMASKINGS,
+}
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
     "decode": model_pb2.WORKER_ROLE_DECODE,
@@ -151,13 +157,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     """What clients are told of the knobs that they may leave out."""
     settings, sampling = defaults.settings, defaults.sampling
-    knobs = msgspec.structs.asdict(settings)
-    for name in D2F_ONLY if settings.algorithm == "block_diffusion" else BLOCK_DIFFUSION_ONLY:
-        del knobs[name]
-    knobs["algorithm"] = ALGORITHMS[settings.algorithm]
-    knobs["score"] = SCORES[settings.score]
-    if "remasking" in knobs:
-        knobs["remasking"] = REMASKINGS[settings.remasking]
+    used = ("algorithm", *KNOBS[settings.algorithm])
+    knobs: dict[str, Any] = {name: getattr(settings, name) for name in used}
+    for name in _ENUMS.keys() & knobs.keys():
+        knobs[name] = _ENUMS[name][knobs[name]]
     return model_pb2.ModelDefaults(
         sampling=generation_pb2.SamplingParams(
             temperature=sampling.temperature,

@@ -42,8 +42,17 @@ _SCORES: Final = {number: name for name, number in SCORES.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
-D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
-BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps", "entropy_bound")
+KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
+    "d2f": {"window", "score", *THRESHOLDS},
+    "block_diffusion": {
+        "score",
+        "remasking",
+        "denoising_steps",
+        "confidence_threshold",
+        "entropy_bound",
+    },
+}
+"""Fields of DecodingParams that each algorithm uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +191,10 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
 
 def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings: Findings) -> None:
     """A knob without effect is a mistake that would pass in silence."""
-    foreign = BLOCK_DIFFUSION_ONLY if algorithm == "d2f" else D2F_ONLY
-    set_fields = {field.name for field, _ in decoding.ListFields()}
-    for name in foreign:
-        if name in set_fields:
+    for knob, _ in decoding.ListFields():
+        if knob.name != "algorithm" and knob.name not in KNOBS[algorithm]:
             form = f"it unset with {algorithm}, which does not use it"
-            findings.add(f"decoding.{name}", form, "a value")
+            findings.add(f"decoding.{knob.name}", form, "a value")
 
 
 def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:
