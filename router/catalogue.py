@@ -24,10 +24,10 @@ from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
 # Knobs that are names, and their numbers on the wire.
-_ENUMS: Final[Mapping[str, Mapping[str, int]]] = {
-    "algorithm": dict(ALGORITHMS),
-    "score": dict(SCORES),
-    "remasking": dict(REMASKINGS),
+_ENUMS: Final[Mapping[str, Mapping[Any, int]]] = {
+    "algorithm": ALGORITHMS,
+    "score": SCORES,
+    "remasking": REMASKINGS,
 }
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
@@ -157,9 +157,8 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     """What clients are told of the knobs that they may leave out."""
     settings, sampling = defaults.settings, defaults.sampling
-    knobs: dict[str, Any] = {
-        name: getattr(settings, name) for name in ("algorithm", *KNOBS[settings.algorithm])
-    }
+    used = ("algorithm", *KNOBS[settings.algorithm])
+    knobs: dict[str, Any] = {name: getattr(settings, name) for name in used}
     for name in _ENUMS.keys() & knobs.keys():
         knobs[name] = _ENUMS[name][knobs[name]]
     return model_pb2.ModelDefaults(
