@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import oracle.settings
@@ -239,7 +238,10 @@ def random_requests(
     """Requests of different lengths and settings; the first prompt is shorter than a block."""
     draw = random.Random(f"{seed}/{algorithm}/{block_size}")
     requests = []
+    # From a draw of its own: tests give the requests of `draw` pages that just do not suffice.
+    entropy = random.Random(f"{seed}/entropy")
     for index in range(count):
+        is_bounded, bound = entropy.random() < 0.3, entropy.choice((0.0, 0.35, 2.0))
         length = 1 if index == 0 else draw.randint(1, 6 * block_size)
         requests.append(
             make_request(
@@ -259,12 +261,19 @@ def random_requests(
                 block_add_threshold=draw.choice((0.0, 0.1, 0.5)),
                 full_activation_threshold=draw.choice((0.5, 0.95, 1.0)),
                 score=draw.choice(("confidence", "margin", "neg_entropy")),
-                remasking=draw.choice(get_args(Remasking)),
-                entropy_bound=draw.choice((0.0, 0.35, 2.0)),
+                remasking=_order(draw, is_bounded),
+                entropy_bound=bound,
                 denoising_steps=draw.randint(1, block_size),
             )
         )
     return requests
+
+
+def _order(draw: random.Random, is_bounded: bool) -> Remasking:
+    order: Remasking = draw.choice(
+        ("low_confidence_dynamic", "low_confidence_static", "sequential")
+    )
+    return "entropy_bounded" if is_bounded else order
 
 
 def of_length(request: StartDecode, max_tokens: int) -> StartDecode:
