@@ -6,9 +6,12 @@ from collections.abc import Callable
 from effuse.cli.arguments import text, whole
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES, Params
 from effuse.config.decoding import (
+    BLOCK_LENGTH,
+    CFG_SCALE,
     DENOISING_STEPS,
     MAX_TOKENS,
     SEED,
+    STEPS,
     TEMPERATURE,
     THRESHOLD,
     TOP_K,
@@ -55,8 +58,23 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="force progress here",
     )
     add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
-    add("--remasking", choices=REMASKINGS, help="order of filling (block diffusion)")
+    add("--remasking", choices=REMASKINGS, help="order of filling")
     add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N", help="steps a block takes")
+    _add_canvas_knobs(parser)
+
+
+def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
+    """Flags of algorithms that denoise prompt and answer as one canvas."""
+    add = parser.add_argument
+    add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
+        help="tokens that are denoised together (LLaDA)")  # fmt: skip
+    add("--steps", type=within(STEPS), metavar="N",
+        help="forward passes of the whole answer; 0 takes one a token (LLaDA)")  # fmt: skip
+    add("--cfg-scale", type=within(CFG_SCALE), metavar="S", help="guidance; 0 is none (LLaDA)")
+    add("--logits-eos-inf", action="store_true", default=None,
+        help="never write an end of sequence (LLaDA)")  # fmt: skip
+    add("--confidence-eos-eot-inf", action="store_true", default=None,
+        help="write ends of sequence last (LLaDA)")  # fmt: skip
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
@@ -95,4 +113,9 @@ def params_from(found: argparse.Namespace) -> Params:
         score=found.score,
         remasking=found.remasking,
         denoising_steps=found.denoising_steps,
+        block_length=found.block_length,
+        steps=found.steps,
+        cfg_scale=found.cfg_scale,
+        logits_eos_inf=found.logits_eos_inf,
+        confidence_eos_eot_inf=found.confidence_eos_eot_inf,
     )

@@ -16,11 +16,14 @@ Prompt = str | Sequence[int]
 ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "d2f": pb.ALGORITHM_D2F,
     "block_diffusion": pb.ALGORITHM_BLOCK_DIFFUSION,
+    "llada": pb.ALGORITHM_LLADA,
 }
 REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
     "low_confidence_static": pb.REMASKING_LOW_CONFIDENCE_STATIC,
     "sequential": pb.REMASKING_SEQUENTIAL,
+    "low_confidence": pb.REMASKING_LOW_CONFIDENCE,
+    "random": pb.REMASKING_RANDOM,
 }
 SCORES: Final[Mapping[Score, pb.Score]] = {
     "confidence": pb.SCORE_CONFIDENCE,
@@ -49,8 +52,13 @@ class Params:
     block_add_threshold: float | None = None
     full_activation_threshold: float | None = None
     score: Score | None = None
-    remasking: Remasking | None = None  # (block diffusion)
+    remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
+    block_length: int | None = None  # tokens that are denoised together (LLaDA)
+    steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA)
+    cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
+    logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)
+    confidence_eos_eot_inf: bool | None = None  # write ends of sequence last (LLaDA)
 
 
 def make_request(
@@ -90,6 +98,11 @@ def make_request(
             score=_named("score", params.score, SCORES),
             remasking=_named("remasking", params.remasking, REMASKINGS),
             denoising_steps=params.denoising_steps,
+            block_length=params.block_length,
+            steps=params.steps,
+            cfg_scale=params.cfg_scale,
+            logits_eos_inf=params.logits_eos_inf,
+            confidence_eos_eot_inf=params.confidence_eos_eot_inf,
         ),
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
     )

@@ -13,12 +13,17 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-Algorithm = Literal["d2f", "block_diffusion"]
+Algorithm = Literal["d2f", "block_diffusion", "llada"]
 """How blocks are denoised."""
-Remasking = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
-"""In which order block diffusion fills masks."""
+Remasking = Literal[
+    "low_confidence_dynamic", "low_confidence_static", "sequential", "low_confidence", "random"
+]
+"""In which order block diffusion (the first three) and LLaDA (the last two) fill masks."""
 Score = Literal["confidence", "margin", "neg_entropy"]
 """By what the best mask is chosen where none passes the threshold."""
+
+CANVAS_ALGORITHMS: Final[frozenset[Algorithm]] = frozenset({"llada"})
+"""Those that denoise prompt and answer as one canvas, on a decode worker alone."""
 
 
 class SettingError(ValueError):
@@ -73,6 +78,9 @@ MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
 THRESHOLD: Final = Bounds(0.0, 1.0)
 DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
+BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
+STEPS: Final = Bounds(0, _INT32_MAX, note="; 0 takes one a token")
+CFG_SCALE: Final = Bounds(0.0, 100.0)
 
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
 
@@ -103,8 +111,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How blocks are denoised; the knobs of D2F (arXiv 2508.09192) and SDAR, by the names of
-    worker.proto's DecodeSettings.
+    """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR and LLaDA
+    (arXiv 2502.09992), by the names of worker.proto's DecodeSettings.
 
     Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
     comparisons with a threshold give the same everywhere.
@@ -118,12 +126,22 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     full_activation_threshold: float = 0.95  # progress that has the next one advance every step
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
+    block_length: int = 32  # tokens of a canvas that are denoised together
+    steps: int = 0  # forwards that a canvas is spread over, by blocks; 0 takes one a token
+    cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
+    logits_eos_inf: bool = False  # an end-of-sequence id is never written
+    confidence_eos_eot_inf: bool = False  # end-of-sequence ids are written last
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
             if (found := getattr(self, name)) not in known:
                 raise SettingError(name, f"one of {', '.join(known)}", repr(found))
         _check_numbers(self, _SETTINGS)
+
+    @property
+    def is_canvas(self) -> bool:
+        """Whether prompt and answer are denoised as one canvas that sees all of itself."""
+        return self.algorithm in CANVAS_ALGORITHMS
 
     @property
     def most_active(self) -> int:
@@ -139,6 +157,9 @@ _SETTINGS: Final = {
     "block_add_threshold": THRESHOLD,
     "full_activation_threshold": THRESHOLD,
     "denoising_steps": DENOISING_STEPS,
+    "block_length": BLOCK_LENGTH,
+    "steps": STEPS,
+    "cfg_scale": CFG_SCALE,
 }
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "algorithm": get_args(Algorithm),

@@ -6,11 +6,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
-from effuse.decode_worker import denoise
+from effuse.decode_worker import canvas, denoise
+from effuse.decode_worker.canvas_parts import canvas_parts, rank
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
@@ -152,24 +154,29 @@ class HostExecutor:
         return False
 
     def _run(self, shares: Sequence[Share]) -> list[StepResult]:
-        parts = [_part_of(share) for share in shares]
+        parts = [_parts_of(share) for share in shares]
+        flat = [part for of_share in parts for part in of_share]
         self.counters.steps += 1
-        self.counters.rows += sum(len(part.token_ids) for part in parts)
+        self.counters.rows += sum(len(part.token_ids) for part in flat)
         try:
-            results = self._guard.run(lambda: self._forward.run(parts), len(parts))
+            results = self._guard.run(lambda: self._forward.run(flat), len(shares))
         except ForwardFailed as failure:
             return [Broken(share.request, str(failure), is_retryable=True) for share in shares]
+        firsts = accumulate(map(len, parts[:-1]), initial=0)
         return [
-            _apply(share.request, part, result)
-            for share, part, result in zip(shares, parts, results, strict=True)
+            _apply(share.request, flat[first], results[first])
+            for share, first in zip(shares, firsts, strict=True)
         ]
 
 
-def _part_of(share: Share) -> Part:
+def _parts_of(share: Share) -> list[Part]:
+    """What the forward runs for a request; the first one's results are the request's."""
     request = share.request
     if request.num_to_prefill:
-        return prefill_part(request, share.num_rows)
-    return denoise_part(request, request.open_step())
+        return [prefill_part(request, share.num_rows)]
+    if request.settings.is_canvas:
+        return canvas_parts(request, request.open_step())
+    return [denoise_part(request, request.open_step())]
 
 
 def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult:
@@ -183,7 +190,11 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
     if not candidates.is_finite():
         return Broken(request, NOT_FINITE, is_retryable=False)
     plan = request.close_step()
-    outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
+    if request.settings.is_canvas:
+        ranked = rank(request, plan, candidates)
+        outcome = canvas.apply_step(request.sequence, request.settings, plan, ranked)
+    else:
+        outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
     return Denoised(request, outcome)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from effuse.config.decoding import DecodeSettings, Sampling
-from effuse.decode_worker import denoise
+from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import Sequence
@@ -29,6 +29,7 @@ class DecodeRequest:
     sampling: Sampling
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
+    eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
     pages: list[PageRef] = field(default_factory=list)
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
     plan: StepPlan | None = None  # of the step that is opened and not yet applied
@@ -42,8 +43,25 @@ class DecodeRequest:
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens before the blocks in flight whose KV is not stored: prompt and settled text."""
+        """Tokens before the blocks in flight whose KV is not stored: prompt and settled text.
+
+        None of a canvas, which every step computes anew."""
+        if self.settings.is_canvas:
+            return 0
         return self.sequence.in_flight_start - self.sequence.committed_len
+
+    @property
+    def runs_from_host(self) -> bool:
+        """Whether the host feeds its next forward, also where others denoise on a device."""
+        return self.settings.is_canvas or self.num_to_prefill > 0
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether nothing of the prompt is left to be computed before the first denoise step."""
+        return (
+            self.settings.is_canvas
+            or self.sequence.committed_len >= self.sequence.first_block_start
+        )
 
     @property
     def needs_remote(self) -> bool:
@@ -53,7 +71,8 @@ class DecodeRequest:
     def open_step(self) -> StepPlan:
         """The plan of the coming denoise step; the same one until it is applied."""
         if self.plan is None:
-            self.plan = denoise.open_step(self.sequence, self.settings)
+            step = canvas if self.settings.is_canvas else denoise
+            self.plan = step.open_step(self.sequence, self.settings)
         return self.plan
 
     def close_step(self) -> StepPlan:
@@ -65,6 +84,8 @@ class DecodeRequest:
 
     def pages_to_begin(self, limits: DecodeLimits) -> int:
         """Pages it needs before its first forward here, or before its writer may push."""
+        if self.settings.is_canvas:
+            return 0
         if self.needs_remote:
             return limits.pages_for(self.sequence.first_block_start)
         return limits.pages_for(self.sequence.in_flight_start)
@@ -86,10 +107,10 @@ class DecodeRequest:
             )
         plan, sequence = self.open_step(), self.sequence
         end = plan.start + plan.num_stored
-        if runs_ahead:
+        if runs_ahead and not self.settings.is_canvas:
             end = max(end, min(sequence.in_flight_end, sequence.last_block_start))
         return Demand(
-            rows=plan.end - plan.start,
+            rows=(plan.end - plan.start) * self._passes,
             whole=True,
             least=0,
             pages_held=len(self.pages),
@@ -106,6 +127,8 @@ class DecodeRequest:
     def footprint(self) -> Footprint:
         """The most it can ever need."""
         sequence = self.sequence
+        if self.settings.is_canvas:
+            return canvas.footprint(sequence, self._passes)
         num_blocks = (sequence.last_block_end - sequence.first_block_start) // sequence.block_size
         return Footprint(
             prompt_len=sequence.prompt_len,
@@ -115,6 +138,11 @@ class DecodeRequest:
             most_rows=min(self.settings.most_active + 1, num_blocks) * sequence.block_size,
             first_chunk=sequence.origin,
         )
+
+    @property
+    def _passes(self) -> int:
+        """Sequences that a step forwards: with guidance, one beside it whose prompt is masked."""
+        return 2 if self.settings.cfg_scale else 1
 
     def _smallest_chunk(self) -> int:
         """A bidirectional prompt goes in one piece; what follows it, block by block."""

@@ -95,6 +95,7 @@ class Sequence:
         "blocks",
         "committed_len",
         "final_len",
+        "mask_end",
         "mask_token_id",
         "masked",
         "origin",
@@ -113,7 +114,9 @@ class Sequence:
         block_size: int,
         mask_token_id: int,
         stopping: Stopping,
+        is_canvas: bool = False,
     ) -> None:
+        """On a canvas the last block holds no mask past the answer's end: all would see it."""
         if not prompt:
             raise RequestError("the prompt must hold at least one token")
         self.prompt_len = len(prompt)
@@ -121,6 +124,7 @@ class Sequence:
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.stopping = stopping
+        self.mask_end = self.answer_end if is_canvas else self.last_block_end
         self.blocks: list[Block] = []
         self.committed_len = 0  # leading tokens whose KV is stored
         self.final_len = self.first_block_start  # leading tokens that can no longer change
@@ -141,6 +145,7 @@ class Sequence:
         block_size: int,
         mask_token_id: int,
         stopping: Stopping,
+        is_canvas: bool = False,
     ) -> Self:
         """Goes on where another attempt stood after a commit: its final tokens and its frontier.
 
@@ -152,12 +157,15 @@ class Sequence:
             block_size=block_size,
             mask_token_id=mask_token_id,
             stopping=stopping,
+            is_canvas=is_canvas,
         )
         sequence._restore_committed(committed)
         for snapshot in frontier:
             sequence._restore_block(snapshot)
         if sequence.blocks and not sequence.blocks[0].masks_left:
             raise RequestError("the first block of the frontier holds no mask: it is not in flight")
+        if is_canvas and (committed or frontier) and sequence.may_grow:
+            raise RequestError("the frontier of a canvas holds all blocks that are not final")
         return sequence
 
     @property
@@ -196,6 +204,11 @@ class Sequence:
         return self.blocks[-1].end if self.blocks else self.final_len
 
     @property
+    def may_grow(self) -> bool:
+        """Whether blocks are left to append."""
+        return self.in_flight_end < self.last_block_end
+
+    @property
     def num_settled_tokens(self) -> int:
         """Tokens of SETTLED blocks: the coming forward stores their KV."""
         return self.final_len - self.in_flight_start
@@ -214,9 +227,10 @@ class Sequence:
         start = self.in_flight_end
         end = start + self.block_size
         assert end <= self.last_block_end, "no block is left to append"
-        num_masks = end - max(start, self.prompt_len)
+        first, last = max(start, self.prompt_len), min(end, self.mask_end)
+        num_masks = last - first
         block = Block(start, end, masks_at_birth=num_masks, masks_left=num_masks)
-        self.masked[end - num_masks : end] = True
+        self.masked[first:last] = True
         self.blocks.append(block)
         return block
 

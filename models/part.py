@@ -10,6 +10,7 @@ from torch import Tensor
 
 from effuse.config.decoding import Sampling
 from effuse.kernels.sampling import ScoreCode
+from effuse.kernels.sampling_llada import LladaDraw
 
 GREEDY: Final = Sampling()
 
@@ -30,6 +31,8 @@ class Part:
     sampling: Sampling = GREEDY
     score: ScoreCode = ScoreCode.CONFIDENCE
     answer_index: int = 0  # tells answers apart that have a seed in common
+    draw: LladaDraw | None = None  # how LLaDA draws; takes the place of sampling and score
+    guidance: float = 0.0  # above 0 its logits are led away from those of the part that follows
 
 
 @dataclass(frozen=True, slots=True)

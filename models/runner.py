@@ -8,14 +8,15 @@ which rows to run and what becomes of candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kernels.sampling import RowSampling, sample_confidence
+from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
+from effuse.kernels.sampling_llada import sample_llada
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import PackedParts, join_aligned, pack_parts
 from effuse.models.part import Part, PartResult
@@ -122,9 +123,11 @@ class ModelRunner:
                 for _, vector in packed.boundary_candidates
             ]
             rows = rows.index_copy(0, at, torch.stack(vectors))
-        candidates = sample_confidence(
-            self.model.logits(rows), self._sampling(packed), self.model.config.mask_token_id
-        )
+        logits, sampling = self.model.logits(rows), self._sampling(packed)
+        if any(part.draw is not None for part in parts):
+            candidates = _sample_by_part(parts, logits, sampling, self.model.config.mask_token_id)
+        else:
+            candidates = sample_confidence(logits, sampling, self.model.config.mask_token_id)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
@@ -170,3 +173,35 @@ def _results(
         )
         candidate = span.stop
     return results
+
+
+def _sample_by_part(
+    parts: Sequence[Part], logits: Tensor, sampling: RowSampling, mask_token_id: int
+) -> Candidates:
+    """Candidates for the rows of ``logits`` [R, V], which are those of the parts in their order.
+
+    A part with guidance s takes u + (s + 1) * (c - u), where c are its own logits and u those of
+    the part that follows, whose candidates are the same positions.
+    """
+    drawn, first = [], 0
+    for part in parts:
+        end = first + len(part.candidates)
+        rows = logits[first:end]
+        if part.guidance:
+            free = logits[end : end + len(rows)].float()
+            rows = free + (part.guidance + 1) * (rows.float() - free)
+        of_part = _rows_of(sampling, slice(first, end))
+        if part.draw is None:
+            drawn.append(sample_confidence(rows, of_part, mask_token_id))
+        else:
+            where = of_part.position, of_part.denoise_count
+            drawn.append(sample_llada(rows, part.draw, *where))
+        first = end
+    columns = ([getattr(one, field.name) for one in drawn] for field in fields(Candidates))
+    return Candidates(*(torch.cat(column) for column in columns))
+
+
+def _rows_of(sampling: RowSampling, rows: slice) -> RowSampling:
+    return RowSampling(
+        **{field.name: getattr(sampling, field.name)[rows] for field in fields(sampling)}
+    )

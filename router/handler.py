@@ -35,7 +35,7 @@ from effuse.router.poison import digest_of
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
-from effuse.router.validation import Findings, check_request_id, fit, validate
+from effuse.router.validation import Findings, check_request_id, fit
 from effuse.v1 import generation_pb2 as pb
 
 Response = TypeVar("Response")
@@ -73,8 +73,7 @@ def accept(
         router.admission.check()
         request_id = _request_id(message)
         router.requests.check_id(request_id)
-        model = router.catalogue.find(message.model if message.HasField("model") else None)
-        asked = validate(message, model, router.tokenizer.reserved_ids, is_stream=is_stream)
+        asked = router.resolve(message, is_stream=is_stream)
     except EffuseError as error:
         router.metrics.refused.labels(error.code.name).inc()
         raise
@@ -214,6 +213,7 @@ class Handler:
             request.fingerprint if request.token_ids else None,
             holder=request.holder,
             alone=self._router.verdicts.roles_alone(request.digest),
+            on_decode_only=request.asked.settings.is_canvas,
         )
 
     def _look_again_s(self) -> float:

@@ -14,9 +14,13 @@ from typing import Any, Final
 
 from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
 from effuse.config.decoding import (
+    BLOCK_LENGTH,
+    CANVAS_ALGORITHMS,
+    CFG_SCALE,
     DEFAULT_MAX_TOKENS,
     DENOISING_STEPS,
     MAX_TOKENS,
+    STEPS,
     TEMPERATURE,
     THRESHOLD,
     TOP_K,
@@ -25,6 +29,7 @@ from effuse.config.decoding import (
     Algorithm,
     Bounds,
     DecodeSettings,
+    Remasking,
     Sampling,
 )
 from effuse.placement.records import ModelInfo
@@ -48,8 +53,26 @@ _SCORES: Final = {number: name for name, number in SCORES.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
-D2F_ONLY: Final = ("window", "block_add_threshold", "full_activation_threshold")
-BLOCK_DIFFUSION_ONLY: Final = ("remasking", "denoising_steps")
+KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
+    "d2f": {"window", "score", *THRESHOLDS},
+    "block_diffusion": {"score", "remasking", "denoising_steps", "confidence_threshold"},
+    "llada": {
+        "remasking",
+        "block_length",
+        "steps",
+        "cfg_scale",
+        "logits_eos_inf",
+        "confidence_eos_eot_inf",
+    },
+}
+"""Fields of DecodingParams that each algorithm uses."""
+ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
+    "block_diffusion": ("low_confidence_dynamic", "low_confidence_static", "sequential"),
+    "llada": ("low_confidence", "random"),
+}
+"""Values of `remasking` that each algorithm knows, its default first."""
+NO_FILTERS: Final[Collection[Algorithm]] = {"llada"}
+"""Algorithms that draw from all tokens: neither top_p nor top_k has an effect."""
 
 
 @dataclass(slots=True)
@@ -112,10 +135,12 @@ def validate(
     reserved_ids: Collection[int] = (),
     *,
     is_stream: bool,
+    decode_prefills: bool = True,
 ) -> Asked:
     """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
 
-    `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding."""
+    `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding.
+    `decode_prefills`: whether decode workers may compute prompts themselves."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
@@ -123,6 +148,7 @@ def validate(
     _check_sampling(request.sampling, model, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
+    _check_canvas(request.sampling, algorithm, model, decode_prefills, findings)
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
@@ -248,24 +274,58 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
     findings.choice("decoding.remasking", decoding.remasking, REMASKING_NAMES)
     for name in THRESHOLDS:  # one that is not set reads as 0, which is in range
         findings.number(f"decoding.{name}", getattr(decoding, name), THRESHOLD)
-    if decoding.HasField("window"):
-        findings.number("decoding.window", decoding.window, WINDOW)
-    if decoding.HasField("denoising_steps"):
-        bounds = replace(DENOISING_STEPS, high=model.block_size, note=", the model's block size")
-        findings.number("decoding.denoising_steps", decoding.denoising_steps, bounds)
+    for name, bounds in (
+        ("window", WINDOW),
+        ("denoising_steps", _up_to_block_size(DENOISING_STEPS, model)),
+        ("block_length", BLOCK_LENGTH),
+        ("steps", STEPS),
+        ("cfg_scale", CFG_SCALE),
+    ):
+        if decoding.HasField(name):
+            findings.number(f"decoding.{name}", getattr(decoding, name), bounds)
     algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, model.default_algorithm)
     _check_conflicts(decoding, algorithm, findings)
     return algorithm
 
 
+def _up_to_block_size(bounds: Bounds, model: ModelInfo) -> Bounds:
+    return replace(bounds, high=model.block_size, note=", the model's block size")
+
+
 def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings: Findings) -> None:
     """A knob without effect is a mistake that would pass in silence."""
-    foreign = BLOCK_DIFFUSION_ONLY if algorithm == "d2f" else D2F_ONLY
-    set_fields = {field.name for field, _ in decoding.ListFields()}
-    for name in foreign:
-        if name in set_fields:
+    for field_, _ in decoding.ListFields():
+        if field_.name != "algorithm" and field_.name not in KNOBS[algorithm]:
             form = f"it unset with {algorithm}, which does not use it"
-            findings.add(f"decoding.{name}", form, "a value")
+            findings.add(f"decoding.{field_.name}", form, "a value")
+    known, asked = ORDERS.get(algorithm), _REMASKINGS.get(decoding.remasking)
+    if known and asked and asked not in known:
+        form = f"one of {', '.join(known)} with {algorithm}"
+        findings.add("decoding.remasking", form, asked)
+
+
+def _check_canvas(
+    sampling: pb.SamplingParams,
+    algorithm: Algorithm,
+    model: ModelInfo,
+    decode_prefills: bool,
+    findings: Findings,
+) -> None:
+    """What algorithms ask of model and fleet that denoise prompt and answer as one canvas."""
+    if algorithm in NO_FILTERS:
+        for name in ("top_p", "top_k"):
+            if sampling.HasField(name):
+                form = f"it unset with {algorithm}, which does not use it"
+                findings.add(f"sampling.{name}", form, "a value")
+    if algorithm not in CANVAS_ALGORITHMS:
+        return
+    others = " or ".join(name for name in _ALGORITHMS.values() if name not in CANVAS_ALGORITHMS)
+    if model.prompt_attention != "bidirectional":
+        form = f"{others} for a model whose prompt does not attend to all of itself"
+        findings.add("decoding.algorithm", form, algorithm)
+    elif not decode_prefills:
+        form = f"{others}, as this fleet prefills on prefill workers alone (--prefill remote)"
+        findings.add("decoding.algorithm", form, algorithm)
 
 
 def _resolve_stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[int, ...]:
@@ -280,11 +340,12 @@ def _resolve_sampling(sampling: pb.SamplingParams) -> Sampling:
 def _resolve_settings(
     decoding: pb.DecodingParams, algorithm: Algorithm, model: ModelInfo
 ) -> DecodeSettings:
-    knobs = {"denoising_steps": model.block_size} | _given(decoding) | {"algorithm": algorithm}
+    whole_block = {"denoising_steps": model.block_size, "block_length": model.block_size}
+    knobs = whole_block | _given(decoding) | {"algorithm": algorithm}
     if decoding.score:
         knobs["score"] = _SCORES[decoding.score]
-    if decoding.remasking:
-        knobs["remasking"] = _REMASKINGS[decoding.remasking]
+    if algorithm in ORDERS:
+        knobs["remasking"] = _REMASKINGS.get(decoding.remasking, ORDERS[algorithm][0])
     return DecodeSettings(**knobs)
 
 

@@ -33,7 +33,8 @@ def test_every_flag_reaches_its_field() -> None:
         *("--top-k", "4", "--seed", "18446744073709551615", "--algorithm", "block_diffusion"),
         *("--window", "2", "--confidence-threshold", "0.75", "--block-add-threshold", "0.5"),
         *("--full-activation-threshold", "1", "--score", "margin"),
-        *("--remasking", "sequential", "--denoising-steps", "6"),
+        *("--remasking", "sequential", "--denoising-steps", "6", "--block-length", "8"),
+        *("--steps", "16", "--cfg-scale", "1.5", "--logits-eos-inf", "--confidence-eos-eot-inf"),
     )
     request = make_request("p", knobs, request_id="r", drafts=True)
     assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
@@ -52,6 +53,11 @@ def test_every_flag_reaches_its_field() -> None:
         score=generation_pb2.SCORE_MARGIN,
         remasking=generation_pb2.REMASKING_SEQUENTIAL,
         denoising_steps=6,
+        block_length=8,
+        steps=16,
+        cfg_scale=1.5,
+        logits_eos_inf=True,
+        confidence_eos_eot_inf=True,
     )
 
 

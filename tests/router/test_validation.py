@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from router.fake_model import BLOCK_SIZE, EOS, MASK, MAX_MODEL_LEN, PAD, VOCAB_SIZE, model_info
 
@@ -133,6 +134,14 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "87 remasking with d2f": (decoding(algorithm=1, remasking=1), "decoding.remasking", "unset"),
     "87 window with block diffusion": (
         decoding(algorithm=2, window=2), "decoding.window", "unset with block_diffusion"
+    ),
+    "87 length with d2f": (decoding(block_length=8), "decoding.block_length", "unset with d2f"),
+    "87 an order of another algorithm": (
+        decoding(algorithm=2, remasking=5), "decoding.remasking",
+        "low_confidence_static, sequential with block_diffusion, got random"
+    ),
+    "88 a canvas of a block-causal model": (
+        decoding(algorithm=3), "decoding.algorithm", "d2f or block_diffusion for a model whose"
     ),
 }  # fmt: skip
 
@@ -272,3 +281,51 @@ def test_good_model_names(name: str) -> None:
     findings = Findings()
     check_model_name(name, "model", findings)
     assert not findings.violations
+
+
+BIDIRECTIONAL = msgspec.structs.replace(model_info(), prompt_attention="bidirectional")
+BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
+    "block_length 0": (decoding(block_length=0), "decoding.block_length", "from 1 to"),
+    "steps 2**31": (decoding(steps=2**31), "decoding.steps", "0 takes one a token, got 2147483648"),
+    "guidance nan": (decoding(cfg_scale=math.nan), "decoding.cfg_scale", "from 0 to 100, got nan"),
+    "threshold": (
+        decoding(confidence_threshold=0.5), "decoding.confidence_threshold", "unset with llada"
+    ),
+    "remasking": (
+        decoding(remasking=1), "decoding.remasking",
+        "one of low_confidence, random with llada, got low_confidence_dynamic"
+    ),
+    "top_p": (sampling(top_p=0.5), "sampling.top_p", "unset with llada"),
+    "top_k": (sampling(top_k=5), "sampling.top_k", "unset with llada"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "field", "text"), BAD_CANVAS.values(), ids=BAD_CANVAS)
+def test_bad_settings_of_a_canvas_name_their_field(change: Change, field: str, text: str) -> None:
+    request = good()
+    request.decoding.algorithm = pb.ALGORITHM_LLADA
+    change(request)
+    with pytest.raises(InvalidRequest) as caught:
+        validate(request, BIDIRECTIONAL, is_stream=True)
+    (violation,) = caught.value.violations
+    assert violation.field == field and text in violation.description
+
+
+def test_settings_of_a_canvas_are_resolved() -> None:
+    request = good()
+    request.decoding.algorithm = pb.ALGORITHM_LLADA
+    settings = validate(request, BIDIRECTIONAL, is_stream=True).settings
+    assert (settings.remasking, settings.block_length) == ("low_confidence", BLOCK_SIZE)
+    assert (settings.steps, settings.cfg_scale, settings.is_canvas) == (0, 0.0, True)
+    decoding(remasking=5, block_length=64, steps=7, cfg_scale=1.5, logits_eos_inf=True)(request)
+    settings = validate(request, BIDIRECTIONAL, is_stream=True).settings
+    assert (settings.remasking, settings.block_length, settings.steps) == ("random", 64, 7)
+    assert (settings.cfg_scale, settings.logits_eos_inf) == (1.5, True)
+    assert not settings.confidence_eos_eot_inf
+
+
+def test_a_canvas_needs_decode_workers_that_may_prefill() -> None:
+    request = good()
+    request.decoding.algorithm = pb.ALGORITHM_LLADA
+    with pytest.raises(InvalidRequest, match=r"prefill workers alone \(--prefill remote\)"):
+        validate(request, BIDIRECTIONAL, is_stream=True, decode_prefills=False)

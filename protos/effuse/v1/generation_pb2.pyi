@@ -12,6 +12,7 @@ class Algorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ALGORITHM_UNSPECIFIED: _ClassVar[Algorithm]
     ALGORITHM_D2F: _ClassVar[Algorithm]
     ALGORITHM_BLOCK_DIFFUSION: _ClassVar[Algorithm]
+    ALGORITHM_LLADA: _ClassVar[Algorithm]
 
 class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -19,6 +20,8 @@ class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMASKING_LOW_CONFIDENCE_DYNAMIC: _ClassVar[Remasking]
     REMASKING_LOW_CONFIDENCE_STATIC: _ClassVar[Remasking]
     REMASKING_SEQUENTIAL: _ClassVar[Remasking]
+    REMASKING_LOW_CONFIDENCE: _ClassVar[Remasking]
+    REMASKING_RANDOM: _ClassVar[Remasking]
 
 class Score(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,10 +47,13 @@ class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ALGORITHM_UNSPECIFIED: Algorithm
 ALGORITHM_D2F: Algorithm
 ALGORITHM_BLOCK_DIFFUSION: Algorithm
+ALGORITHM_LLADA: Algorithm
 REMASKING_UNSPECIFIED: Remasking
 REMASKING_LOW_CONFIDENCE_DYNAMIC: Remasking
 REMASKING_LOW_CONFIDENCE_STATIC: Remasking
 REMASKING_SEQUENTIAL: Remasking
+REMASKING_LOW_CONFIDENCE: Remasking
+REMASKING_RANDOM: Remasking
 SCORE_UNSPECIFIED: Score
 SCORE_CONFIDENCE: Score
 SCORE_MARGIN: Score
@@ -113,7 +119,7 @@ class StoppingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class DecodingParams(_message.Message):
-    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps")
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +128,11 @@ class DecodingParams(_message.Message):
     SCORE_FIELD_NUMBER: _ClassVar[int]
     REMASKING_FIELD_NUMBER: _ClassVar[int]
     DENOISING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    CFG_SCALE_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_EOS_INF_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_EOS_EOT_INF_FIELD_NUMBER: _ClassVar[int]
     algorithm: Algorithm
     window: int
     confidence_threshold: float
@@ -130,7 +141,12 @@ class DecodingParams(_message.Message):
     score: Score
     remasking: Remasking
     denoising_steps: int
-    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ...) -> None: ...
+    block_length: int
+    steps: int
+    cfg_scale: float
+    logits_eos_inf: bool
+    confidence_eos_eot_inf: bool
+    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "drafts")

@@ -1,0 +1,186 @@
+"""Canvases through the engine: the authors' tokens, whoever shares the batch, whatever is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tiny_checkpoint
+from decoding.device_rig import DeviceRig
+from decoding.engines import Answer, Rig, load_tiny, make_request, random_requests
+from decoding.published import Published, published_model, published_runs
+
+from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.sequence import RequestError
+from effuse.models.transformer import Transformer
+from effuse.worker import messages
+from effuse.worker.messages import Resume, StartDecode
+
+LOOPS = ("llada",)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Transformer]:
+    home = tmp_path_factory.mktemp("published")
+    keys = {(run.architecture, run.checkpoint) for name in LOOPS for run in published_runs(name)}
+    return {key: published_model(home, *key) for key in sorted(keys)}
+
+
+@pytest.fixture(scope="module")
+def model(models: dict[tuple[str, int], Transformer]) -> Transformer:
+    return models["llada", 1]
+
+
+def some_runs(name: str, architecture: str = "llada") -> list[Published]:
+    """Long ones on the first checkpoint: blocks settle while others hold masks."""
+    runs = [r for r in published_runs(name) if (r.architecture, r.checkpoint) == (architecture, 1)]
+    return [run for run in runs if run.max_tokens > 16]
+
+
+def ask(rig: Rig, requests: Iterable[StartDecode]) -> list[Answer]:
+    answers = [rig.start(request) for request in requests]
+    rig.run()
+    return answers
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_tokens_are_those_of_the_published_loop(
+    name: str, models: dict[tuple[str, int], Transformer]
+) -> None:
+    runs = published_runs(name)
+    for key, model in models.items():
+        own = [run for run in runs if (run.architecture, run.checkpoint) == key]
+        answers = ask(Rig(model), [run.request(str(at)) for at, run in enumerate(own)])
+        for run, answer in zip(own, answers, strict=True):
+            assert list(answer.token_ids) == run.tokens, run
+            assert not answer.finished.stopped
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_who_shares_the_batch_changes_nothing(name: str, model: Transformer) -> None:
+    """Alone, and among requests that have pages and are preempted for them."""
+    runs = some_runs(name)[:3]
+    others = random_requests(6, "d2f", block_size=8)
+    rig = Rig(model, num_pages=40)
+    answers = ask(rig, [*others, *(run.request(str(at)) for at, run in enumerate(runs))])
+    for run, answer in zip(runs, answers[len(others) :], strict=True):
+        assert list(answer.token_ids) == run.tokens
+        (alone,) = ask(Rig(model), [run.request("alone")])
+        assert list(alone.token_ids) == run.tokens
+    for other, answer in zip(others, answers, strict=False):
+        (alone,) = ask(Rig(model), [other])
+        assert alone.token_ids == answer.token_ids
+
+
+def test_it_runs_from_the_host_beside_denoising_on_the_device(model: Transformer) -> None:
+    runs = some_runs("llada")[:2]
+    others = random_requests(3, "d2f", block_size=8)
+    rig = DeviceRig(model)
+    answers = ask(rig, [*others, *(run.request(str(at)) for at, run in enumerate(runs))])
+    expected = ask(Rig(model), others)
+    assert [a.token_ids for a in answers[: len(others)]] == [a.token_ids for a in expected]
+    assert [list(a.token_ids) for a in answers[len(others) :]] == [run.tokens for run in runs]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_it_goes_on_from_every_commit(name: str, model: Transformer) -> None:
+    """Another engine writes the same rest, random choices included."""
+    for run in [r for r in some_runs(name) if r.temperature][:3]:
+        (answer,) = ask(Rig(model), [run.request("whole")])
+        assert len(answer.commits) > 1 and list(answer.token_ids) == run.tokens
+        told: list[int] = []
+        rest = []
+        for commit in answer.commits[:-1]:
+            told += commit.token_ids
+            resume = Resume(committed_token_ids=tuple(told), frontier=commit.frontier)
+            rest.append((list(told), run.request(f"from-{len(told)}", resume=resume)))
+        resumed = ask(Rig(model), [request for _, request in rest])
+        for (before, _), later in zip(rest, resumed, strict=True):
+            assert later.commits[0].token_offset == len(before)
+            tokens = [token for commit in later.commits for token in commit.token_ids]
+            assert before + tokens == run.tokens
+
+
+def test_a_stop_id_ends_it_once_all_before_is_written(model: Transformer) -> None:
+    run = next(r for r in some_runs("llada") if r.settings["block_length"] == 8)
+    stop = next(token for token in run.tokens[:8] if run.tokens.index(token) > 0)
+    request = run.request("stopped", stop_token_ids=(stop,))
+    (answer,) = ask(Rig(model), [request])
+    assert list(answer.token_ids) == run.tokens[: run.tokens.index(stop)]
+    assert answer.finished.stopped
+    (whole,) = ask(Rig(model), [run.request("whole")])
+    assert answer.finished.forward_passes < whole.finished.forward_passes
+
+
+def test_it_holds_no_page_and_takes_two_passes_with_guidance(model: Transformer) -> None:
+    prompt = tuple(range(20, 33))
+    rows = {}
+    for scale in (0.0, 1.5):
+        rig = Rig(model)
+        rig.start(make_request("a", prompt, max_tokens=8, algorithm="llada", cfg_scale=scale))
+        rig.step()
+        assert rig.pool.num_free == rig.pool.num_pages
+        assert rig.engine.load().running == 1
+        rows[scale] = rig.engine.counters.rows
+    assert rows == {0.0: 21, 1.5: 42}
+
+
+def test_drafts_show_the_blocks_that_were_written(model: Transformer) -> None:
+    run = some_runs("llada")[0]
+    (answer,) = ask(Rig(model), [run.request("a", drafts=True)])
+    drafts = [event for event in answer.events if isinstance(event, messages.Draft)]
+    assert {draft.token_offset % 8 for draft in drafts} == {0}
+    left = [sum(map(int.bit_count, draft.block.masks)) for draft in drafts]
+    assert all(count < 8 for count in left) and any(left)
+
+
+def _frontier(model: Transformer, keep: int) -> Resume:
+    run = some_runs("llada")[0]
+    (answer,) = ask(Rig(model), [run.request("whole")])
+    first = answer.commits[0]
+    return Resume(committed_token_ids=first.token_ids, frontier=first.frontier[:keep])
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a_frontier_that_lacks_blocks_is_refused(keep: int, model: Transformer) -> None:
+    run = some_runs("llada")[0]
+    resume = _frontier(model, keep)
+    (answer,) = ask(Rig(model), [run.request("cut", resume=resume, max_tokens=48)])
+    assert answer.failed.code == "INVALID_ARGUMENT"
+    assert "all blocks that are not final" in answer.failed.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"writer": "prefill-1"}, "no prefill worker"),
+        ({"max_tokens": 60, "cfg_scale": 1.0}, "one denoise step may take 122 tokens"),
+    ],
+)
+def test_what_cannot_run_here_is_refused(
+    changes: dict[str, object], message: str, model: Transformer
+) -> None:
+    request = make_request("a", [5], algorithm="llada", **changes)  # type: ignore[arg-type]
+    intake = Intake(model.config, Rig(model, budget=100).limits)
+    with pytest.raises(RequestError, match=message):
+        intake.make_request(request, arrival=0, now=0.0)
+
+
+def test_a_block_causal_model_denoises_no_canvas(tmp_path: Path) -> None:
+    rig = Rig(load_tiny(write_tiny_checkpoint(tmp_path / "m", "sdar", seed=3)))
+    (answer,) = ask(rig, [make_request("a", [5], algorithm="llada")])
+    assert answer.failed.code == "INVALID_ARGUMENT"
+    assert "attends to all of itself" in answer.failed.message
+
+
+def test_a_batch_of_canvases_keeps_to_the_budget(model: Transformer) -> None:
+    runs: Sequence[Published] = some_runs("llada")[:3]
+    most = max(len(run.prompt) + run.max_tokens for run in runs) * 2
+    rig = Rig(model, budget=most)
+    answers = [rig.start(run.request(str(at))) for at, run in enumerate(runs)]
+    before = 0
+    while rig.step():
+        assert rig.engine.counters.rows - before <= most
+        before = rig.engine.counters.rows
+    assert [list(a.token_ids) for a in answers] == [run.tokens for run in runs]
