@@ -1,5 +1,5 @@
-"""Canvases in a split fleet: the published loops' tokens over either connector, beside requests that
-are handed over, and the same answer where a decode worker is lost in its midst."""
+"""Canvases in a split fleet: the published loops' tokens over either connector, beside a request
+that is handed over, and the same answer where a decode worker is lost in its midst."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkpoints import Architecture
 from decoding.published import Published, published_runs, write_published
 from e2e.client import all_at_once, connect
 from e2e.processes import engine_of
@@ -21,7 +22,7 @@ MAX_MODEL_LEN = 256
 
 
 @contextlib.contextmanager
-def canvas_fleet(architecture: str, connector: str, decode: int) -> Iterator[Fleet]:
+def canvas_fleet(architecture: Architecture, connector: str, decode: int) -> Iterator[Fleet]:
     """A fleet of the first published checkpoint, which prefills wherever it can."""
     with tempfile.TemporaryDirectory(prefix="effuse-canvas-") as home:
         model = write_published(Path(home) / architecture, architecture, 1, block_size=8)
@@ -74,7 +75,8 @@ def test_a_lost_decode_worker_changes_no_token() -> None:
     )
     with canvas_fleet("llada", "zmq", decode=2) as fleet, connect(fleet.address) as client:
         events = client.stream(asked)
-        tokens, forwards = [], 0
+        tokens: list[int] = []
+        forwards = 0
         for event in events:
             tokens += event.commit.token_ids
             if not forwards:
