@@ -4,11 +4,13 @@ import argparse
 from collections.abc import Callable
 
 from effuse.cli.arguments import text, whole
-from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES, Params
+from effuse.client.params import ALGORITHMS, ALGS, REMASKINGS, SCORES, Params
 from effuse.config.decoding import (
+    ALG_TEMP,
     BLOCK_LENGTH,
     CFG_SCALE,
     DENOISING_STEPS,
+    EPS,
     MAX_TOKENS,
     SEED,
     STEPS,
@@ -69,12 +71,16 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
         help="tokens that are denoised together (LLaDA)")  # fmt: skip
     add("--steps", type=within(STEPS), metavar="N",
-        help="forward passes of the whole answer; 0 takes one a token (LLaDA)")  # fmt: skip
+        help="forward passes of the whole answer; 0 takes one a token (LLaDA, Dream)")  # fmt: skip
     add("--cfg-scale", type=within(CFG_SCALE), metavar="S", help="guidance; 0 is none (LLaDA)")
     add("--logits-eos-inf", action="store_true", default=None,
         help="never write an end of sequence (LLaDA)")  # fmt: skip
     add("--confidence-eos-eot-inf", action="store_true", default=None,
         help="write ends of sequence last (LLaDA)")  # fmt: skip
+    add("--alg", choices=ALGS, help="what is written at a step (Dream)")
+    add("--eps", type=within(EPS), metavar="T", help="where time ends that begins at 1 (Dream)")
+    add("--alg-temp", type=within(ALG_TEMP), metavar="T",
+        help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
@@ -118,4 +124,7 @@ def params_from(found: argparse.Namespace) -> Params:
         cfg_scale=found.cfg_scale,
         logits_eos_inf=found.logits_eos_inf,
         confidence_eos_eot_inf=found.confidence_eos_eot_inf,
+        alg=found.alg,
+        eps=found.eps,
+        alg_temp=found.alg_temp,
     )

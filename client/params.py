@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from effuse.config.decoding import Algorithm, Remasking, Score
+from effuse.config.decoding import Alg, Algorithm, Remasking, Score
 from effuse.v1 import generation_pb2 as pb
 
 Value = TypeVar("Value")
@@ -17,6 +17,7 @@ ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "d2f": pb.ALGORITHM_D2F,
     "block_diffusion": pb.ALGORITHM_BLOCK_DIFFUSION,
     "llada": pb.ALGORITHM_LLADA,
+    "dream": pb.ALGORITHM_DREAM,
 }
 REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
@@ -24,6 +25,12 @@ REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "sequential": pb.REMASKING_SEQUENTIAL,
     "low_confidence": pb.REMASKING_LOW_CONFIDENCE,
     "random": pb.REMASKING_RANDOM,
+}
+ALGS: Final[Mapping[Alg, pb.Alg]] = {
+    "origin": pb.ALG_ORIGIN,
+    "maskgit_plus": pb.ALG_MASKGIT_PLUS,
+    "topk_margin": pb.ALG_TOPK_MARGIN,
+    "entropy": pb.ALG_ENTROPY,
 }
 SCORES: Final[Mapping[Score, pb.Score]] = {
     "confidence": pb.SCORE_CONFIDENCE,
@@ -55,10 +62,13 @@ class Params:
     remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
     block_length: int | None = None  # tokens that are denoised together (LLaDA)
-    steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA)
+    steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
     cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
     logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)
     confidence_eos_eot_inf: bool | None = None  # write ends of sequence last (LLaDA)
+    alg: Alg | None = None  # what is written at a step (Dream)
+    eps: float | None = None  # where time ends that begins at 1 (Dream)
+    alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
 
 
 def make_request(
@@ -103,6 +113,9 @@ def make_request(
             cfg_scale=params.cfg_scale,
             logits_eos_inf=params.logits_eos_inf,
             confidence_eos_eot_inf=params.confidence_eos_eot_inf,
+            alg=_named("alg", params.alg, ALGS),
+            eps=params.eps,
+            alg_temp=params.alg_temp,
         ),
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
     )

@@ -13,16 +13,18 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-Algorithm = Literal["d2f", "block_diffusion", "llada"]
+Algorithm = Literal["d2f", "block_diffusion", "llada", "dream"]
 """How blocks are denoised."""
 Remasking = Literal[
     "low_confidence_dynamic", "low_confidence_static", "sequential", "low_confidence", "random"
 ]
 """In which order block diffusion (the first three) and LLaDA (the last two) fill masks."""
+Alg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
+"""What Dream writes at a step: masks by lot, or the best ones by this."""
 Score = Literal["confidence", "margin", "neg_entropy"]
 """By what the best mask is chosen where none passes the threshold."""
 
-CANVAS_ALGORITHMS: Final[frozenset[Algorithm]] = frozenset({"llada"})
+CANVAS_ALGORITHMS: Final[frozenset[Algorithm]] = frozenset({"llada", "dream"})
 """Those that denoise prompt and answer as one canvas, on a decode worker alone."""
 
 
@@ -79,8 +81,10 @@ WINDOW: Final = Bounds(1, 64)
 THRESHOLD: Final = Bounds(0.0, 1.0)
 DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
 BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
-STEPS: Final = Bounds(0, _INT32_MAX, note="; 0 takes one a token")
+STEPS: Final = Bounds(0, 65536, note="; 0 takes one a token")
 CFG_SCALE: Final = Bounds(0.0, 100.0)
+EPS: Final = Bounds(0.0, 1.0)
+ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot")
 
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
 
@@ -111,8 +115,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR and LLaDA
-    (arXiv 2502.09992), by the names of worker.proto's DecodeSettings.
+    """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR, LLaDA
+    (arXiv 2502.09992) and Dream (arXiv 2508.15487), by the names of worker.proto's DecodeSettings.
 
     Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
     comparisons with a threshold give the same everywhere.
@@ -131,6 +135,9 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
     logits_eos_inf: bool = False  # an end-of-sequence id is never written
     confidence_eos_eot_inf: bool = False  # end-of-sequence ids are written last
+    alg: Alg = "origin"
+    eps: float = 1e-3  # where time ends that begins at 1
+    alg_temp: float = 0.0  # temperature at which the best masks are drawn by lot; 0 draws none
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -160,11 +167,14 @@ _SETTINGS: Final = {
     "block_length": BLOCK_LENGTH,
     "steps": STEPS,
     "cfg_scale": CFG_SCALE,
+    "eps": EPS,
+    "alg_temp": ALG_TEMP,
 }
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "algorithm": get_args(Algorithm),
     "score": get_args(Score),
     "remasking": get_args(Remasking),
+    "alg": get_args(Alg),
 }
 
 

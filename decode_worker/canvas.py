@@ -12,23 +12,30 @@ from typing import Protocol
 import numpy as np
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker import llada
+from effuse.decode_worker import dream, llada
 from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
 from effuse.decode_worker.scheduler import Footprint
-from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, IntArray, Sequence
+from effuse.decode_worker.sequence import (
+    Block,
+    CanvasStep,
+    HostCandidates,
+    IndexArray,
+    IntArray,
+    PositionNoise,
+    Sequence,
+)
 
 
 class CanvasRules(Protocol):
     """What an algorithm decides; masks are absolute positions, ascending."""
 
-    def proposals(self, sequence: Sequence, settings: DecodeSettings) -> IntArray: ...
-    def choose(
-        self,
-        sequence: Sequence,
-        settings: DecodeSettings,
-        masks: IntArray,
-        candidates: HostCandidates,
-    ) -> IndexArray: ...
+    def proposals(self, step: CanvasStep) -> IntArray:
+        """Masks that want a token; there may be none."""
+        ...
+
+    def choose(self, step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
+        """Indices of the proposals for `masks` that are written."""
+        ...
 
 
 def rules_of(settings: DecodeSettings) -> CanvasRules:
@@ -36,35 +43,38 @@ def rules_of(settings: DecodeSettings) -> CanvasRules:
     match settings.algorithm:
         case "llada":
             return llada
+        case "dream":
+            return dream
         case other:
             raise ValueError(f"{other} denoises no canvas")
 
 
-def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
+def open_step(sequence: Sequence, settings: DecodeSettings, noise: PositionNoise) -> StepPlan:
     """Plans the forward over the whole canvas; a step that could not run may be opened again."""
     while sequence.may_grow:
         sequence.append_block().full = True
-    masks = rules_of(settings).proposals(sequence, settings)
+    step = _step(sequence, settings, noise)
+    masks = rules_of(settings).proposals(step)
     return StepPlan(
         start=0,
         end=sequence.mask_end,
         num_stored=0,
         candidates=masks,
-        denoise_counts=np.full(len(masks), num_steps(sequence), dtype=np.int64),
+        denoise_counts=np.full(len(masks), step.number, dtype=np.int64),
     )
 
 
-def num_steps(sequence: Sequence) -> int:
-    """Steps that were applied to the canvas."""
-    return sequence.blocks[-1].denoise_count
-
-
 def apply_step(
-    sequence: Sequence, settings: DecodeSettings, plan: StepPlan, candidates: HostCandidates
+    sequence: Sequence,
+    settings: DecodeSettings,
+    noise: PositionNoise,
+    plan: StepPlan,
+    candidates: HostCandidates,
 ) -> StepOutcome:
     """Writes what the algorithm chooses, and settles blocks in ascending order."""
     assert len(candidates) == len(plan.candidates)
-    chosen = rules_of(settings).choose(sequence, settings, plan.candidates, candidates)
+    step = _step(sequence, settings, noise)
+    chosen = rules_of(settings).choose(step, plan.candidates, candidates)
     written = _write(sequence, plan.candidates[chosen], candidates.tokens[chosen])
     for block in sequence.blocks:
         block.denoise_count += 1
@@ -80,6 +90,11 @@ def footprint(sequence: Sequence, passes: int) -> Footprint:
         most_rows=sequence.mask_end * passes,
         first_chunk=0,
     )
+
+
+def _step(sequence: Sequence, settings: DecodeSettings, noise: PositionNoise) -> CanvasStep:
+    number = sequence.blocks[-1].denoise_count  # the last block is in flight to the end
+    return CanvasStep(sequence, settings, number, noise)
 
 
 def _write(sequence: Sequence, positions: IntArray, tokens: IntArray) -> list[Block]:

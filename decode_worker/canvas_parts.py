@@ -1,19 +1,25 @@
-"""What a forward runs for a step of a canvas, and what ranks the tokens that it proposes.
+"""What a forward runs for a step of a canvas: between `canvas.py` and the model runner.
 
-Between the pure steps of `canvas.py` and the model runner: whole sequences without pages, a second
-one for guidance, and the noise that is drawn for positions rather than tokens.
+Whole sequences without pages, a second one for guidance, and how their tokens are drawn.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
-import numpy as np
-
-from effuse.decode_worker.canvas import num_steps
+from effuse.config.decoding import Alg
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.request import DecodeRequest
-from effuse.decode_worker.sequence import HostCandidates
-from effuse.kernels.sampling_llada import LladaDraw, position_noise
+from effuse.kernels.sampling import ScoreCode
+from effuse.kernels.sampling_llada import LladaDraw
 from effuse.models.part import Part
+
+_SCORES: Final[Mapping[Alg, ScoreCode]] = {
+    "origin": ScoreCode.CONFIDENCE,  # which decides nothing there
+    "maskgit_plus": ScoreCode.CONFIDENCE,
+    "topk_margin": ScoreCode.MARGIN,
+    "entropy": ScoreCode.NEG_ENTROPY,
+}
 
 
 def canvas_parts(request: DecodeRequest, plan: StepPlan) -> list[Part]:
@@ -28,7 +34,8 @@ def canvas_parts(request: DecodeRequest, plan: StepPlan) -> list[Part]:
         candidates=plan.candidates.tolist(),
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=request.sampling,
-        draw=_draw(request),
+        score=_SCORES[settings.alg],
+        draw=_draw(request) if settings.algorithm == "llada" else None,
         guidance=settings.cfg_scale,
     )
     if not settings.cfg_scale:
@@ -36,15 +43,6 @@ def canvas_parts(request: DecodeRequest, plan: StepPlan) -> list[Part]:
     prompt_len = sequence.prompt_len
     masked = [sequence.mask_token_id] * prompt_len + list(canvas.token_ids[prompt_len:])
     return [canvas, replace(canvas, token_ids=masked, guidance=0.0)]
-
-
-def rank(request: DecodeRequest, plan: StepPlan, candidates: HostCandidates) -> HostCandidates:
-    """The candidates with scores drawn by lot, where the settings ask for that."""
-    if request.settings.remasking != "random":
-        return candidates
-    positions = plan.candidates.tolist()
-    noise = position_noise(request.sampling.seed, positions, num_steps(request.sequence), 0)
-    return replace(candidates, scores=np.asarray(noise, dtype=np.float32))
 
 
 def _draw(request: DecodeRequest) -> LladaDraw:

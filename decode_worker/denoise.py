@@ -73,7 +73,7 @@ def rules_of(settings: DecodeSettings) -> Rules:
             return d2f
         case "block_diffusion":
             return block_diffusion
-        case "llada":
+        case "llada" | "dream":
             raise ValueError(f"{settings.algorithm} denoises a canvas: `canvas.py`")
 
 

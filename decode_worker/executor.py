@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from effuse.decode_worker import canvas, denoise
-from effuse.decode_worker.canvas_parts import canvas_parts, rank
+from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
@@ -191,8 +191,8 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
         return Broken(request, NOT_FINITE, is_retryable=False)
     plan = request.close_step()
     if request.settings.is_canvas:
-        ranked = rank(request, plan, candidates)
-        outcome = canvas.apply_step(request.sequence, request.settings, plan, ranked)
+        noise = request.position_noise
+        outcome = canvas.apply_step(request.sequence, request.settings, noise, plan, candidates)
     else:
         outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
     return Denoised(request, outcome)

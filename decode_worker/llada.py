@@ -6,26 +6,26 @@ and these do, the steps are theirs; else the last block is shorter and the first
 remaining steps.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker.sequence import HostCandidates, IndexArray, IntArray, Sequence
+from effuse.decode_worker.sequence import CanvasStep, HostCandidates, IndexArray, IntArray, Sequence
 
 
-def proposals(sequence: Sequence, settings: DecodeSettings) -> IntArray:
-    """Positions of all masks of the first generation block that holds any, ascending."""
-    masks = np.flatnonzero(sequence.masked)
-    first = int(masks[0]) - sequence.prompt_len
-    end = sequence.prompt_len + (first // settings.block_length + 1) * settings.block_length
+def proposals(step: CanvasStep) -> IntArray:
+    """All masks of the first generation block that holds any."""
+    masks, prompt_len, length = step.masks(), step.sequence.prompt_len, step.settings.block_length
+    end = prompt_len + ((int(masks[0]) - prompt_len) // length + 1) * length
     return masks[masks < end]
 
 
-def choose(
-    sequence: Sequence, settings: DecodeSettings, masks: IntArray, candidates: HostCandidates
-) -> IndexArray:
-    """Indices of the proposals for `masks` that are written: the step's share of those with the
-    highest scores, which are confidences or drawn by lot."""
-    return candidates.best(share(sequence, settings, masks))
+def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
+    """The step's share of those with the highest confidence, or drawn by lot."""
+    if step.settings.remasking == "random":
+        candidates = replace(candidates, scores=step.drawn(masks).astype(np.float32))
+    return candidates.best(share(step.sequence, step.settings, masks))
 
 
 def share(sequence: Sequence, settings: DecodeSettings, masks: IntArray) -> int:

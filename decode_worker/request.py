@@ -13,7 +13,8 @@ from effuse.config.decoding import DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
-from effuse.decode_worker.sequence import Sequence
+from effuse.decode_worker.sequence import FloatArray, IntArray, Sequence
+from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import AttemptId, PageRef
 
 
@@ -71,8 +72,10 @@ class DecodeRequest:
     def open_step(self) -> StepPlan:
         """The plan of the coming denoise step; the same one until it is applied."""
         if self.plan is None:
-            step = canvas if self.settings.is_canvas else denoise
-            self.plan = step.open_step(self.sequence, self.settings)
+            if self.settings.is_canvas:
+                self.plan = canvas.open_step(self.sequence, self.settings, self.position_noise)
+            else:
+                self.plan = denoise.open_step(self.sequence, self.settings)
         return self.plan
 
     def close_step(self) -> StepPlan:
@@ -138,6 +141,10 @@ class DecodeRequest:
             most_rows=min(self.settings.most_active + 1, num_blocks) * sequence.block_size,
             first_chunk=sequence.origin,
         )
+
+    def position_noise(self, positions: IntArray, step: int) -> FloatArray:
+        """The `PositionNoise` of its seed."""
+        return position_noise(self.sampling.seed, positions, step, 0)
 
     @property
     def _passes(self) -> int:

@@ -6,6 +6,7 @@ and when a block settles is decided in `denoise.py`. Masks are a bitmap; no id i
 one. Positions are absolute throughout.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,12 +15,15 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from effuse.config.decoding import Stopping
+from effuse.config.decoding import DecodeSettings, Stopping
 from effuse.worker import messages
 
 IntArray = npt.NDArray[np.int64]
 IndexArray = npt.NDArray[np.intp]
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+PositionNoise = Callable[[IntArray, int], FloatArray]
+"""A uniform number in (0, 1) for each of these positions at this step; always the same one."""
 
 _MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the randomness' counter
 
@@ -309,3 +313,21 @@ class Sequence:
         self.write(block, written + block.start, tokens)
         block.full = snapshot.full
         block.denoise_count = snapshot.denoise_count
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasStep:
+    """What decides a step of a canvas, beside what the forward proposes."""
+
+    sequence: Sequence
+    settings: DecodeSettings
+    number: int  # of steps before it
+    noise: PositionNoise
+
+    def masks(self) -> IntArray:
+        """Positions of all masks that are left, ascending."""
+        return np.flatnonzero(self.sequence.masked)
+
+    def drawn(self, positions: IntArray) -> FloatArray:
+        """This step's uniform numbers in (0, 1), one for each position."""
+        return self.noise(positions, self.number)

@@ -5,9 +5,10 @@ it, and nothing is filtered. Plain torch on every device. Source: arXiv 2502.099
 why fp64: arXiv 2409.02908.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from effuse.kernels.sampling import Candidates
 from effuse.kernels.sampling_philox import philox_4x32
 
 _POSITION_WORDS = (1 << 32) - 1  # beyond the counters of all tokens
+_MOST_ROWS = 64  # at once: the noise of one takes 8 bytes a token, several times over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,19 @@ def sample_llada(logits: Tensor, draw: LladaDraw, positions: Tensor, steps: Tens
     fp64 (ties: lowest id); its confidence and score are its softmax probability without
     temperature, among all ids but `never` and `last`.
     """
+    tokens, confidences = [], []
+    for first in range(0, len(logits), _MOST_ROWS):
+        rows = slice(first, first + _MOST_ROWS)
+        token, confidence = _sample_rows(logits[rows], positions[rows], steps[rows], draw)
+        tokens.append(token)
+        confidences.append(confidence)
+    confidence = torch.cat(confidences)
+    return Candidates(torch.cat(tokens), confidence, confidence)
+
+
+def _sample_rows(
+    logits: Tensor, positions: Tensor, steps: Tensor, draw: LladaDraw
+) -> tuple[Tensor, Tensor]:
     kept = logits.to(torch.float32, copy=True)
     kept[:, list(draw.never)] = float("-inf")
     if draw.temperature > 0:
@@ -44,8 +59,7 @@ def sample_llada(logits: Tensor, draw: LladaDraw, positions: Tensor, steps: Tens
     else:
         token = kept.argmax(dim=-1)
     kept[:, list(draw.last)] = float("-inf")
-    confidence = kept.softmax(dim=-1).gather(1, token[:, None]).squeeze(1)
-    return Candidates(token, confidence, confidence)
+    return token, kept.softmax(dim=-1).gather(1, token[:, None]).squeeze(1)
 
 
 def gumbel_noise_64(
@@ -62,12 +76,12 @@ def gumbel_noise_64(
 
 
 def position_noise(
-    seed: int, positions: Sequence[int], step: int, answer_index: int
-) -> Sequence[float]:
+    seed: int, positions: npt.NDArray[np.int64], step: int, answer_index: int
+) -> npt.NDArray[np.float64]:
     """A uniform number in (0, 1) for each position at a step, apart from all that tokens take."""
-    where = torch.tensor(positions, dtype=torch.int64)
-    words = _words(torch.tensor(_POSITION_WORDS), where, torch.tensor(step), answer_index, seed)
-    drawn: list[float] = _uniform(*words[:2]).tolist()
+    where, number = torch.from_numpy(positions), torch.tensor(step)
+    words = _words(torch.tensor(_POSITION_WORDS), where, number, answer_index, seed)
+    drawn: npt.NDArray[np.float64] = _uniform(*words[:2]).numpy()
     return drawn
 
 

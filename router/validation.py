@@ -12,13 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
+from effuse.client.params import ALGORITHMS, ALGS, REMASKINGS, SCORES
 from effuse.config.decoding import (
+    ALG_TEMP,
     BLOCK_LENGTH,
     CANVAS_ALGORITHMS,
     CFG_SCALE,
     DEFAULT_MAX_TOKENS,
     DENOISING_STEPS,
+    EPS,
     MAX_TOKENS,
     STEPS,
     TEMPERATURE,
@@ -48,8 +50,10 @@ MAX_BYTES_PER_TOKEN: Final = 16
 ALGORITHM_NAMES: Final = tuple(pb.Algorithm.keys())
 SCORE_NAMES: Final = tuple(pb.Score.keys())
 REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
+ALG_NAMES: Final = tuple(pb.Alg.keys())
 _ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
 _SCORES: Final = {number: name for name, number in SCORES.items()}
+_ALGS: Final = {number: name for name, number in ALGS.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
@@ -64,6 +68,7 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
         "logits_eos_inf",
         "confidence_eos_eot_inf",
     },
+    "dream": {"steps", "alg", "eps", "alg_temp"},
 }
 """Fields of DecodingParams that each algorithm uses."""
 ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
@@ -272,6 +277,7 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
     findings.choice("decoding.algorithm", decoding.algorithm, ALGORITHM_NAMES)
     findings.choice("decoding.score", decoding.score, SCORE_NAMES)
     findings.choice("decoding.remasking", decoding.remasking, REMASKING_NAMES)
+    findings.choice("decoding.alg", decoding.alg, ALG_NAMES)
     for name in THRESHOLDS:  # one that is not set reads as 0, which is in range
         findings.number(f"decoding.{name}", getattr(decoding, name), THRESHOLD)
     for name, bounds in (
@@ -280,6 +286,8 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
         ("block_length", BLOCK_LENGTH),
         ("steps", STEPS),
         ("cfg_scale", CFG_SCALE),
+        ("eps", EPS),
+        ("alg_temp", ALG_TEMP),
     ):
         if decoding.HasField(name):
             findings.number(f"decoding.{name}", getattr(decoding, name), bounds)
@@ -344,6 +352,8 @@ def _resolve_settings(
     knobs = whole_block | _given(decoding) | {"algorithm": algorithm}
     if decoding.score:
         knobs["score"] = _SCORES[decoding.score]
+    if decoding.alg:
+        knobs["alg"] = _ALGS[decoding.alg]
     if algorithm in ORDERS:
         knobs["remasking"] = _REMASKINGS.get(decoding.remasking, ORDERS[algorithm][0])
     return DecodeSettings(**knobs)

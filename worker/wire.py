@@ -40,6 +40,9 @@ _CANVAS_KNOBS: Final = (
     "cfg_scale",
     "logits_eos_inf",
     "confidence_eos_eot_inf",
+    "alg",
+    "eps",
+    "alg_temp",
 )
 
 

@@ -35,6 +35,7 @@ def test_every_flag_reaches_its_field() -> None:
         *("--full-activation-threshold", "1", "--score", "margin"),
         *("--remasking", "sequential", "--denoising-steps", "6", "--block-length", "8"),
         *("--steps", "16", "--cfg-scale", "1.5", "--logits-eos-inf", "--confidence-eos-eot-inf"),
+        *("--alg", "entropy", "--eps", "0.25", "--alg-temp", "0.5"),
     )
     request = make_request("p", knobs, request_id="r", drafts=True)
     assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
@@ -58,6 +59,9 @@ def test_every_flag_reaches_its_field() -> None:
         cfg_scale=1.5,
         logits_eos_inf=True,
         confidence_eos_eot_inf=True,
+        alg=generation_pb2.ALG_ENTROPY,
+        eps=0.25,
+        alg_temp=0.5,
     )
 
 

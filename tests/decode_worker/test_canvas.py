@@ -17,7 +17,7 @@ from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import Resume, StartDecode
 
-LOOPS = ("llada",)
+LOOPS = ("llada", "dream")
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,9 @@ def model(models: dict[tuple[str, int], Transformer]) -> Transformer:
     return models["llada", 1]
 
 
-def some_runs(name: str, architecture: str = "llada") -> list[Published]:
+def some_runs(name: str) -> list[Published]:
     """Long ones on the first checkpoint: blocks settle while others hold masks."""
-    runs = [r for r in published_runs(name) if (r.architecture, r.checkpoint) == (architecture, 1)]
-    return [run for run in runs if run.max_tokens > 16]
+    return [run for run in published_runs(name) if run.checkpoint == 1 and run.max_tokens > 16]
 
 
 def ask(rig: Rig, requests: Iterable[StartDecode]) -> list[Answer]:
@@ -58,9 +57,12 @@ def test_tokens_are_those_of_the_published_loop(
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_who_shares_the_batch_changes_nothing(name: str, model: Transformer) -> None:
+def test_who_shares_the_batch_changes_nothing(
+    name: str, models: dict[tuple[str, int], Transformer]
+) -> None:
     """Alone, and among requests that have pages and are preempted for them."""
     runs = some_runs(name)[:3]
+    model = models[runs[0].architecture, 1]
     others = random_requests(6, "d2f", block_size=8)
     rig = Rig(model, num_pages=40)
     answers = ask(rig, [*others, *(run.request(str(at)) for at, run in enumerate(runs))])
@@ -84,11 +86,15 @@ def test_it_runs_from_the_host_beside_denoising_on_the_device(model: Transformer
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_it_goes_on_from_every_commit(name: str, model: Transformer) -> None:
+def test_it_goes_on_from_every_commit(
+    name: str, models: dict[tuple[str, int], Transformer]
+) -> None:
     """Another engine writes the same rest, random choices included."""
+    model = models[name, 1]
     for run in [r for r in some_runs(name) if r.temperature][:3]:
         (answer,) = ask(Rig(model), [run.request("whole")])
-        assert len(answer.commits) > 1 and list(answer.token_ids) == run.tokens
+        assert len(answer.commits) > 1 or name == "dream"  # which may fill all blocks at its end
+        assert list(answer.token_ids) == run.tokens
         told: list[int] = []
         rest = []
         for commit in answer.commits[:-1]:

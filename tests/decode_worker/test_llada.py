@@ -7,9 +7,13 @@ import pytest
 
 from effuse.config.decoding import DecodeSettings, Stopping
 from effuse.decode_worker import canvas
-from effuse.decode_worker.sequence import HostCandidates, Sequence
+from effuse.decode_worker.sequence import FloatArray, HostCandidates, IntArray, Sequence
 
 MASK = 99
+
+
+def no_noise(positions: IntArray, step: int) -> FloatArray:
+    raise AssertionError("nothing is drawn by lot")
 
 
 def fill(max_tokens: int, block_length: int, steps: int) -> list[list[int]]:
@@ -23,14 +27,13 @@ def fill(max_tokens: int, block_length: int, steps: int) -> list[list[int]]:
     )
     written: list[list[int]] = []
     while sequence.final_len < sequence.last_block_end:
-        plan = canvas.open_step(sequence, settings)
+        plan = canvas.open_step(sequence, settings, no_noise)
         assert (plan.start, plan.end, plan.num_stored) == (0, 3 + max_tokens, 0)
         assert set(plan.denoise_counts) == {len(written)}
         scores = plan.candidates.astype(np.float32)
         before = sequence.masked.copy()
-        canvas.apply_step(
-            sequence, settings, plan, HostCandidates(np.full(len(scores), 7), scores, scores)
-        )
+        found = HostCandidates(np.full(len(scores), 7), scores, scores)
+        canvas.apply_step(sequence, settings, no_noise, plan, found)
         written.append((np.flatnonzero(before & ~sequence.masked) - 3).tolist())
     return written
 

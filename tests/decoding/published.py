@@ -1,16 +1,18 @@
 """Tokens that the authors' own loops wrote on tiny checkpoints, and what they were asked.
 
 `published_NAME.jsonl` holds a run a line: architecture and seed of the checkpoint, prompt, length,
-temperature, seed, settings by our names, and the tokens that came out. The loops were those that
-were published with the models, run one request at a time on the checkpoints of `published_model`
-in transformers' implementations, with the mask id's logit at -1e30, a stable top-k where scores
-are equal, and, where they draw, with the noise of `kernels/sampling_llada.py` in place of torch's.
+temperature, seed, other settings by our names, and the tokens that came out. The loops were those
+that were published with the models, run one request at a time on the checkpoints of
+`published_model` in transformers' implementations, with the mask id's logit at -1e30, a stable
+top-k where scores are equal, and, where they draw, with our noise in place of torch's: LLaDA's
+tokens and all lots over positions by `kernels/sampling_llada.py`, Dream's tokens by
+`kernels/sampling_philox.py`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,14 @@ class Published:
     seed: int
     settings: dict[str, Any]
     tokens: list[int]
+    sampling: dict[str, Any] = field(default_factory=dict)  # top_p, top_k
 
     def request(self, name: str, **changes: Any) -> StartDecode:
         """The same request to our engine; nothing ends it but its length."""
         asked: dict[str, Any] = (
             {"max_tokens": self.max_tokens, "stop_token_ids": ()} | self.settings | changes
         )
-        sampling = Sampling(temperature=self.temperature, seed=self.seed)
+        sampling = Sampling(temperature=self.temperature, seed=self.seed, **self.sampling)
         return make_request(name, self.prompt, sampling=sampling, **asked)
 
 

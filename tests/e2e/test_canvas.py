@@ -41,16 +41,19 @@ def message(run: Published, request_id: str | None = None) -> pb.GenerateRequest
         ignore_eos=True,
         temperature=run.temperature,
         seed=run.seed,
+        **run.sampling,
         **run.settings,
     )
     return make_request(run.prompt, params, request_id=request_id, token_ids=True)
 
 
-@pytest.mark.parametrize("connector", ["zmq", "nixl"])
-def test_tokens_are_those_of_the_published_loops(connector: str) -> None:
-    runs = [r for r in published_runs("llada") if r.checkpoint == 1][:24]
+@pytest.mark.parametrize(("architecture", "connector"), [("llada", "zmq"), ("dream", "nixl")])
+def test_tokens_are_those_of_the_published_loops(
+    architecture: Architecture, connector: str
+) -> None:
+    runs = [run for run in published_runs(architecture) if run.checkpoint == 1][:24]
     plain = make_request(runs[0].prompt, Params(max_tokens=16, ignore_eos=True))
-    with canvas_fleet("llada", connector, decode=1) as fleet, connect(fleet.address) as client:
+    with canvas_fleet(architecture, connector, decode=1) as fleet, connect(fleet.address) as client:
         *answers, other = all_at_once(client.generate, [*map(message, runs), plain])
     for run, answer in zip(runs, answers, strict=True):
         assert list(answer.token_ids) == run.tokens, run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,7 +37,7 @@ def test_noise_of_a_token_is_two_words_of_its_counter() -> None:
 
 
 def test_noise_of_positions_is_apart_from_that_of_tokens() -> None:
-    found = position_noise(SEED, (4, 7), 3, 2)
+    found = position_noise(SEED, np.array([4, 7]), 3, 2).tolist()
     words = [philox_4x32_ref((2**32 - 1, position, 3, 2), SEED) for position in (4, 7)]
     assert found == [uniform(*word[:2]) for word in words]
 

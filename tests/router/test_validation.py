@@ -297,6 +297,11 @@ BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
     ),
     "top_p": (sampling(top_p=0.5), "sampling.top_p", "unset with llada"),
     "top_k": (sampling(top_k=5), "sampling.top_k", "unset with llada"),
+    "alg": (decoding(alg=4), "decoding.alg", "unset with llada"),
+    "alg unknown": (decoding(algorithm=4, alg=9), "decoding.alg", "unknown value 9"),
+    "eps": (decoding(algorithm=4, eps=2), "decoding.eps", "from 0 to 1, got 2"),
+    "alg_temp": (decoding(algorithm=4, alg_temp=-1), "decoding.alg_temp", "or 0 for no lot"),
+    "length": (decoding(algorithm=4, block_length=8), "decoding.block_length", "unset with dream"),
 }  # fmt: skip
 
 
@@ -322,6 +327,25 @@ def test_settings_of_a_canvas_are_resolved() -> None:
     assert (settings.remasking, settings.block_length, settings.steps) == ("random", 64, 7)
     assert (settings.cfg_scale, settings.logits_eos_inf) == (1.5, True)
     assert not settings.confidence_eos_eot_inf
+
+
+def test_settings_of_dream_are_resolved() -> None:
+    request = good()
+    decoding(algorithm=4)(request)
+    settings = validate(request, BIDIRECTIONAL, is_stream=True).settings
+    assert (settings.algorithm, settings.alg, settings.alg_temp) == ("dream", "origin", 0.0)
+    assert settings.eps == pytest.approx(1e-3)
+    decoding(alg=4, eps=0.5, alg_temp=0.25, steps=9)(request)
+    sampling(top_p=0.5, top_k=5)(request)
+    asked = validate(request, BIDIRECTIONAL, is_stream=True)
+    settings = asked.settings
+    assert (settings.alg, settings.eps, settings.alg_temp, settings.steps) == (
+        "entropy",
+        0.5,
+        0.25,
+        9,
+    )
+    assert (asked.sampling.top_p, asked.sampling.top_k) == (0.5, 5)
 
 
 def test_a_canvas_needs_decode_workers_that_may_prefill() -> None:

@@ -13,6 +13,7 @@ class Algorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ALGORITHM_D2F: _ClassVar[Algorithm]
     ALGORITHM_BLOCK_DIFFUSION: _ClassVar[Algorithm]
     ALGORITHM_LLADA: _ClassVar[Algorithm]
+    ALGORITHM_DREAM: _ClassVar[Algorithm]
 
 class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -29,6 +30,14 @@ class Score(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SCORE_CONFIDENCE: _ClassVar[Score]
     SCORE_MARGIN: _ClassVar[Score]
     SCORE_NEG_ENTROPY: _ClassVar[Score]
+
+class Alg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ALG_UNSPECIFIED: _ClassVar[Alg]
+    ALG_ORIGIN: _ClassVar[Alg]
+    ALG_MASKGIT_PLUS: _ClassVar[Alg]
+    ALG_TOPK_MARGIN: _ClassVar[Alg]
+    ALG_ENTROPY: _ClassVar[Alg]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,6 +57,7 @@ ALGORITHM_UNSPECIFIED: Algorithm
 ALGORITHM_D2F: Algorithm
 ALGORITHM_BLOCK_DIFFUSION: Algorithm
 ALGORITHM_LLADA: Algorithm
+ALGORITHM_DREAM: Algorithm
 REMASKING_UNSPECIFIED: Remasking
 REMASKING_LOW_CONFIDENCE_DYNAMIC: Remasking
 REMASKING_LOW_CONFIDENCE_STATIC: Remasking
@@ -58,6 +68,11 @@ SCORE_UNSPECIFIED: Score
 SCORE_CONFIDENCE: Score
 SCORE_MARGIN: Score
 SCORE_NEG_ENTROPY: Score
+ALG_UNSPECIFIED: Alg
+ALG_ORIGIN: Alg
+ALG_MASKGIT_PLUS: Alg
+ALG_TOPK_MARGIN: Alg
+ALG_ENTROPY: Alg
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -119,7 +134,7 @@ class StoppingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class DecodingParams(_message.Message):
-    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf")
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +148,9 @@ class DecodingParams(_message.Message):
     CFG_SCALE_FIELD_NUMBER: _ClassVar[int]
     LOGITS_EOS_INF_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_EOS_EOT_INF_FIELD_NUMBER: _ClassVar[int]
+    ALG_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    ALG_TEMP_FIELD_NUMBER: _ClassVar[int]
     algorithm: Algorithm
     window: int
     confidence_threshold: float
@@ -146,7 +164,10 @@ class DecodingParams(_message.Message):
     cfg_scale: float
     logits_eos_inf: bool
     confidence_eos_eot_inf: bool
-    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ...) -> None: ...
+    alg: Alg
+    eps: float
+    alg_temp: float
+    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "drafts")
