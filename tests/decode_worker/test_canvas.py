@@ -90,22 +90,19 @@ def test_it_goes_on_from_every_commit(
     name: str, models: dict[tuple[str, int], Transformer]
 ) -> None:
     """Another engine writes the same rest, random choices included."""
-    model = models[name, 1]
+    model, num_resumed = models[name, 1], 0
     for run in [r for r in some_runs(name) if r.temperature][:3]:
         (answer,) = ask(Rig(model), [run.request("whole")])
-        assert len(answer.commits) > 1 or name == "dream"  # which may fill all blocks at its end
-        assert list(answer.token_ids) == run.tokens
         told: list[int] = []
-        rest = []
         for commit in answer.commits[:-1]:
             told += commit.token_ids
             resume = Resume(committed_token_ids=tuple(told), frontier=commit.frontier)
-            rest.append((list(told), run.request(f"from-{len(told)}", resume=resume)))
-        resumed = ask(Rig(model), [request for _, request in rest])
-        for (before, _), later in zip(rest, resumed, strict=True):
-            assert later.commits[0].token_offset == len(before)
-            tokens = [token for commit in later.commits for token in commit.token_ids]
-            assert before + tokens == run.tokens
+            (later,) = ask(Rig(model), [run.request("later", resume=resume)])
+            assert later.commits[0].token_offset == len(told)
+            rest = [token for one in later.commits for token in one.token_ids]
+            assert told + rest == run.tokens
+            num_resumed += 1
+    assert num_resumed > 2
 
 
 def test_a_stop_id_ends_it_once_all_before_is_written(model: Transformer) -> None:
