@@ -91,7 +91,7 @@ def test_it_goes_on_from_every_commit(
 ) -> None:
     """Another engine writes the same rest, random choices included."""
     model, num_resumed = models[name, 1], 0
-    for run in [r for r in some_runs(name) if r.temperature][:3]:
+    for run in [r for r in some_runs(name) if r.temperature][:8]:
         (answer,) = ask(Rig(model), [run.request("whole")])
         told: list[int] = []
         for commit in answer.commits[:-1]:
