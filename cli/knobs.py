@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 
 from effuse.cli.arguments import text, whole
-from effuse.client.params import ALGORITHMS, ALGS, REMASKINGS, SCORES, Params
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES, Params
 from effuse.config.decoding import (
     ALG_TEMP,
     BLOCK_LENGTH,
@@ -69,7 +69,7 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     """Flags of algorithms that denoise prompt and answer as one canvas."""
     add = parser.add_argument
     add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
-        help="tokens that are denoised together (LLaDA)")  # fmt: skip
+        help="tokens that are denoised together (LLaDA, Fast-dLLM)")  # fmt: skip
     add("--steps", type=within(STEPS), metavar="N",
         help="forward passes of the whole answer; 0 takes one a token (LLaDA, Dream)")  # fmt: skip
     add("--cfg-scale", type=within(CFG_SCALE), metavar="S", help="guidance; 0 is none (LLaDA)")
@@ -81,6 +81,7 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     add("--eps", type=within(EPS), metavar="T", help="where time ends that begins at 1 (Dream)")
     add("--alg-temp", type=within(ALG_TEMP), metavar="T",
         help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
+    add("--cache", choices=CACHES, help="what a block does not compute again (Fast-dLLM)")
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
@@ -127,4 +128,5 @@ def params_from(found: argparse.Namespace) -> Params:
         alg=found.alg,
         eps=found.eps,
         alg_temp=found.alg_temp,
+        cache=found.cache,
     )

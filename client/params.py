@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from effuse.config.decoding import Alg, Algorithm, Remasking, Score
+from effuse.config.decoding import Alg, Algorithm, Cache, Remasking, Score
 from effuse.v1 import generation_pb2 as pb
 
 Value = TypeVar("Value")
@@ -18,6 +18,7 @@ ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "block_diffusion": pb.ALGORITHM_BLOCK_DIFFUSION,
     "llada": pb.ALGORITHM_LLADA,
     "dream": pb.ALGORITHM_DREAM,
+    "fast_dllm": pb.ALGORITHM_FAST_DLLM,
 }
 REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
@@ -31,6 +32,11 @@ ALGS: Final[Mapping[Alg, pb.Alg]] = {
     "maskgit_plus": pb.ALG_MASKGIT_PLUS,
     "topk_margin": pb.ALG_TOPK_MARGIN,
     "entropy": pb.ALG_ENTROPY,
+}
+CACHES: Final[Mapping[Cache, pb.Cache]] = {
+    "none": pb.CACHE_NONE,
+    "prefix": pb.CACHE_PREFIX,
+    "dual": pb.CACHE_DUAL,
 }
 SCORES: Final[Mapping[Score, pb.Score]] = {
     "confidence": pb.SCORE_CONFIDENCE,
@@ -61,7 +67,7 @@ class Params:
     score: Score | None = None
     remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
-    block_length: int | None = None  # tokens that are denoised together (LLaDA)
+    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM)
     steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
     cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
     logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)
@@ -69,6 +75,7 @@ class Params:
     alg: Alg | None = None  # what is written at a step (Dream)
     eps: float | None = None  # where time ends that begins at 1 (Dream)
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
+    cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
 
 
 def make_request(
@@ -116,6 +123,7 @@ def make_request(
             alg=_named("alg", params.alg, ALGS),
             eps=params.eps,
             alg_temp=params.alg_temp,
+            cache=_named("cache", params.cache, CACHES),
         ),
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
     )

@@ -13,7 +13,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-Algorithm = Literal["d2f", "block_diffusion", "llada", "dream"]
+Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm"]
 """How blocks are denoised."""
 Remasking = Literal[
     "low_confidence_dynamic", "low_confidence_static", "sequential", "low_confidence", "random"
@@ -21,10 +21,12 @@ Remasking = Literal[
 """In which order block diffusion (the first three) and LLaDA (the last two) fill masks."""
 Alg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 """What Dream writes at a step: masks by lot, or the best ones by this."""
+Cache = Literal["none", "prefix", "dual"]
+"""What Fast-dLLM keeps of the forward that begins a block: what is before it, and behind it."""
 Score = Literal["confidence", "margin", "neg_entropy"]
 """By what the best mask is chosen where none passes the threshold."""
 
-CANVAS_ALGORITHMS: Final[frozenset[Algorithm]] = frozenset({"llada", "dream"})
+CANVAS_ALGORITHMS: Final[frozenset[Algorithm]] = frozenset({"llada", "dream", "fast_dllm"})
 """Those that denoise prompt and answer as one canvas, on a decode worker alone."""
 
 
@@ -116,7 +118,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR, LLaDA
-    (arXiv 2502.09992) and Dream (arXiv 2508.15487), by the names of worker.proto's DecodeSettings.
+    (arXiv 2502.09992), Dream (arXiv 2508.15487) and Fast-dLLM (arXiv 2505.22618), by the names of
+    worker.proto's DecodeSettings.
 
     Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
     comparisons with a threshold give the same everywhere.
@@ -138,6 +141,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     alg: Alg = "origin"
     eps: float = 1e-3  # where time ends that begins at 1
     alg_temp: float = 0.0  # temperature at which the best masks are drawn by lot; 0 draws none
+    cache: Cache = "none"
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -175,6 +179,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "score": get_args(Score),
     "remasking": get_args(Remasking),
     "alg": get_args(Alg),
+    "cache": get_args(Cache),
 }
 
 

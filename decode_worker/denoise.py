@@ -51,6 +51,8 @@ class StepPlan:
     num_stored: int
     candidates: IntArray  # absolute positions of all masks, ascending
     denoise_counts: npt.NDArray[np.int64]  # parallel to candidates
+    num_behind: int = 0  # cached tokens behind the rows
+    unstored: range = range(0)  # positions that are left out of the stored ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def rules_of(settings: DecodeSettings) -> Rules:
             return d2f
         case "block_diffusion":
             return block_diffusion
-        case "llada" | "dream":
+        case "llada" | "dream" | "fast_dllm":
             raise ValueError(f"{settings.algorithm} denoises a canvas: `canvas.py`")
 
 

@@ -172,10 +172,10 @@ class HostExecutor:
 def _parts_of(share: Share) -> list[Part]:
     """What the forward runs for a request; the first one's results are the request's."""
     request = share.request
+    if request.settings.is_canvas:
+        return canvas_parts(request)
     if request.num_to_prefill:
         return [prefill_part(request, share.num_rows)]
-    if request.settings.is_canvas:
-        return canvas_parts(request, request.open_step())
     return [denoise_part(request, request.open_step())]
 
 
@@ -184,15 +184,20 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
     if result.boundary is not None:
         request.boundary = result.boundary
     if request.num_to_prefill:
-        request.sequence.store(part.num_stored)
+        if request.settings.is_canvas:
+            request.cache_of = request.canvas_step().block_start
+        else:
+            request.sequence.store(part.num_stored)
         return Prefilled(request)
     candidates = _candidates_of(result)
     if not candidates.is_finite():
         return Broken(request, NOT_FINITE, is_retryable=False)
     plan = request.close_step()
     if request.settings.is_canvas:
-        noise = request.position_noise
-        outcome = canvas.apply_step(request.sequence, request.settings, noise, plan, candidates)
+        step = request.canvas_step()
+        if plan.num_stored:
+            request.cache_of = step.block_start
+        outcome = canvas.apply_step(step, plan, candidates)
     else:
         outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
     return Denoised(request, outcome)

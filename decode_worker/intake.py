@@ -34,6 +34,7 @@ class Intake:
             writer=message.writer,
             drafts=message.drafts,
             eos_token_ids=self.model.eos_token_ids,
+            shifts=self.model.shift_logits,
         )
         self._check_canvas(request)
         _check_window(request, self.limits)

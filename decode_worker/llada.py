@@ -16,9 +16,8 @@ from effuse.decode_worker.sequence import CanvasStep, HostCandidates, IndexArray
 
 def proposals(step: CanvasStep) -> IntArray:
     """All masks of the first generation block that holds any."""
-    masks, prompt_len, length = step.masks(), step.sequence.prompt_len, step.settings.block_length
-    end = prompt_len + ((int(masks[0]) - prompt_len) // length + 1) * length
-    return masks[masks < end]
+    masks = step.masks()
+    return masks[masks < step.block_end]
 
 
 def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:

@@ -13,7 +13,7 @@ from effuse.config.decoding import DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
-from effuse.decode_worker.sequence import FloatArray, IntArray, Sequence
+from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import AttemptId, PageRef
 
@@ -31,7 +31,9 @@ class DecodeRequest:
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
     eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
+    shifts: bool = False  # the model predicts a position from the row before it
     pages: list[PageRef] = field(default_factory=list)
+    cache_of: int | None = None  # start of the generation block that a canvas' pages surround
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
     plan: StepPlan | None = None  # of the step that is opened and not yet applied
     is_verified: bool = False  # the prompt's KV was complete once
@@ -44,12 +46,23 @@ class DecodeRequest:
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens before the blocks in flight whose KV is not stored: prompt and settled text.
+        """Rows to run before the next denoise step: tokens before the blocks in flight whose KV is
+        not stored, prompt and settled text. All of a canvas that has lost its cache, or none."""
+        if not self.settings.is_canvas:
+            return self.sequence.in_flight_start - self.sequence.committed_len
+        step = self.canvas_step()
+        lacks_cache = self.settings.cache != "none" and not self.has_cache
+        return self.sequence.mask_end if lacks_cache and canvas.is_begun(step) else 0
 
-        None of a canvas, which every step computes anew."""
-        if self.settings.is_canvas:
-            return 0
-        return self.sequence.in_flight_start - self.sequence.committed_len
+    @property
+    def has_cache(self) -> bool:
+        """Whether pages hold what surrounds the canvas' current generation block."""
+        return self.cache_of is not None and self.cache_of == self.canvas_step().block_start
+
+    def canvas_step(self) -> CanvasStep:
+        """What decides the canvas' coming step."""
+        canvas.append_blocks(self.sequence)
+        return CanvasStep(self.sequence, self.settings, self.position_noise, self.shifts)
 
     @property
     def runs_from_host(self) -> bool:
@@ -73,7 +86,7 @@ class DecodeRequest:
         """The plan of the coming denoise step; the same one until it is applied."""
         if self.plan is None:
             if self.settings.is_canvas:
-                self.plan = canvas.open_step(self.sequence, self.settings, self.position_noise)
+                self.plan = canvas.open_step(self.canvas_step(), has_cache=self.has_cache)
             else:
                 self.plan = denoise.open_step(self.sequence, self.settings)
         return self.plan
@@ -88,7 +101,7 @@ class DecodeRequest:
     def pages_to_begin(self, limits: DecodeLimits) -> int:
         """Pages it needs before its first forward here, or before its writer may push."""
         if self.settings.is_canvas:
-            return 0
+            return limits.pages_for(canvas.num_cached(self.canvas_step()))
         if self.needs_remote:
             return limits.pages_for(self.sequence.first_block_start)
         return limits.pages_for(self.sequence.in_flight_start)
@@ -99,6 +112,8 @@ class DecodeRequest:
         With `runs_ahead` a second step is launched before this one is read, and pages are wanted
         for both.
         """
+        if self.settings.is_canvas:
+            return self._canvas_demand(limits)
         to_prefill = self.num_to_prefill
         if to_prefill:
             return Demand(
@@ -110,19 +125,35 @@ class DecodeRequest:
             )
         plan, sequence = self.open_step(), self.sequence
         end = plan.start + plan.num_stored
-        if runs_ahead and not self.settings.is_canvas:
+        if runs_ahead:
             end = max(end, min(sequence.in_flight_end, sequence.last_block_start))
         return Demand(
-            rows=(plan.end - plan.start) * self._passes,
+            rows=plan.end - plan.start,
             whole=True,
             least=0,
             pages_held=len(self.pages),
             pages_wanted=limits.pages_for(end),
         )
 
+    def _canvas_demand(self, limits: DecodeLimits) -> Demand:
+        """A canvas takes part with all rows of its step, or not at all."""
+        rows = self.num_to_prefill
+        if not rows:
+            plan = self.open_step()
+            rows = (plan.end - plan.start) * self._passes
+        return Demand(
+            rows=rows,
+            whole=True,
+            least=0,
+            pages_held=len(self.pages),
+            pages_wanted=limits.pages_for(canvas.num_cached(self.canvas_step())),
+        )
+
     def preempt(self) -> None:
         """Forgets the stored KV; tokens, flags and counters stay."""
         self.pages.clear()
+        if self.settings.is_canvas:
+            self.cache_of = self.plan = None  # a plan that read the cache
         self.boundary = None
         self.sequence.drop_kv()
         self.preemptions += 1
@@ -131,7 +162,7 @@ class DecodeRequest:
         """The most it can ever need."""
         sequence = self.sequence
         if self.settings.is_canvas:
-            return canvas.footprint(sequence, self._passes)
+            return canvas.footprint(self.canvas_step(), self._passes)
         num_blocks = (sequence.last_block_end - sequence.first_block_start) // sequence.block_size
         return Footprint(
             prompt_len=sequence.prompt_len,

@@ -321,8 +321,26 @@ class CanvasStep:
 
     sequence: Sequence
     settings: DecodeSettings
-    number: int  # of steps before it
     noise: PositionNoise
+    shifts: bool = False  # the model predicts a position from the row before it
+
+    @property
+    def number(self) -> int:
+        """Steps before it: each block counts them all, and the last one is in flight to the end."""
+        return self.sequence.blocks[-1].denoise_count
+
+    @property
+    def block_start(self) -> int:
+        """Where the first generation block begins that holds a mask; blocks cut the answer into
+        runs of `block_length`."""
+        prompt_len, length = self.sequence.prompt_len, self.settings.block_length
+        first = int(self.sequence.masked.argmax())
+        return prompt_len + (first - prompt_len) // length * length
+
+    @property
+    def block_end(self) -> int:
+        """Where that block ends."""
+        return min(self.block_start + self.settings.block_length, self.sequence.mask_end)
 
     def masks(self) -> IntArray:
         """Positions of all masks that are left, ascending."""

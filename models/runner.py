@@ -92,7 +92,7 @@ class ModelRunner:
             return self._graphs.run(parts, packed)
         attention = make_attention_batch(
             [len(part.token_ids) for part in parts],
-            [part.start for part in parts],
+            [part.start + part.num_behind for part in parts],
             [part.pages for part in parts],
             [part.block_origin for part in parts],
             block_size=self._block_size,
@@ -186,6 +186,8 @@ def _sample_by_part(
     drawn, first = [], 0
     for part in parts:
         end = first + len(part.candidates)
+        if end == first:
+            continue
         rows = logits[first:end]
         if part.guidance:
             free = logits[end : end + len(rows)].float()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from effuse.client.params import ALGORITHMS, ALGS, REMASKINGS, SCORES
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
 from effuse.config.decoding import (
     ALG_TEMP,
     BLOCK_LENGTH,
@@ -51,8 +51,10 @@ ALGORITHM_NAMES: Final = tuple(pb.Algorithm.keys())
 SCORE_NAMES: Final = tuple(pb.Score.keys())
 REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
 ALG_NAMES: Final = tuple(pb.Alg.keys())
+CACHE_NAMES: Final = tuple(pb.Cache.keys())
 _ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
 _SCORES: Final = {number: name for name, number in SCORES.items()}
+_CACHES: Final = {number: name for name, number in CACHES.items()}
 _ALGS: Final = {number: name for name, number in ALGS.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
@@ -69,6 +71,7 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
         "confidence_eos_eot_inf",
     },
     "dream": {"steps", "alg", "eps", "alg_temp"},
+    "fast_dllm": {"confidence_threshold", "block_length", "cache"},
 }
 """Fields of DecodingParams that each algorithm uses."""
 ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
@@ -76,8 +79,6 @@ ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
     "llada": ("low_confidence", "random"),
 }
 """Values of `remasking` that each algorithm knows, its default first."""
-NO_FILTERS: Final[Collection[Algorithm]] = {"llada"}
-"""Algorithms that draw from all tokens: neither top_p nor top_k has an effect."""
 
 
 @dataclass(slots=True)
@@ -278,6 +279,7 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
     findings.choice("decoding.score", decoding.score, SCORE_NAMES)
     findings.choice("decoding.remasking", decoding.remasking, REMASKING_NAMES)
     findings.choice("decoding.alg", decoding.alg, ALG_NAMES)
+    findings.choice("decoding.cache", decoding.cache, CACHE_NAMES)
     for name in THRESHOLDS:  # one that is not set reads as 0, which is in range
         findings.number(f"decoding.{name}", getattr(decoding, name), THRESHOLD)
     for name, bounds in (
@@ -320,7 +322,8 @@ def _check_canvas(
     findings: Findings,
 ) -> None:
     """What algorithms ask of model and fleet that denoise prompt and answer as one canvas."""
-    if algorithm in NO_FILTERS:
+    # LLaDA's loop and Fast-dLLM's for its models draw from all tokens.
+    if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture == "llada"):
         for name in ("top_p", "top_k"):
             if sampling.HasField(name):
                 form = f"it unset with {algorithm}, which does not use it"
@@ -354,6 +357,8 @@ def _resolve_settings(
         knobs["score"] = _SCORES[decoding.score]
     if decoding.alg:
         knobs["alg"] = _ALGS[decoding.alg]
+    if decoding.cache:
+        knobs["cache"] = _CACHES[decoding.cache]
     if algorithm in ORDERS:
         knobs["remasking"] = _REMASKINGS.get(decoding.remasking, ORDERS[algorithm][0])
     return DecodeSettings(**knobs)

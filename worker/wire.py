@@ -43,6 +43,7 @@ _CANVAS_KNOBS: Final = (
     "alg",
     "eps",
     "alg_temp",
+    "cache",
 )
 
 

@@ -35,7 +35,7 @@ def test_every_flag_reaches_its_field() -> None:
         *("--full-activation-threshold", "1", "--score", "margin"),
         *("--remasking", "sequential", "--denoising-steps", "6", "--block-length", "8"),
         *("--steps", "16", "--cfg-scale", "1.5", "--logits-eos-inf", "--confidence-eos-eot-inf"),
-        *("--alg", "entropy", "--eps", "0.25", "--alg-temp", "0.5"),
+        *("--alg", "entropy", "--eps", "0.25", "--alg-temp", "0.5", "--cache", "dual"),
     )
     request = make_request("p", knobs, request_id="r", drafts=True)
     assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
@@ -62,6 +62,7 @@ def test_every_flag_reaches_its_field() -> None:
         alg=generation_pb2.ALG_ENTROPY,
         eps=0.25,
         alg_temp=0.5,
+        cache=generation_pb2.CACHE_DUAL,
     )
 
 

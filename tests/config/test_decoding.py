@@ -11,12 +11,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from effuse.client.params import ALGORITHMS, ALGS, REMASKINGS, SCORES
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
 from effuse.config import decoding
 from effuse.config.decoding import (
     Alg,
     Algorithm,
     Bounds,
+    Cache,
     DecodeSettings,
     Remasking,
     Sampling,
@@ -111,6 +112,7 @@ def test_fields_have_the_names_of_the_wire() -> None:
         (Remasking, REMASKINGS, generation_pb2.Remasking),
         (Score, SCORES, generation_pb2.Score),
         (Alg, ALGS, generation_pb2.Alg),
+        (Cache, CACHES, generation_pb2.Cache),
     ],
 )
 def test_every_name_has_its_number_on_the_wire(

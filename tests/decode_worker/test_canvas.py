@@ -17,7 +17,8 @@ from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import Resume, StartDecode
 
-LOOPS = ("llada", "dream")
+CACHES = ("none", "prefix", "dual")
+LOOPS = ("llada", "dream", "fast_dllm")
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +62,21 @@ def test_who_shares_the_batch_changes_nothing(
     name: str, models: dict[tuple[str, int], Transformer]
 ) -> None:
     """Alone, and among requests that have pages and are preempted for them."""
-    runs = some_runs(name)[:3]
-    model = models[runs[0].architecture, 1]
+    runs = some_runs(name)[:6]
     others = random_requests(6, "d2f", block_size=8)
-    rig = Rig(model, num_pages=40)
-    answers = ask(rig, [*others, *(run.request(str(at)) for at, run in enumerate(runs))])
-    for run, answer in zip(runs, answers[len(others) :], strict=True):
-        assert list(answer.token_ids) == run.tokens
-        (alone,) = ask(Rig(model), [run.request("alone")])
-        assert list(alone.token_ids) == run.tokens
-    for other, answer in zip(others, answers, strict=False):
-        (alone,) = ask(Rig(model), [other])
-        assert alone.token_ids == answer.token_ids
+    for architecture in sorted({run.architecture for run in runs}):
+        own = [run for run in runs if run.architecture == architecture]
+        model = models[architecture, 1]
+        rig = Rig(model, num_pages=40)
+        answers = ask(rig, [*others, *(run.request(str(at)) for at, run in enumerate(own))])
+        assert rig.engine.counters.preemptions > 0
+        for run, answer in zip(own, answers[len(others) :], strict=True):
+            assert list(answer.token_ids) == run.tokens
+            (alone,) = ask(Rig(model), [run.request("alone")])
+            assert list(alone.token_ids) == run.tokens
+        for other, answer in zip(others, answers, strict=False):
+            (alone,) = ask(Rig(model), [other])
+            assert alone.token_ids == answer.token_ids
 
 
 def test_it_runs_from_the_host_beside_denoising_on_the_device(model: Transformer) -> None:
@@ -90,8 +94,9 @@ def test_it_goes_on_from_every_commit(
     name: str, models: dict[tuple[str, int], Transformer]
 ) -> None:
     """Another engine writes the same rest, random choices included."""
-    model, num_resumed = models[name, 1], 0
+    num_resumed = 0
     for run in [r for r in some_runs(name) if r.temperature][:8]:
+        model = models[run.architecture, 1]
         (answer,) = ask(Rig(model), [run.request("whole")])
         told: list[int] = []
         for commit in answer.commits[:-1]:
@@ -127,6 +132,63 @@ def test_it_holds_no_page_and_takes_two_passes_with_guidance(model: Transformer)
         assert rig.engine.load().running == 1
         rows[scale] = rig.engine.counters.rows
     assert rows == {0.0: 21, 1.5: 42}
+
+
+@pytest.mark.parametrize(
+    ("cache", "num_pages", "rows"),
+    [
+        ("none", [0, 0, 0, 0], [23, 23, 23, 23]),
+        ("prefix", [4, 4, 4, 5], [23, 10, 10, 23]),
+        ("dual", [5, 5, 5, 5], [23, 4, 4, 23]),
+    ],
+)
+def test_a_cache_holds_what_surrounds_the_block(
+    cache: str, num_pages: list[int], rows: list[int], model: Transformer
+) -> None:
+    """A prompt of 13 and blocks of 4, 4 and 2, in pages of 4: threshold 1 writes one a step."""
+    rig = Rig(model)
+    settings = {"algorithm": "fast_dllm", "cache": cache, "block_length": 4}
+    rig.start(
+        make_request("a", range(20, 33), max_tokens=10, confidence_threshold=1.0, **settings)  # type: ignore[arg-type]
+    )
+    held, ran = [], []
+    for _ in range(5):
+        before = rig.engine.counters.rows
+        rig.step()
+        held.append(rig.pool.num_pages - rig.pool.num_free)
+        ran.append(rig.engine.counters.rows - before)
+    assert [held[at] for at in (0, 1, 2, 4)] == num_pages
+    assert [ran[at] for at in (0, 1, 2, 4)] == rows
+
+
+def test_caches_are_approximations(model: Transformer) -> None:
+    """Where they changed no token, nothing would be cached, or nothing of use."""
+    run = next(r for r in some_runs("fast_dllm") if r.architecture == "llada")
+    answers = ask(Rig(model), [run.request(cache, cache=cache) for cache in CACHES])
+    assert len({answer.token_ids for answer in answers}) > 1
+
+
+@pytest.mark.parametrize("architecture", ["llada", "dream"])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_lost_cache_is_filled_again(
+    cache: str, architecture: str, models: dict[tuple[str, int], Transformer]
+) -> None:
+    """Preempted in the midst of its blocks, each answer is that of who was left alone."""
+    model = models[architecture, 1]
+    prompts = [range(first, first + 20) for first in (10, 50, 90, 130)]
+    requests = [
+        make_request(
+            str(at), prompt, max_tokens=32, algorithm="fast_dllm", cache=cache, block_length=8,
+            confidence_threshold=0.6, stop_token_ids=(),
+        )
+        for at, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    alone = [ask(Rig(model), [request])[0].token_ids for request in requests]
+    rig = Rig(model, num_pages=24)
+    filler = make_request("d2f", range(40), max_tokens=40, stop_token_ids=())
+    answers = ask(rig, [filler, *requests])
+    assert [answer.token_ids for answer in answers[1:]] == alone
+    assert rig.engine.counters.preemptions > 0
 
 
 def test_drafts_show_the_blocks_that_were_written(model: Transformer) -> None:

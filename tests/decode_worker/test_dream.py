@@ -43,12 +43,14 @@ def sequence_of() -> Sequence:
 def fill(settings: DecodeSettings, noise: PositionNoise = halves) -> list[list[int]]:
     """Offsets in the answer that each step writes, where later positions score higher."""
     sequence, written = sequence_of(), list[list[int]]()
+    canvas.append_blocks(sequence)
+    step = CanvasStep(sequence, settings, noise)
     while sequence.final_len < sequence.last_block_end:
-        plan = canvas.open_step(sequence, settings, noise)
+        plan = canvas.open_step(step, has_cache=False)
         scores = plan.candidates.astype(np.float32)
         before = sequence.masked.copy()
         found = HostCandidates(np.full(len(scores), 7), scores, scores)
-        canvas.apply_step(sequence, settings, noise, plan, found)
+        canvas.apply_step(step, plan, found)
         written.append((np.flatnonzero(before & ~sequence.masked) - PROMPT_LEN).tolist())
     return written
 
@@ -57,8 +59,11 @@ def fill(settings: DecodeSettings, noise: PositionNoise = halves) -> list[list[i
 @pytest.mark.parametrize("steps", [1, 2, 7, 64, 257])
 def test_the_rate_is_that_of_torchs_linspace(steps: int, eps: float) -> None:
     settings, times = settings_of(steps=steps, eps=eps), torch.linspace(1, eps, steps + 1)
+    sequence = sequence_of()
+    canvas.append_blocks(sequence)
+    step = CanvasStep(sequence, settings, halves)
     for number in range(steps - 1):
-        step = CanvasStep(sequence_of(), settings, number, halves)
+        sequence.blocks[-1].denoise_count = number
         assert dream._transfer_rate(step) == (1 - times[number + 1] / times[number]).numpy()
 
 

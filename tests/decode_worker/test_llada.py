@@ -7,7 +7,7 @@ import pytest
 
 from effuse.config.decoding import DecodeSettings, Stopping
 from effuse.decode_worker import canvas
-from effuse.decode_worker.sequence import FloatArray, HostCandidates, IntArray, Sequence
+from effuse.decode_worker.sequence import CanvasStep, FloatArray, HostCandidates, IntArray, Sequence
 
 MASK = 99
 
@@ -26,14 +26,16 @@ def fill(max_tokens: int, block_length: int, steps: int) -> list[list[int]]:
         [1, 2, 3], origin=3, block_size=4, mask_token_id=MASK, stopping=stopping, is_canvas=True
     )
     written: list[list[int]] = []
+    canvas.append_blocks(sequence)
+    step = CanvasStep(sequence, settings, no_noise)
     while sequence.final_len < sequence.last_block_end:
-        plan = canvas.open_step(sequence, settings, no_noise)
+        plan = canvas.open_step(step, has_cache=False)
         assert (plan.start, plan.end, plan.num_stored) == (0, 3 + max_tokens, 0)
         assert set(plan.denoise_counts) == {len(written)}
         scores = plan.candidates.astype(np.float32)
         before = sequence.masked.copy()
         found = HostCandidates(np.full(len(scores), 7), scores, scores)
-        canvas.apply_step(sequence, settings, no_noise, plan, found)
+        canvas.apply_step(step, plan, found)
         written.append((np.flatnonzero(before & ~sequence.masked) - 3).tolist())
     return written
 

@@ -301,6 +301,11 @@ BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
     "alg unknown": (decoding(algorithm=4, alg=9), "decoding.alg", "unknown value 9"),
     "eps": (decoding(algorithm=4, eps=2), "decoding.eps", "from 0 to 1, got 2"),
     "alg_temp": (decoding(algorithm=4, alg_temp=-1), "decoding.alg_temp", "or 0 for no lot"),
+    "cache unknown": (decoding(algorithm=5, cache=4), "decoding.cache", "unknown value 4"),
+    "cache": (decoding(cache=3), "decoding.cache", "unset with llada"),
+    "steps of fast_dllm": (
+        decoding(algorithm=5, steps=4), "decoding.steps", "unset with fast_dllm"
+    ),
     "length": (decoding(algorithm=4, block_length=8), "decoding.block_length", "unset with dream"),
 }  # fmt: skip
 
@@ -346,6 +351,22 @@ def test_settings_of_dream_are_resolved() -> None:
         9,
     )
     assert (asked.sampling.top_p, asked.sampling.top_k) == (0.5, 5)
+
+
+@pytest.mark.parametrize("architecture", ["llada", "dream"])
+def test_fast_dllm_filters_where_the_models_own_loop_does(architecture: str) -> None:
+    request = good()
+    decoding(algorithm=5, cache=3, confidence_threshold=0.5, block_length=8)(request)
+    model = msgspec.structs.replace(BIDIRECTIONAL, architecture=architecture)
+    settings = validate(request, model, is_stream=True).settings
+    assert (settings.algorithm, settings.cache) == ("fast_dllm", "dual")
+    assert (settings.confidence_threshold, settings.block_length) == (0.5, 8)
+    sampling(top_p=0.5)(request)
+    if architecture == "dream":
+        assert validate(request, model, is_stream=True).sampling.top_p == 0.5
+        return
+    with pytest.raises(InvalidRequest, match="top_p"):
+        validate(request, model, is_stream=True)
 
 
 def test_a_canvas_needs_decode_workers_that_may_prefill() -> None:
