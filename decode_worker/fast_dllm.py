@@ -35,4 +35,4 @@ def _budget(step: CanvasStep, masks: IntArray) -> int:
         return len(masks)
     num_tokens = step.sequence.stopping.max_tokens
     goal = min(step.settings.block_length * (step.number + 1), num_tokens)
-    return goal - (num_tokens - len(masks))
+    return max(1, goal - (num_tokens - len(masks)))
