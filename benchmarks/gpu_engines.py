@@ -27,7 +27,7 @@ from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
-from effuse.prefill_worker.executor import mark_of
+from effuse.prefill_worker.executor import PromptExecutor, mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.engine_core import Forward
 
@@ -90,12 +90,19 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
     config, memory, agreed = parts.model.config, parts.memory, parts.fingerprint
     connector = LoopbackConnector(Hub(), memory, _NAME, agreed, time.monotonic)
     connector.start()
-    return PrefillEngine(
+    sender = HandoffSender(connector, reservation_s=_MOST_S, now=time.monotonic)
+    executor = PromptExecutor(
         parts.runner,
+        memory,
+        sender,
+        needs_boundary=config.shift_logits,
+        mark=mark_of(parts.model.device),
+    )
+    return PrefillEngine(
+        executor,
         config,
         PagePool(memory.num_pages),
-        memory,
-        HandoffSender(connector, reservation_s=_MOST_S, now=time.monotonic),
+        sender,
         PrefillLimits(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=64,
@@ -105,12 +112,10 @@ def prefill_engine(parts: Paged, *, max_num_batched_tokens: int) -> PrefillEngin
             block_size=config.block_size,
             vocab_size=config.vocab_size,
             mask_token_id=config.mask_token_id,
+            max_request_s=_MOST_S,
         ),
         agreed,
         now=time.monotonic,
-        max_request_s=_MOST_S,
-        close=connector.close,
-        mark=mark_of(parts.model.device),
     )
 
 

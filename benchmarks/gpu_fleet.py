@@ -224,15 +224,21 @@ class Bench:
     def _jobs(self) -> Iterator[Callable[[list[str]], None]]:
         """In the order in which pairs of GPUs take them."""
         plan, found = self._plan, self.measured
-        yield self._alone
+        yield self._alone_and_served
         yield self._transfers
         for number in range(max(len(plan.split), len(plan.colocated))):
             for variants, outcomes in (
                 (plan.split, found.split),
                 (plan.colocated, found.colocated),
             ):
-                if number < len(variants):
+                if number < len(variants) and variants[number] is not plan.split[0]:
                     yield partial(self._fleet, variants[number], number, outcomes)
+
+    def _alone_and_served(self, gpus: list[str]) -> None:
+        """The first split fleet decodes on the GPU that was measured alone: two of a kind differ by
+        more than what processes add."""
+        self._alone(gpus)
+        self._fleet(self._plan.split[0], 0, self.measured.split, gpus)
 
     def _transfers(self, gpus: list[str]) -> None:
         plan = self._plan
@@ -252,12 +258,12 @@ class Bench:
         plan = self._plan
         flags = ["--model", plan.model, "--max-num-seqs", str(plan.split[0].max_num_seqs)]
         flags += ["--max-model-len", str(-(-plan.longest // 32) * 32)]
-        with timed("one GPU alone"), child(ALONE, flags, gpus[:1]) as alone:
+        with timed("one GPU alone"), child(ALONE, flags, gpus[-1:]) as alone:
             alone.hear()
             limits = self.measured.limits
             limits["prefill"] = self._prefill_alone(alone)
             limits["decode"] = self._decode_alone(alone)
-            limits["arrivals"] = self._arrivals(alone, gpus[-1:])
+            limits["arrivals"] = self._arrivals(alone, gpus[:1])
 
     def _prefill_alone(self, alone: Peer) -> dict[str, float]:
         """Seconds of a prompt by its length, in the faster of two: one to a forward, or as many as

@@ -101,11 +101,17 @@ class Floor:
         layers, inputs = self._model.weights.layers, self._inputs
         for layer in layers:
             functional.linear(inputs["qkv"][:num_rows], layer.qkv, layer.qkv_bias)
-            count = num_head_rows if layer is layers[-1] else num_rows
-            for product in ("attn_out", "gate_up", "down"):
-                way = WAYS[self.chosen[product, count]]
-                way(inputs[product][:count], _weight(layer, product))
+            self._rest(layer, num_head_rows if layer is layers[-1] else num_rows)
         functional.linear(inputs["head"][:num_head_rows], self._model.weights.head)
+
+    def _rest(self, layer: LayerWeights, count: int) -> None:
+        """A layer's products behind its attention, of `count` rows."""
+        for product in ("attn_out", "gate_up", "down"):
+            self._product(layer, product, count)
+
+    def _product(self, layer: LayerWeights, product: str, count: int) -> None:
+        way = WAYS[self.chosen[product, count]]
+        way(self._inputs[product][:count], _weight(layer, product))
 
     def _choose(self, *counts: int) -> None:
         for rows in counts:
@@ -120,6 +126,7 @@ class Floor:
             return ways[0]
         x = self._inputs[product][:rows]
         weights = [_weight(layer, product) for layer in self._model.weights.layers]
+        weights = [weight for weight in weights if weight.dim() == 2]  # no experts among them
         return fastest(
             medians_us({way: [partial(WAYS[way], x, each) for each in weights] for way in ways})
         )

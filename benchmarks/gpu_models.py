@@ -6,10 +6,14 @@ zero so that neither is ever drawn.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from effuse.kernels.experts_routing import Routing
 from effuse.models.config import ModelConfig
+from effuse.models.config_experts import ExpertConfig
 from effuse.models.transformer import LayerWeights, ModelWeights, Transformer
 
 DREAM_7B = ModelConfig(
@@ -72,6 +76,58 @@ TINY = ModelConfig(
 )
 MODELS = {"dream-7b": DREAM_7B, "llada-8b": LLADA_8B, "tiny": TINY}
 
+LLADA2_MINI = ModelConfig(
+    architecture="llada2_moe",
+    num_layers=20,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=128,
+    intermediate_size=5120,
+    vocab_size=157184,
+    max_position_embeddings=32768,
+    rope_theta=6e5,
+    rms_norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=True,
+    tie_embeddings=False,
+    mask_token_id=156895,
+    eos_token_ids=(156892,),
+    block_size=32,
+    rotary_dim=64,
+    experts=ExpertConfig(
+        routing=Routing(
+            num_experts=256,
+            top_k=8,
+            scores="sigmoid",
+            renormalises=True,
+            scale=2.5,
+            num_groups=8,
+            top_groups=4,
+            num_shared=1,
+        ),
+        intermediate_size=512,
+        num_dense_layers=1,
+        has_bias=True,
+    ),
+)
+TINY_EXPERTS = replace(
+    TINY,
+    architecture="llada2_moe",
+    num_layers=3,
+    qkv_bias=False,
+    qk_norm=True,
+    rotary_dim=4,
+    experts=ExpertConfig(
+        routing=Routing(num_experts=8, top_k=2, scores="sigmoid", renormalises=True, num_shared=1),
+        intermediate_size=16,
+        num_dense_layers=1,
+        has_bias=True,
+    ),
+)
+# Those with experts; the others' products are one and the same for every row.
+EXPERT_MODELS = {"llada2-mini": LLADA2_MINI, "tiny-experts": TINY_EXPERTS}
+
 
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """A transformer of this shape; equal calls give equal weights on one kind of device."""
@@ -81,29 +137,38 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
         tensor = torch.empty(shape, dtype=dtype, device=device)
         return tensor.normal_(0, 0.02, generator=generator)
 
-    def ones() -> Tensor:
-        return torch.ones(config.hidden_size, dtype=dtype, device=device)
+    def ones(size: int = config.hidden_size) -> Tensor:
+        return torch.ones(size, dtype=dtype, device=device)
 
-    def layer() -> LayerWeights:
+    def layer(number: int) -> LayerWeights:
         width, q_dim = config.hidden_size, config.num_heads * config.head_dim
         qkv_dim = q_dim + 2 * config.num_kv_heads * config.head_dim
+        experts = config.experts_of(number)
+        count = () if experts is None else (experts.routing.num_weights,)
+        inner = config.intermediate_size if experts is None else experts.intermediate_size
         return LayerWeights(
             attn_norm=ones(),
             qkv=normal(qkv_dim, width),
             qkv_bias=normal(qkv_dim) if config.qkv_bias else None,
-            q_norm=None,
-            k_norm=None,
+            q_norm=ones(config.head_dim) if config.qk_norm else None,
+            k_norm=ones(config.head_dim) if config.qk_norm else None,
             attn_out=normal(width, q_dim),
             mlp_norm=ones(),
-            gate_up=normal(2 * config.intermediate_size, width),
-            down=normal(width, config.intermediate_size),
+            gate_up=normal(*count, 2 * inner, width),
+            down=normal(*count, width, inner),
+            router=None if experts is None else normal(experts.routing.num_experts, width),
+            router_bias=(
+                normal(experts.routing.num_experts).float()
+                if experts is not None and experts.has_bias
+                else None
+            ),
         )
 
     head = normal(config.vocab_size, config.hidden_size)
     head[[config.mask_token_id, *config.eos_token_ids]] = 0
     weights = ModelWeights(
         embedding=normal(config.vocab_size, config.hidden_size),
-        layers=tuple(layer() for _ in range(config.num_layers)),
+        layers=tuple(layer(number) for number in range(config.num_layers)),
         norm=ones(),
         head=head,
     )

@@ -21,6 +21,10 @@ _CLASSES = (
     ("rotary and store", ("_rotary",)),
     ("sampling", ("confidence", "_sample", "_partial")),
     ("plan and advance", ("_plan", "_advance", "_fill", "_deal")),
+    (
+        "experts",
+        ("_gate_up", "_down_kernel", "_route", "_sort_kernel", "_count_kernel", "_sum_ker"),
+    ),
     ("products", ("nvjet", "gemm", "cutlass", "splitk", "cublas")),
 )
 

@@ -38,7 +38,9 @@ from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.step_slots import RecordColumn, SlotLayout
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
+from effuse.models.config import ModelConfig
 from effuse.models.runner import ModelRunner
+from effuse.models.transformer import Transformer
 
 WINDOW = 4
 PAGE_SIZE = 32
@@ -82,11 +84,14 @@ class Arrivals:
 class Bench:
     """One model, its pages and the settings that all batches share."""
 
+    models = MODELS
+    window = WINDOW
+
     def __init__(self, name: str, device: torch.device, most_batch: int, most_context: int) -> None:
-        config = MODELS[name]
+        config = self.models[name]
         self.name = name
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = random_model(config, device, dtype)
+        self.model = self._model(config, device, dtype)
         layout = KVLayout(
             "unified",
             config.num_layers,
@@ -98,7 +103,7 @@ class Bench:
         num_pages = most_batch * (-(-(most_context + ANSWER) // PAGE_SIZE) + 1)
         self.memory = PageMemory(layout, num_pages, device)
         self.memory.tensor.normal_()
-        self.floor = Floor(self.model, most_batch * (WINDOW + 2) * config.block_size)
+        self.floor = self._floor(most_batch * (self.window + 2) * config.block_size)
 
     def measure(self, batch: int, context: int, pace: int, steps: int, size: int) -> Result:
         """Runs `steps` steps of `batch` requests, then the same in turns of `size` beside their
@@ -137,7 +142,7 @@ class Bench:
         # By then the first requests have ended, one after the other.
         ramp = -(-answer // pace)
         count = 2 * batch + batch * (ramp + 2 * steps) * pace // answer
-        messages = replacing(self.model.config, count, batch, context, WINDOW, answer)
+        messages = replacing(self.model.config, count, batch, context, self.window, answer)
         load = ClosedLoad(engine, messages, batch)
         for _ in range(ramp):
             load.step()
@@ -168,6 +173,30 @@ class Bench:
         heading = f"{self.name}, batch {batch}, context {context}, {waits_line(waits(found, 8))}"
         return [heading, *longest_kernels(found, 8)]
 
+    def _model(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+        return random_model(config, device, dtype)
+
+    def _floor(self, most_rows: int) -> Floor:
+        return Floor(self.model, most_rows)
+
+    def _settings(self, pace: int) -> DecodeSettings:
+        return DecodeSettings(
+            algorithm="d2f",
+            window=self.window,
+            # At 1 no block is forced to advance beside the script.
+            full_activation_threshold=0.95 if pace >= self.window else 1.0,
+            denoising_steps=self.model.config.block_size,
+        )
+
+    def _usual(self, batch: int) -> tuple[range, range]:
+        """The rows and the masks that steps of requests in mid-answer have."""
+        size = self.model.config.block_size
+        rows, masks = batch * self.window * size, batch * (self.window - 2) * size
+        return (
+            range(rows - size, rows + max(size, rows // 8) + 1),
+            range(masks * 3 // 4, max(masks * 3 // 2, masks + 2 * size) + 1),
+        )
+
     def _in_turns(
         self, stepper: MarkedStepper, requests: Sequence[Integers], used: Integers, size: int
     ) -> tuple[Turns, Integers]:
@@ -192,8 +221,8 @@ class Bench:
         where some have just begun."""
         size = self.model.config.block_size
         pages = -(-(context + ANSWER) // PAGE_SIZE)
-        layout = SlotLayout(batch, size, max_window=WINDOW, max_stops=4, max_pages=pages)
-        buffers = StepBuffers.empty(self.model, layout, batch * (WINDOW + 2) * size)
+        layout = SlotLayout(batch, size, max_window=self.window, max_stops=4, max_pages=pages)
+        buffers = StepBuffers.empty(self.model, layout, batch * (self.window + 2) * size)
         dealer = Dealer(buffers.table, buffers.rows.first_candidate, pace)
         step = DeviceStep(
             self.model,
@@ -203,16 +232,11 @@ class Bench:
             adjust=dealer if self.model.device.type == "cuda" else None,
         )
         stepper = MarkedStepper(step, uses_graphs=True)
-        rows, masks = batch * WINDOW * size, batch * (WINDOW - 2) * size
+        rows, masks = self._usual(batch)
+        if is_mixed:
+            rows, masks = range(rows.start // 4, rows.stop), range(masks.start // 4, masks.stop)
         # Whatever the steps may need: a graph captured in between would be timed with them.
-        stepper.prepare(
-            range(rows // 4 if is_mixed else rows - size, rows + max(size, rows // 8) + 1),
-            range(
-                masks // 4 if is_mixed else masks * 3 // 4,
-                max(masks * 3 // 2, masks + 2 * size) + 1,
-            ),
-            range(context, context + ANSWER),
-        )
+        stepper.prepare(rows, masks, range(context, context + ANSWER))
         return stepper, layout
 
     def _requests(self, layout: SlotLayout, context: int, pace: int) -> list[Integers]:
@@ -226,17 +250,11 @@ class Bench:
     ) -> Integers:
         """A request in mid-answer, its blocks at all stages, 0 to 7 steps on from others, drawn."""
         config = self.model.config
-        settings = DecodeSettings(
-            algorithm="d2f",
-            window=WINDOW,
-            # At 1 no block is forced to advance beside the script.
-            full_activation_threshold=0.95 if pace >= WINDOW else 1.0,
-            denoising_steps=layout.block_size,
-        )
+        settings = self._settings(pace)
         prompt = np.random.default_rng(slot).integers(0, config.mask_token_id, context).tolist()
         sequence = Tokens(
             prompt,
-            origin=context,
+            origin=config.block_origin(context),
             block_size=layout.block_size,
             mask_token_id=config.mask_token_id,
             stopping=Stopping(max_tokens=ANSWER),
@@ -264,7 +282,7 @@ class Bench:
     def _limits(self, batch: int, context: int) -> DecodeLimits:
         size = self.model.config.block_size
         return DecodeLimits(
-            max_num_batched_tokens=batch * (context + (WINDOW + 2) * size),
+            max_num_batched_tokens=batch * (context + (self.window + 2) * size),
             max_num_seqs=batch,
             max_model_len=context + ANSWER,
             num_pages=self.memory.num_pages,

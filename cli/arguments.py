@@ -96,6 +96,12 @@ def is_unicode(given: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in given)
 
 
+def token_ids(given: str) -> list[int]:
+    """Token ids, with commas between them."""
+    parse = whole(0, 2**32 - 1)  # what the wire holds
+    return [parse(one) for one in given.split(",")]
+
+
 def seconds(given: str) -> float:
     """A time above 0, at most a week: gRPC takes far longer ones for none at all."""
     return number(0, 604_800, open_left=True)(given)

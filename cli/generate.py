@@ -1,4 +1,4 @@
-"""`effuse generate`: sends prompts to a running fleet and prints the answers.
+"""`effuse generate`: sends prompts, or a chat turn by turn, to a running fleet and prints answers.
 
 Text goes to standard output as it becomes final; figures and errors go to standard error. `ask`,
 which sends one request and shows each of its events, also serves the demo and `bench`.
@@ -7,20 +7,23 @@ which sends one request and shows each of its events, also serves the demo and `
 import argparse
 import asyncio
 import contextlib
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 from rich.console import Console
 
-from effuse.cli.arguments import command, is_unicode, seconds, target, text
+from effuse.cli.arguments import command, file, is_unicode, seconds, target, text, token_ids
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Event, Gathering, StreamBroken
+from effuse.client.chat import Chat
 from effuse.client.options import DEFAULT_TARGET
-from effuse.client.params import Params, make_request
+from effuse.client.params import Params, Prompt, make_request
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
 from effuse.v1 import generation_pb2
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 class GenerateJob:
     """What to ask for, and how to show it."""
 
-    prompts: tuple[str, ...]
+    prompts: tuple[Prompt, ...]  # of a chat: the first turns, all text
+    chat: Chat | None  # what a chat begins with; None where each prompt stands for itself
     params: Params
     target: str
     timeout_s: float
@@ -60,13 +64,17 @@ def parse(argv: Sequence[str]) -> GenerateJob:
     """The job that the flags describe; exits with status 2 on bad ones."""
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
-    add(
-        "prompt",
-        nargs="+",
-        type=text,
-        metavar="PROMPT",
-        help="text to answer; - reads standard input",
-    )
+    add("prompt", nargs="*", type=text, metavar="PROMPT",
+        help="text to go on with; - reads standard input, as does no prompt at all")  # fmt: skip
+    add("--file", action="append", type=file, default=[], metavar="FILE",
+        help="take a prompt from a file")  # fmt: skip
+    add("--ids", action="append", type=token_ids, default=[], metavar="ID,ID,..",
+        help="take a prompt as token ids")  # fmt: skip
+    add("--chat", action="store_true",
+        help="a chat: prompts, then lines of standard input, are what the user says")  # fmt: skip
+    add("--system", type=text, metavar="TEXT", help="what a chat begins with")
+    add("--template-argument", action="append", type=_argument, default=[], metavar="NAME=JSON",
+        help="variable for a chat's template, as in enable_thinking=false")  # fmt: skip
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--watch", action="store_true", help="show the blocks as they are denoised")
     add("--stats", action="store_true", help="print each answer's figures to standard error")
@@ -77,12 +85,35 @@ def parse(argv: Sequence[str]) -> GenerateJob:
     return _job(parser, parser.parse_args(argv))
 
 
+def _argument(given: str) -> tuple[str, object]:
+    name, equals, value = text(given).partition("=")
+    try:
+        found = json.loads(value)
+    except ValueError:
+        found = value  # text need not be quoted
+    if not (name.isidentifier() and equals):
+        raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {given!r}")
+    return name, found
+
+
 def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> GenerateJob:
-    prompts = tuple(_read_input(parser) if one == "-" else one for one in found.prompt)
-    if found.request_id is not None and len(prompts) > 1:
-        parser.error(f"--request-id: expected one prompt, got {len(prompts)}")
+    typed = [_read_input(parser) if one == "-" else one for one in found.prompt]
+    prompts: list[Prompt] = [*typed, *(_read(parser, path) for path in found.file), *found.ids]
+    if not (found.chat or prompts):
+        if sys.stdin.isatty():
+            parser.error("expected PROMPT, --file, --ids, --chat or text on standard input")
+        prompts = [_read_input(parser)]
+    if found.chat and found.ids:
+        parser.error("--ids: expected text with --chat, got ids")
+    if not found.chat and (found.system or found.template_argument):
+        parser.error("--system, --template-argument: expected --chat with them, got none")
+    if found.request_id is not None and (found.chat or len(prompts) > 1):
+        got = "a chat" if found.chat else len(prompts)
+        parser.error(f"--request-id: expected one prompt, got {got}")
+    chat = Chat(template_arguments=dict(found.template_argument)) if found.chat else None
     return GenerateJob(
-        prompts=prompts,
+        prompts=tuple(prompts),
+        chat=chat.system(found.system) if chat is not None and found.system else chat,
         params=params_from(found),
         target=found.target,
         timeout_s=found.timeout,
@@ -90,6 +121,13 @@ def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Generate
         stats=found.stats,
         request_id=found.request_id,
     )
+
+
+def _read(parser: argparse.ArgumentParser, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"argument --file: expected UTF-8 text in {path}: {error}")
 
 
 def _read_input(parser: argparse.ArgumentParser) -> str:
@@ -102,19 +140,53 @@ def _read_input(parser: argparse.ArgumentParser) -> str:
 
 
 async def run(job: GenerateJob) -> None:
-    """Ask for the prompts, one after the other."""
+    """Ask for the prompts, one after the other, or for the answers of a chat."""
     async with connect(job.target, keepalive=None) as channel:
         stub = generation_stub(channel)
-        for prompt in job.prompts:
-            request = make_request(prompt, job.params, request_id=job.request_id, drafts=job.watch)
-            if job.watch:
-                with watch(Console(), indent=0) as show:
-                    answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show)
-            else:
-                answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=_print_text)
-                print()
-            if job.stats:
-                print(figures(answer), file=sys.stderr)
+        if job.chat is None:
+            for prompt in job.prompts:
+                await _show_answer(stub, job, prompt)
+            return
+        chat = job.chat
+        for said in _turns(job.prompts):
+            chat = chat.user(said)
+            answer = await _show_answer(stub, job, chat)
+            chat = chat.assistant(answer.text)
+
+
+def _turns(first: Iterable[Prompt]) -> Iterator[str]:
+    """What the user says: `first`, then each line of standard input that says something."""
+    yield from map(str, first)
+    while line := _read_line():
+        if not is_unicode(line):
+            print("effuse generate: expected UTF-8 text, not sent", file=sys.stderr)
+        elif line.strip():
+            yield line.rstrip("\r\n")
+
+
+def _read_line() -> str:
+    """Blocks; nothing else has to go on meanwhile. Empty at the end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    try:
+        return sys.stdin.readline()
+    except UnicodeDecodeError:
+        return "\udcff"
+
+
+async def _show_answer(
+    stub: "GenerationServiceAsyncStub", job: GenerateJob, prompt: Prompt
+) -> Answer:
+    request = make_request(prompt, job.params, request_id=job.request_id, drafts=job.watch)
+    if job.watch:
+        with watch(Console(), indent=0) as show:
+            answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show)
+    else:
+        answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=_print_text)
+        print()
+    if job.stats:
+        print(figures(answer), file=sys.stderr)
+    return answer
 
 
 def _ignore(_: Event) -> None:

@@ -61,7 +61,10 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     )
     add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
     add("--remasking", choices=REMASKINGS, help="order of filling")
-    add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N", help="steps a block takes")
+    add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N",
+        help="steps a block takes (block diffusion)")  # fmt: skip
+    add("--parse-special-tokens", action="store_true", default=None,
+        help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
     _add_canvas_knobs(parser)
 
 
@@ -129,4 +132,5 @@ def params_from(found: argparse.Namespace) -> Params:
         eps=found.eps,
         alg_temp=found.alg_temp,
         cache=found.cache,
+        parse_special_tokens=found.parse_special_tokens,
     )

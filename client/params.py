@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from effuse.client.chat import Chat
 from effuse.config.decoding import Alg, Algorithm, Cache, Remasking, Score
 from effuse.v1 import generation_pb2 as pb
 
 Value = TypeVar("Value")
-Prompt = str | Sequence[int]
-"""Text, or token ids that are used as they are."""
+Prompt = str | Chat | Sequence[int]
+"""Text, a conversation, or token ids that are used as they are."""
 
 ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "d2f": pb.ALGORITHM_D2F,
@@ -76,6 +77,7 @@ class Params:
     eps: float | None = None  # where time ends that begins at 1 (Dream)
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
+    parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
 
 def make_request(
@@ -86,14 +88,16 @@ def make_request(
     token_ids: bool = False,
     drafts: bool = False,
 ) -> pb.GenerateRequest:
-    """The request for one prompt. Raises ValueError for a name that is none of those known."""
-    text = prompt if isinstance(prompt, str) else None
-    ids = None if isinstance(prompt, str) else pb.TokenIds(ids=prompt)
+    """The request for one prompt. Raises ValueError for a name that is none of those known, and
+    for a template argument that JSON cannot express."""
+    ids = None if isinstance(prompt, str | Chat) else pb.TokenIds(ids=prompt)
     return pb.GenerateRequest(
         request_id=request_id,
         model=params.model,
-        prompt=text,
+        prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=ids,
+        chat=prompt.to_input() if isinstance(prompt, Chat) else None,
+        parse_special_tokens=params.parse_special_tokens,
         sampling=pb.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,

@@ -5,7 +5,7 @@ Only wires parts to each other.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -21,7 +21,6 @@ from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import SlotLayout
 from effuse.kvtransfer.connector import Connector
-from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.transformer import LayerKV, Transformer
 from effuse.worker.assembly import Assembly, assemble
@@ -63,15 +62,22 @@ def _core(
         page_bytes=parts.memory.page_bytes,
         lease_s=config.handoff_lease_s,
     )
-    handoffs = HandoffReceiver(parts.pool, connector, identity)
-    return make_engine(
-        model,
-        parts.memory.layer_views(),
-        parts.runner,
+    return DecodeEngine(
+        make_executor(
+            model,
+            parts.memory.layer_views(),
+            parts.runner,
+            limits,
+            on_device=denoises_on_device(config, model.device),
+        ),
         parts.pool,
-        limits,
-        handoffs,
-        on_device=denoises_on_device(config, model.device),
+        Intake(model.config, limits),
+        HandoffReceiver(parts.pool, connector, identity),
+        Boundary(
+            hidden_size=model.config.hidden_size if model.config.shift_logits else None,
+            dtype=model.dtype,
+            device=model.device,
+        ),
         now=time.monotonic,
         max_request_s=config.max_request_s,
     )
@@ -95,36 +101,17 @@ def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
     )
 
 
-def make_engine(
+def make_executor(
     model: Transformer,
     kv: Sequence[LayerKV],
     forward: Forward,
-    pool: PagePool,
     limits: DecodeLimits,
-    handoffs: HandoffReceiver,
     *,
     on_device: bool,
-    now: Callable[[], float],
-    max_request_s: float,
-) -> DecodeEngine:
-    """A decode engine over the pages `kv`, its graphs captured where it denoises `on_device`."""
-    config = model.config
-    executor: Executor = HostExecutor(forward)
-    if on_device:
-        executor = DeviceExecutor(HostExecutor(forward), make_stepper(model, kv, limits))
-    return DecodeEngine(
-        executor,
-        pool,
-        Intake(config, limits),
-        handoffs,
-        Boundary(
-            hidden_size=config.hidden_size if config.shift_logits else None,
-            dtype=model.dtype,
-            device=model.device,
-        ),
-        now=now,
-        max_request_s=max_request_s,
-    )
+) -> Executor:
+    """What runs steps over the pages `kv`, its graphs captured where it denoises `on_device`."""
+    host = HostExecutor(forward)
+    return DeviceExecutor(host, make_stepper(model, kv, limits)) if on_device else host
 
 
 def make_stepper(

@@ -1,7 +1,8 @@
 """Rotary position embedding in the half-rotation convention of Hugging Face models.
 
 Applies a table that the caller builds once with `make_cos_sin_cache`; scaling variants (YaRN and
-the like) would be other tables, not other operators.
+the like) would be other tables, not other operators. A table narrower than a head rotates the
+head's first dimensions and leaves the rest as they are.
 """
 
 import torch
@@ -12,10 +13,11 @@ from effuse.kernels.pages_distinct import is_distinct
 
 
 def make_cos_sin_cache(
-    head_dim: int, num_positions: int, theta: float, device: torch.device
+    rotary_dim: int, num_positions: int, theta: float, device: torch.device
 ) -> Tensor:
-    """[num_positions, head_dim] fp32: cosines of the D/2 frequencies, then their sines."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """[num_positions, R] fp32 for R rotated dimensions: cosines of the R/2 frequencies, then their
+    sines."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequency = 1.0 / theta**exponent
     angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequency
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
@@ -67,5 +69,7 @@ def rotary_ref(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return (x * cos).add_(swapped.mul_(signed_sin))
+    width = cos.shape[-1]
+    first = x[..., :width]
+    turned = (first * cos).add_(first.roll(width // 2, dims=-1).mul_(signed_sin))
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], dim=-1)

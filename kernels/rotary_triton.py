@@ -33,6 +33,19 @@ def _rotate_heads(
 
 
 @triton.jit
+def _copy_heads(
+    source, head_stride, target, head_to, dim_to, HEADS: tl.constexpr, TILE_HEADS: tl.constexpr,
+    FROM: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Copy COUNT of one token's dimensions of each head, from FROM on."""
+    head = tl.arange(0, TILE_HEADS)[:, None]
+    dim = FROM + tl.arange(0, COUNT)[None, :]
+    mask = head < HEADS
+    values = tl.load(source + head * head_stride + dim, mask=mask)
+    tl.store(target + head * head_to + dim * dim_to, values, mask=mask)
+
+
+@triton.jit
 def _rotary_kernel(
     q,
     k,
@@ -62,6 +75,7 @@ def _rotary_kernel(
     KV_HEADS: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_KV: tl.constexpr,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STORES: tl.constexpr,
@@ -76,27 +90,30 @@ def _rotary_kernel(
     # Rounded to the storage dtype first, as the models' own implementations do.
     cos = tl.load(table + dim).to(q.dtype.element_ty).to(tl.float32)
     sin = tl.load(table + HALF + dim).to(q.dtype.element_ty).to(tl.float32)
-    _rotate_heads(
-        q + token * q_token, q_head, q_out + token * (Q_HEADS * 2 * HALF), 2 * HALF, cos, sin,
-        Q_HEADS, TILE_Q, HALF,
-    )  # fmt: skip
-    low, high = _rotate_heads(
-        k + token * k_token, k_head, k_out + token * (KV_HEADS * 2 * HALF), 2 * HALF, cos, sin,
-        KV_HEADS, TILE_KV, HALF,
-    )  # fmt: skip
+    q_from, q_to = q + token * q_token, q_out + token * (Q_HEADS * DIM)
+    k_from, k_to = k + token * k_token, k_out + token * (KV_HEADS * DIM)
+    _rotate_heads(q_from, q_head, q_to, DIM, cos, sin, Q_HEADS, TILE_Q, HALF)
+    low, high = _rotate_heads(k_from, k_head, k_to, DIM, cos, sin, KV_HEADS, TILE_KV, HALF)
+    REST: tl.constexpr = DIM - 2 * HALF
+    if REST:
+        _copy_heads(q_from, q_head, q_to, DIM, 1, Q_HEADS, TILE_Q, 2 * HALF, REST)
+        _copy_heads(k_from, k_head, k_to, DIM, 1, KV_HEADS, TILE_KV, 2 * HALF, REST)
     if STORES:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             head = tl.arange(0, TILE_KV)[:, None]
             mask = head < KV_HEADS
-            k_slot = k_cache + slot_offset(slot, kc_page, kc_token, PAGE_SIZE) + head * kc_head
-            v_slot = v_cache + slot_offset(slot, vc_page, vc_token, PAGE_SIZE) + head * vc_head
-            tl.store(k_slot + dim * kc_dim, low, mask=mask)
-            tl.store(k_slot + (dim + HALF) * kc_dim, high, mask=mask)
-            v_row = v + token * v_token + head * v_head
-            tl.store(v_slot + dim * vc_dim, tl.load(v_row + dim, mask=mask), mask=mask)
-            rest = tl.load(v_row + HALF + dim, mask=mask)
-            tl.store(v_slot + (dim + HALF) * vc_dim, rest, mask=mask)
+            k_slot = k_cache + slot_offset(slot, kc_page, kc_token, PAGE_SIZE)
+            v_slot = v_cache + slot_offset(slot, vc_page, vc_token, PAGE_SIZE)
+            k_target = k_slot + head * kc_head + dim * kc_dim
+            tl.store(k_target, low, mask=mask)
+            tl.store(k_target + HALF * kc_dim, high, mask=mask)
+            if REST:
+                _copy_heads(
+                    k_from, k_head, k_slot, kc_head, kc_dim, KV_HEADS, TILE_KV, 2 * HALF, REST
+                )
+            v_from = v + token * v_token
+            _copy_heads(v_from, v_head, v_slot, vc_head, vc_dim, KV_HEADS, TILE_KV, 0, DIM)
 
 
 def launch(
@@ -108,9 +125,14 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Rotated q and k; ``stored`` is (v, k_cache, v_cache, slot_mapping) when K and V are kept."""
     tokens, q_heads, dim = q.shape
-    kv_heads = k.shape[1]
-    if dim & (dim - 1):
-        raise ValueError(f"head_dim must be a power of two, got {dim}")
+    kv_heads, rotary_dim = k.shape[1], cos_sin_cache.shape[1]
+    for name, size in (("head_dim", dim), ("rotated dimensions", rotary_dim)):
+        if size & (size - 1):
+            raise ValueError(f"{name} must be a power of two, got {size}")
+    if rotary_dim not in (dim, dim // 2):
+        raise ValueError(
+            f"{rotary_dim} of {dim} dimensions cannot be rotated: all, or half of them"
+        )
     q_out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     k_out = torch.empty((tokens, kv_heads, dim), dtype=k.dtype, device=k.device)
     if tokens == 0:
@@ -136,7 +158,8 @@ def launch(
         KV_HEADS=kv_heads,
         TILE_Q=triton.next_power_of_2(q_heads),
         TILE_KV=triton.next_power_of_2(kv_heads),
-        HALF=dim // 2,
+        DIM=dim,
+        HALF=rotary_dim // 2,
         PAGE_SIZE=k_cache.shape[1],
         STORES=stored is not None,
         ALLOWS_NEXT=may_start_early(q.device),

@@ -103,13 +103,18 @@ class Exchange:
             self._moved_at = self._now()
         return moved
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes or digests are under way, or the last word of a peer."""
+        return self._pushes.is_moving or self._receptions.is_moving
+
     def wait(self, requests: int) -> None:
         """Sleeps for as long as nothing is likely to happen, or until `requests` is readable."""
         self._transport.wait(self._pace(), requests)
 
     def _pace(self) -> Pace:
         since = self._now() - self._moved_at
-        if self._pushes.is_moving or self._receptions.is_moving:
+        if self.is_moving:
             return Pace.HOT if since < HOT_S else Pace.MOVING
         if self._receptions.has_begun:
             return Pace.BEGUN

@@ -105,6 +105,10 @@ class HandoffSender:
         if handoff is not None:
             self._handle(handoff, SenderEvent.ABORTED)
 
+    def close(self) -> None:
+        """Stops the connector."""
+        self._connector.close()
+
     def poll(self) -> list[SendReport]:
         """What has happened since the last call, in order."""
         for event in self._connector.poll():

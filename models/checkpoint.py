@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from effuse.models.config import ModelConfig
+from effuse.models.config_experts import ExpertConfig
 from effuse.models.config_keys import CheckpointError, read_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -27,20 +28,27 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class MlpNames:
+    """Released module names of one gated MLP, each with a `.weight`."""
+
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayerNames:
-    """Released module names of one layer, each with a `.weight` (and, of q, k, v, a `.bias`)."""
+    """Released module names of one layer, each with a `.weight` (and, of qkv, a `.bias`)."""
 
     attn_norm: str
-    q: str
-    k: str
-    v: str
+    qkv: tuple[str, ...]  # q, k and v, or one that is all three of them
     q_norm: str
     k_norm: str
     attn_out: str
     mlp_norm: str
-    gate: str
-    up: str
-    down: str
+    mlps: tuple[MlpNames, ...]  # one, or every expert, the shared one last
+    router: str | None = None  # where there are experts
+    router_bias: str | None = None  # a tensor, no module
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,46 +63,70 @@ class ModelNames:
 
 def module_names(config: ModelConfig) -> ModelNames:
     """What the release of this family calls its modules."""
+    numbers = range(config.num_layers)
     if config.architecture == "llada":
-        layers = tuple(
-            _llada_layer(f"model.transformer.blocks.{i}") for i in range(config.num_layers)
-        )
-        return ModelNames(
-            "model.transformer.wte", "model.transformer.ln_f", "model.transformer.ff_out", layers
-        )
-    layers = tuple(_qwen_layer(f"model.layers.{i}") for i in range(config.num_layers))
+        top = "model.transformer"
+        layers = tuple(_llada_layer(f"{top}.blocks.{i}") for i in numbers)
+        return ModelNames(f"{top}.wte", f"{top}.ln_f", f"{top}.ff_out", layers)
+    if config.architecture == "llada2_moe":
+        layers = tuple(_llada2_layer(config, i) for i in numbers)
+        return ModelNames("model.word_embeddings", "model.norm", "lm_head", layers)
+    layers = tuple(_qwen_layer(config, i) for i in numbers)
     return ModelNames("model.embed_tokens", "model.norm", "lm_head", layers)
 
 
-def _qwen_layer(at: str) -> LayerNames:
+def _qwen_layer(config: ModelConfig, number: int) -> LayerNames:
+    at = f"model.layers.{number}"
+    experts = config.experts_of(number)
     return LayerNames(
         attn_norm=f"{at}.input_layernorm",
-        q=f"{at}.self_attn.q_proj",
-        k=f"{at}.self_attn.k_proj",
-        v=f"{at}.self_attn.v_proj",
+        qkv=tuple(f"{at}.self_attn.{name}_proj" for name in "qkv"),
         q_norm=f"{at}.self_attn.q_norm",
         k_norm=f"{at}.self_attn.k_norm",
         attn_out=f"{at}.self_attn.o_proj",
         mlp_norm=f"{at}.post_attention_layernorm",
-        gate=f"{at}.mlp.gate_proj",
-        up=f"{at}.mlp.up_proj",
-        down=f"{at}.mlp.down_proj",
+        mlps=_mlps(f"{at}.mlp", experts),
+        router=f"{at}.mlp.gate" if experts else None,
     )
+
+
+def _llada2_layer(config: ModelConfig, number: int) -> LayerNames:
+    at = f"model.layers.{number}"
+    experts = config.experts_of(number)
+    return LayerNames(
+        attn_norm=f"{at}.input_layernorm",
+        qkv=(f"{at}.attention.query_key_value",),
+        q_norm=f"{at}.attention.query_layernorm",
+        k_norm=f"{at}.attention.key_layernorm",
+        attn_out=f"{at}.attention.dense",
+        mlp_norm=f"{at}.post_attention_layernorm",
+        mlps=_mlps(f"{at}.mlp", experts),
+        router=f"{at}.mlp.gate" if experts else None,
+        router_bias=f"{at}.mlp.gate.expert_bias" if experts else None,
+    )
+
+
+def _mlps(at: str, experts: ExpertConfig | None) -> tuple[MlpNames, ...]:
+    if experts is None:
+        return (_mlp(at),)
+    routed = (f"{at}.experts.{number}" for number in range(experts.routing.num_experts))
+    shared = (f"{at}.shared_experts",) * experts.routing.num_shared
+    return tuple(_mlp(name) for name in (*routed, *shared))
+
+
+def _mlp(at: str) -> MlpNames:
+    return MlpNames(f"{at}.gate_proj", f"{at}.up_proj", f"{at}.down_proj")
 
 
 def _llada_layer(at: str) -> LayerNames:
     return LayerNames(
         attn_norm=f"{at}.attn_norm",
-        q=f"{at}.q_proj",
-        k=f"{at}.k_proj",
-        v=f"{at}.v_proj",
+        qkv=tuple(f"{at}.{name}_proj" for name in "qkv"),
         q_norm=f"{at}.q_norm",
         k_norm=f"{at}.k_norm",
         attn_out=f"{at}.attn_out",
         mlp_norm=f"{at}.ff_norm",
-        gate=f"{at}.ff_proj",
-        up=f"{at}.up_proj",
-        down=f"{at}.ff_out",
+        mlps=(MlpNames(f"{at}.ff_proj", f"{at}.up_proj", f"{at}.ff_out"),),
     )
 
 
@@ -107,30 +139,43 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
     if not config.tie_embeddings:
         shapes[f"{names.head}.weight"] = (config.vocab_size, config.hidden_size)
-    for layer in names.layers:
-        shapes |= _layer_shapes(config, layer)
+    for number, layer in enumerate(names.layers):
+        shapes |= _attention_shapes(config, layer)
+        shapes |= _mlp_shapes(config, layer, config.experts_of(number))
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, layer: LayerNames) -> dict[str, Shape]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _attention_shapes(config: ModelConfig, layer: LayerNames) -> dict[str, Shape]:
+    hidden, dim = config.hidden_size, config.head_dim
+    q_dim, kv_dim = config.num_heads * dim, config.num_kv_heads * dim
+    rows = (q_dim, kv_dim, kv_dim) if len(layer.qkv) == 3 else (q_dim + 2 * kv_dim,)
     shapes: dict[str, Shape] = {
         f"{layer.attn_norm}.weight": (hidden,),
-        f"{layer.q}.weight": (q_dim, hidden),
-        f"{layer.k}.weight": (kv_dim, hidden),
-        f"{layer.v}.weight": (kv_dim, hidden),
         f"{layer.attn_out}.weight": (hidden, q_dim),
-        f"{layer.mlp_norm}.weight": (hidden,),
-        f"{layer.gate}.weight": (inner, hidden),
-        f"{layer.up}.weight": (inner, hidden),
-        f"{layer.down}.weight": (hidden, inner),
     }
-    if config.qkv_bias:
-        shapes |= {f"{layer.q}.bias": (q_dim,)}
-        shapes |= {f"{name}.bias": (kv_dim,) for name in (layer.k, layer.v)}
+    for name, count in zip(layer.qkv, rows, strict=True):
+        shapes[f"{name}.weight"] = (count, hidden)
+        if config.qkv_bias:
+            shapes[f"{name}.bias"] = (count,)
     if config.qk_norm:
-        shapes |= {f"{name}.weight": (config.head_dim,) for name in (layer.q_norm, layer.k_norm)}
+        shapes |= {f"{name}.weight": (dim,) for name in (layer.q_norm, layer.k_norm)}
+    return shapes
+
+
+def _mlp_shapes(
+    config: ModelConfig, layer: LayerNames, experts: ExpertConfig | None
+) -> dict[str, Shape]:
+    hidden = config.hidden_size
+    inner = config.intermediate_size if experts is None else experts.intermediate_size
+    shapes: dict[str, Shape] = {f"{layer.mlp_norm}.weight": (hidden,)}
+    for mlp in layer.mlps:
+        shapes |= {f"{name}.weight": (inner, hidden) for name in (mlp.gate, mlp.up)}
+        shapes[f"{mlp.down}.weight"] = (hidden, inner)
+    if experts is not None:
+        num_experts = experts.routing.num_experts
+        shapes[f"{layer.router}.weight"] = (num_experts, hidden)
+        if layer.router_bias is not None:
+            shapes[layer.router_bias] = (num_experts,)
     return shapes
 
 

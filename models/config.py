@@ -1,6 +1,6 @@
 """What a published checkpoint's config.json says, reduced to the numbers the transformer needs.
 
-Reads the three families as their releases write them and refuses every option that would change
+Reads the families as their releases write them and refuses every option that would change
 the forward and is not implemented. Tensors and their names are `checkpoint.py`, not here.
 """
 
@@ -10,14 +10,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from effuse.models.config_experts import (
+    ExpertConfig,
+    llada2_experts,
+    llada_experts,
+    qwen_experts,
+)
 from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
 
-Architecture = Literal["sdar", "dream", "llada"]
+Architecture = Literal["sdar", "dream", "llada", "sdar_moe", "llada2_moe", "llada_moe"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 
-# Released block size of SDAR; the block size that D2F evaluates Dream and LLaDA with.
-_DEFAULT_BLOCK_SIZE: dict[Architecture, int] = {"sdar": 4, "dream": 32, "llada": 32}
+# Released block size of SDAR and LLaDA2; what D2F evaluates Dream and LLaDA with.
+_DEFAULT_BLOCK_SIZE: dict[Architecture, int] = {
+    "sdar": 4,
+    "dream": 32,
+    "llada": 32,
+    "sdar_moe": 4,
+    "llada2_moe": 32,
+    "llada_moe": 32,
+}
+_BLOCK_CAUSAL: frozenset[Architecture] = frozenset({"sdar", "sdar_moe", "llada2_moe"})
 _SDAR_MASK_TOKEN_ID = 151669  # its releases name the mask in the tokenizer only
+# What the releases of Ling's tokenizer leave to the code that they come with.
+_LING_MASK_TOKEN_ID = 156895
+_LING_END_TOKEN_ID = 156892
+_END_TOKEN_IDS: dict[str, tuple[int, ...]] = {
+    "llada2_moe": (_LING_END_TOKEN_ID,),
+    "llada_moe": (_LING_END_TOKEN_ID,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +63,8 @@ class ModelConfig:
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     block_size: int
+    rotary_dim: int | None = None  # the first dimensions of a head are rotated; None: all
+    experts: ExpertConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -51,6 +74,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+        if self.rotary_dim not in (None, self.head_dim, self.head_dim // 2):
+            raise CheckpointError(
+                f"{self.rotary_dim} of head_dim {self.head_dim} dimensions are rotated; "
+                "accepted: all, or half of them"
+            )
         for name, token in (
             ("mask_token_id", self.mask_token_id),
             *(("eos_token_id", token) for token in self.eos_token_ids),
@@ -70,7 +98,13 @@ class ModelConfig:
     @property
     def prompt_attention(self) -> PromptAttention:
         """Whether the prompt attends to all of itself, or block by block like the answer."""
-        return "causal_blocks" if self.architecture == "sdar" else "bidirectional"
+        return "causal_blocks" if self.architecture in _BLOCK_CAUSAL else "bidirectional"
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """The experts of a layer, or None where it has a plain MLP."""
+        if self.experts is None or layer < self.experts.num_dense_layers:
+            return None
+        return self.experts
 
     def block_origin(self, prompt_len: int) -> int:
         """Position where the block grid starts; what lies before it is one bidirectional block."""
@@ -84,18 +118,35 @@ class ModelConfig:
         """
         directory = Path(path)
         keys = ConfigKeys.read(directory / "config.json")
-        eos = dict.fromkeys((*keys.token_ids("eos_token_id"), *_generation_eos(directory)))
-        match keys.text("model_type").lower():
+        family = _family(keys)
+        stated = keys.token_ids("eos_token_id", required=family not in _END_TOKEN_IDS)
+        eos = tuple(dict.fromkeys((*stated, *_generation_eos(directory))))
+        match family:
             case "sdar":
-                return _sdar(keys, tuple(eos), block_size)
+                return _sdar(keys, eos, block_size)
             case "dream":
-                return _dream(keys, tuple(eos), block_size)
+                return _dream(keys, eos, block_size)
             case "llada":
-                return _llada(keys, tuple(eos), block_size)
+                return _llada(keys, eos, block_size)
+            case "sdar_moe":
+                return _sdar_moe(keys, eos, block_size)
+            case "llada2_moe":
+                return _llada2_moe(keys, eos, block_size)
+            case "llada_moe":
+                return _llada_moe(keys, eos, block_size)
             case other:
                 raise keys.error(
-                    "model_type", f"{other!r} is not served; accepted: sdar, Dream, llada"
+                    "model_type",
+                    f"{other!r} is not served; accepted: sdar, sdar_moe, Dream, llada, llada2_moe",
                 )
+
+
+def _family(keys: ConfigKeys) -> str:
+    """`model_type`, but where LLaDA's release with experts has that of the one without."""
+    model_type = keys.text("model_type").lower()
+    if model_type == "lladamoe" or (model_type == "llada" and "num_experts" in keys.values):
+        return "llada_moe"
+    return model_type
 
 
 def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
@@ -113,10 +164,11 @@ def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> Mo
 
 def _qwen(
     keys: ConfigKeys,
-    architecture: Literal["sdar", "dream"],
+    architecture: Literal["sdar", "dream", "sdar_moe"],
     mask_token_id: int,
     eos: tuple[int, ...],
     block_size: int | None,
+    experts: ExpertConfig | None = None,
 ) -> ModelConfig:
     """Qwen3 (sdar: qk-norm, no bias) and Qwen2 (dream: qkv bias, no qk-norm) share their keys."""
     keys.only("hidden_act", ("silu",))
@@ -138,11 +190,12 @@ def _qwen(
         rope_theta=keys.rope_theta(),
         rms_norm_eps=keys.number("rms_norm_eps"),
         qkv_bias=architecture == "dream",
-        qk_norm=architecture == "sdar",
+        qk_norm=architecture != "dream",
         tie_embeddings=keys.flag("tie_word_embeddings"),
         mask_token_id=mask_token_id,
         eos_token_ids=eos,
         block_size=_block_size(keys, architecture, block_size),
+        experts=experts,
     )
 
 
@@ -190,6 +243,71 @@ _LLADA_FIXED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "scale_logits": (None, False),
 }
+
+
+def _sdar_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+    """Qwen3's layers with experts in place of the MLP."""
+    keys.only("attention_bias", (None, False))
+    mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
+    return _qwen(keys, "sdar_moe", mask_token_id, eos, block_size, qwen_experts(keys))
+
+
+def _llada2_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+    """LLaDA2.0 and 2.1 (arXiv 2512.15745, 2602.08676): Ling's layers, the prompt in blocks."""
+    keys.only("use_qkv_bias", (None, False))
+    keys.only("use_bias", (False,))
+    keys.only("use_qk_norm", (None, True))
+    keys.only("norm_head", (None, False))
+    factor = keys.number("partial_rotary_factor", default=0.5)
+    return _ling(keys, "llada2_moe", llada2_experts(keys), factor, eos, block_size)
+
+
+def _llada_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+    """LLaDA-MoE (arXiv 2509.24389): OLMoE's layers, the prompt in both directions."""
+    keys.only("attention_bias", (None, False))
+    keys.only("qk_layernorm", (True,))
+    keys.only("clip_qkv", (None,))
+    factor = keys.number("partial_rotary_factor", default=1.0)
+    return _ling(keys, "llada_moe", llada_experts(keys), factor, eos, block_size)
+
+
+def _ling(
+    keys: ConfigKeys,
+    architecture: Literal["llada2_moe", "llada_moe"],
+    experts: ExpertConfig,
+    partial_rotary_factor: float,
+    eos: tuple[int, ...],
+    block_size: int | None,
+) -> ModelConfig:
+    """The keys that both have, and the token ids of the tokenizer that they share."""
+    keys.only("hidden_act", ("silu",))
+    keys.only("use_sliding_window", (None, False))
+    keys.only("quantization_config", (None,))
+    num_heads, hidden_size = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    head_dim = keys.integer("head_dim", default=hidden_size // num_heads)
+    dense = "intermediate_size" if architecture == "llada2_moe" else "dense_intermediate_size"
+    has_dense = experts.num_dense_layers > 0
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=keys.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=keys.integer("num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        intermediate_size=keys.integer(dense) if has_dense else experts.intermediate_size,
+        vocab_size=keys.integer("vocab_size"),
+        max_position_embeddings=keys.integer("max_position_embeddings"),
+        rope_theta=keys.rope_theta(),
+        rms_norm_eps=keys.number("rms_norm_eps"),
+        qkv_bias=False,
+        qk_norm=True,
+        tie_embeddings=keys.flag("tie_word_embeddings", default=False),
+        mask_token_id=keys.integer("mask_token_id", default=_LING_MASK_TOKEN_ID, least=0),
+        eos_token_ids=eos or _END_TOKEN_IDS[architecture],
+        block_size=_block_size(keys, architecture, block_size),
+        rotary_dim=int(head_dim * partial_rotary_factor),
+        experts=experts,
+    )
 
 
 def _block_size(keys: ConfigKeys, architecture: Architecture, override: int | None) -> int:

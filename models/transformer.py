@@ -1,4 +1,4 @@
-"""The one transformer behind all three families: pre-norm, grouped queries, rotary, SwiGLU.
+"""The one transformer behind all families: pre-norm, grouped queries, rotary, SwiGLU or experts.
 
 A forward over packed rows of many sequences with paged K and V; the families differ only in which
 optional tensors are there. Loading is `weights.py`; batching, sampling and the logits shift are
@@ -19,12 +19,10 @@ from torch.nn import functional
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
+from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
 from effuse.models.config import ModelConfig
-
-# fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.
-MIN_ROWS = 4
 
 # Up to so many rows, the MLP's last product is done in two halves of its sum on a GPU.
 _MOST_ROWS_HALVED = 256
@@ -53,7 +51,11 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Q = num_heads * head_dim, K = num_kv_heads * head_dim, H hidden, I inner."""
+    """One layer. Q = num_heads * head_dim, K = num_kv_heads * head_dim, H hidden, I inner.
+
+    With a router the layer has experts in place of an MLP: E routed ones, then the shared ones,
+    which are S together.
+    """
 
     attn_norm: Tensor  # [H]
     qkv: Tensor  # [Q + 2K, H]
@@ -62,13 +64,16 @@ class LayerWeights:
     k_norm: Tensor | None  # [head_dim]
     attn_out: Tensor  # [H, Q]
     mlp_norm: Tensor  # [H]
-    gate_up: Tensor  # [2I, H], the gate first
-    down: Tensor  # [H, I]
+    gate_up: Tensor  # [2I, H], the gate first; of experts [E + S, 2I, H]
+    down: Tensor  # [H, I]; of experts [E + S, H, I]
+    router: Tensor | None = None  # [E, H]
+    router_bias: Tensor | None = None  # [E] fp32
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All tensors, on one device in one dtype. A tied head is the embedding itself."""
+    """All tensors, on one device in one dtype, biases of routers aside. A tied head is the
+    embedding itself."""
 
     embedding: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
@@ -93,7 +98,7 @@ class Transformer:
         # The last block may reach past the last position of the text.
         num_positions = config.max_position_embeddings + config.block_size
         self._cos_sin = make_cos_sin_cache(
-            config.head_dim, num_positions, config.rope_theta, self.device
+            config.rotary_dim or config.head_dim, num_positions, config.rope_theta, self.device
         )
 
     def forward(
@@ -154,7 +159,7 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] of hidden rows [R, H], both in the model's dtype."""
-        return _linear(hidden, self.weights.head)
+        return linear(hidden, self.weights.head)
 
     def _but_last(
         self, token_ids: Tensor, kv: Sequence[LayerKV], rows: _Rows, stored: Stored
@@ -173,7 +178,7 @@ class Transformer:
     def _attend(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> Tensor:
         """Attention output before its projection, [T, Q]; stores K and V."""
         config, num_rows = self.config, len(x)
-        qkv = _linear(x, layer.qkv, layer.qkv_bias)
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
         q, k, v = torch.split(qkv, [self._q_dim, self._kv_dim, self._kv_dim], dim=-1)
         q = q.view(num_rows, config.num_heads, config.head_dim)
         k, v = self._heads(k), self._heads(v)
@@ -186,7 +191,7 @@ class Transformer:
 
     def _store_only(self, layer: LayerWeights, x: Tensor, layer_kv: LayerKV, rows: _Rows) -> None:
         bias = None if layer.qkv_bias is None else layer.qkv_bias[self._q_dim :]
-        k, v = map(self._heads, _linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
+        k, v = map(self._heads, linear(x, layer.qkv[self._q_dim :], bias).chunk(2, dim=-1))
         if layer.k_norm is not None:
             k = rms_norm(k, layer.k_norm, self.config.rms_norm_eps)
         self._rotate_and_store(k, k, v, layer_kv, rows)  # there is no q to rotate
@@ -204,12 +209,20 @@ class Transformer:
 
         The output may be in parts [2, rows, H] fp32, for the norm that follows to add up.
         """
-        projected = _linear(mixed, layer.attn_out)
+        projected = linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
-        activated = swiglu(_linear(normed, layer.gate_up))
+        if layer.router is not None:
+            routes = self._route(normed, layer.router, layer.router_bias)
+            return expert_mlp(normed, layer.gate_up, layer.down, routes), residual
+        activated = swiglu(linear(normed, layer.gate_up))
         if activated.is_cuda and self.dtype != torch.float32 and len(mixed) <= _MOST_ROWS_HALVED:
             return _halves(activated, layer.down), residual
-        return _linear(activated, layer.down), residual
+        return linear(activated, layer.down), residual
+
+    def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
+        """The experts of each row of x [rows, H]."""
+        assert self.config.experts is not None, "weights with a router come with its rule"
+        return route(router_logits(x, router), bias, self.config.experts.routing)
 
     def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
@@ -226,15 +239,6 @@ class _Rows:
     positions: Tensor
     attention: AttentionBatch
     slot_mapping: Tensor
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] times weight [out, in], never computed with fewer than MIN_ROWS rows."""
-    num_rows = len(x)
-    if num_rows >= MIN_ROWS:
-        return functional.linear(x, weight, bias)
-    padded = torch.cat([x, x.new_zeros(MIN_ROWS - num_rows, x.shape[1])])
-    return functional.linear(padded, weight, bias)[:num_rows]
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ same weights. Names and files are `checkpoint.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from effuse.models.adapter import Adapter, open_adapter
 from effuse.models.checkpoint import (
     LayerNames,
     ModelNames,
+    Shape,
     TensorFiles,
     check_index,
     check_tensors,
@@ -49,11 +52,13 @@ def load_model(
     """Load a published checkpoint directory; `block_size` overrides the configuration's.
 
     Raises CheckpointError naming the configuration key, or the missing, surplus or wrongly shaped
-    tensor, with what was expected and what was found.
+    tensor, with what was expected and what was found; or how much memory is short, before anything
+    is read.
     """
     directory, device = Path(path), torch.device(device)
     config = ModelConfig.from_dir(directory, block_size=block_size)
     shapes = tensor_shapes(config)
+    check_memory(directory, shapes, dtype, device)
     with ExitStack() as stack:
         files = stack.enter_context(open_tensors(weight_files(directory), device))
         check_index(directory, files)
@@ -62,7 +67,7 @@ def load_model(
         merged = None
         if adapter is not None:
             merged = stack.enter_context(open_adapter(Path(adapter), shapes, device))
-        weights = _Loader(files, merged, dtype).model(config, module_names(config))
+        weights = _Loader(files, merged, dtype, device).model(config, module_names(config))
     return Transformer(config, weights, attend)
 
 
@@ -97,6 +102,31 @@ def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
     return str(digest.hexdigest())
 
 
+def check_memory(
+    directory: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise CheckpointError where tensors of `shapes` do not fit what the device has free."""
+    needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    free = free_bytes(device)
+    if needed > free:
+        raise CheckpointError(
+            f"{directory}: the weights are {needed / 1e9:.1f} GB in {dtype}, {device} has "
+            f"{free / 1e9:.1f} GB free, and a worker uses one device"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that new tensors may take: of a GPU what nobody has, of the host what it has left
+    once caches of files are dropped, and no more than this process's group is allowed."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    free = int(meminfo.partition("MemAvailable:")[2].split()[0]) << 10
+    group = Path("/sys/fs/cgroup/memory.max")
+    limit = group.read_text(encoding="ascii").strip() if group.exists() else "max"
+    return free if limit == "max" else min(free, int(limit))
+
+
 @dataclass(frozen=True, slots=True)
 class _Loader:
     """Takes tensors by name: adapter added in fp32, then cast."""
@@ -104,6 +134,7 @@ class _Loader:
     files: TensorFiles
     adapter: Adapter | None
     dtype: torch.dtype
+    device: torch.device
 
     def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
         embedding = self.matrix(names.embedding)
@@ -115,19 +146,40 @@ class _Loader:
         )
 
     def layer(self, config: ModelConfig, names: LayerNames) -> LayerWeights:
-        qkv = (names.q, names.k, names.v)
-        biases = [self.take(f"{name}.bias") for name in qkv] if config.qkv_bias else None
+        biases = [self.take(f"{name}.bias") for name in names.qkv] if config.qkv_bias else None
+        gate_up, down = self.mlps(names)
         return LayerWeights(
             attn_norm=self.take(f"{names.attn_norm}.weight"),
-            qkv=torch.cat([self.matrix(name) for name in qkv]),
+            qkv=torch.cat([self.matrix(name) for name in names.qkv]),
             qkv_bias=None if biases is None else torch.cat(biases),
             q_norm=self.take(f"{names.q_norm}.weight") if config.qk_norm else None,
             k_norm=self.take(f"{names.k_norm}.weight") if config.qk_norm else None,
             attn_out=self.matrix(names.attn_out),
             mlp_norm=self.take(f"{names.mlp_norm}.weight"),
-            gate_up=torch.cat([self.matrix(names.gate), self.matrix(names.up)]),
-            down=self.matrix(names.down),
+            gate_up=gate_up,
+            down=down,
+            router=None if names.router is None else self.matrix(names.router),
+            router_bias=(
+                None if names.router_bias is None else self.files.take(names.router_bias).float()
+            ),
         )
+
+    def mlps(self, names: LayerNames) -> tuple[Tensor, Tensor]:
+        """gate_up [2I, H] and down [H, I]; of experts each is read right into its place among all,
+        so that a layer is never in memory twice."""
+        if names.router is None:
+            (only,) = names.mlps
+            gate_up = torch.cat([self.matrix(only.gate), self.matrix(only.up)])
+            return gate_up, self.matrix(only.down)
+        count = len(names.mlps)
+        hidden, inner = self.files.shape(f"{names.mlps[0].down}.weight")
+        empty = partial(torch.empty, dtype=self.dtype, device=self.device)
+        gate_ups, downs = empty(count, 2 * inner, hidden), empty(count, hidden, inner)
+        for mlp, gate_up, down in zip(names.mlps, gate_ups, downs, strict=True):
+            gate_up[:inner] = self.matrix(mlp.gate)
+            gate_up[inner:] = self.matrix(mlp.up)
+            down.copy_(self.matrix(mlp.down))
+        return gate_ups, downs
 
     def matrix(self, module: str) -> Tensor:
         """A module's weight with its adapter merged."""

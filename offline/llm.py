@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from effuse.client.answer import Answer
+from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
@@ -21,6 +22,7 @@ from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import NotFound
 from effuse.router.detokenizer import AnswerText
+from effuse.router.prompt import encode_prompt
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
@@ -128,10 +130,15 @@ class LLM:
         request = make_request(prompt, params)
         if request.HasField("model") and request.model != self.model.name:
             raise NotFound(f"model {request.model!r} is not the one here, {self.model.name!r}")
-        asked = validate(request, self.model, self._tokenizer.reserved_ids, is_stream=False)
-        ids = asked.prompt_token_ids
-        if asked.prompt is not None:
-            ids = tuple(asyncio.run(self._tokenizer.encode(asked.prompt)))
+        asked = validate(
+            request,
+            self.model,
+            self._tokenizer.reserved_ids,
+            is_stream=False,
+            takes_chats=self._tokenizer.has_chat_template,
+            chat_end_ids=self._tokenizer.chat_end_ids,
+        )
+        ids = tuple(asyncio.run(encode_prompt(asked, self._tokenizer)))
         self._num_asked += 1
         name = f"offline-{self._num_asked}"
         start = StartDecode(
@@ -244,8 +251,8 @@ class _Running:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A text, or ids alone, are one prompt."""
-    if isinstance(prompts, str):
+    """A text, a chat, or ids alone, are one prompt."""
+    if isinstance(prompts, str | Chat):
         return [prompts]
     ids = [one for one in prompts if isinstance(one, int)]
     if not ids:

@@ -8,7 +8,7 @@ import time
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.engine import PrefillEngine
-from effuse.prefill_worker.executor import mark_of
+from effuse.prefill_worker.executor import PromptExecutor, mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
@@ -21,18 +21,23 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -
     parts = assemble(config, incarnation, "prefill", "d2f", pulse)
     limits = _limits(config, parts)
     connector = parts.connect()
-    core = PrefillEngine(
+    model = parts.model
+    sender = HandoffSender(connector, reservation_s=config.reservation_s, now=time.monotonic)
+    executor = PromptExecutor(
         parts.runner,
-        parts.model.config,
-        parts.pool,
         parts.memory,
-        HandoffSender(connector, reservation_s=config.reservation_s, now=time.monotonic),
+        sender,
+        needs_boundary=model.config.shift_logits,
+        mark=mark_of(model.device),
+    )
+    core = PrefillEngine(
+        executor,
+        model.config,
+        parts.pool,
+        sender,
         limits,
         parts.fingerprint,
         now=time.monotonic,
-        max_request_s=config.max_request_s,
-        close=connector.close,
-        mark=mark_of(parts.model.device),
     )
     return Engine(core, parts.ready, wakes=(connector.fileno(),))
 
@@ -47,6 +52,7 @@ def _limits(config: PrefillConfig, parts: Assembly) -> PrefillLimits:
         block_size=parts.model.config.block_size,
         vocab_size=parts.model.config.vocab_size,
         mask_token_id=parts.model.config.mask_token_id,
+        max_request_s=config.max_request_s,
     )
 
 

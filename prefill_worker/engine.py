@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from effuse.kvtransfer.connector import Pushed, PushFailed
 from effuse.kvtransfer.layout import Fingerprint, mismatch
-from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.sender import Ended, HandoffSender
@@ -19,7 +18,7 @@ from effuse.models.config import ModelConfig
 from effuse.placement.records import Load
 from effuse.prefill_worker import scheduler
 from effuse.prefill_worker.events import prefill_done, prompt_pushed, push_failed
-from effuse.prefill_worker.executor import Mark, PromptChunk, PromptExecutor, PromptForward
+from effuse.prefill_worker.executor import PromptChunk, PromptExecutor
 from effuse.prefill_worker.prompt import Prompt
 from effuse.prefill_worker.rehearsal_sender import RehearsalSender
 from effuse.prefill_worker.scheduler import PrefillLimits, PromptRefused
@@ -33,31 +32,22 @@ class PrefillEngine:
 
     def __init__(
         self,
-        forward: PromptForward,
+        executor: PromptExecutor,
         model: ModelConfig,
         pool: PagePool,
-        memory: PageMemory,
         sender: HandoffSender,
         limits: PrefillLimits,
         fingerprint: Fingerprint,
         *,
         now: Callable[[], float],
-        max_request_s: float,
-        close: Callable[[], None],
-        mark: Mark | None = None,
     ) -> None:
-        """`mark` says when queued forwards have ended; None where they have when they return."""
-        self._executor = PromptExecutor(
-            forward, memory, sender, needs_boundary=model.shift_logits, mark=mark
-        )
+        self._executor = executor
         self._model = model
         self._pool = pool
         self._sender = sender
         self._limits = limits
         self._fingerprint = fingerprint
         self._now = now
-        self._max_request_s = max_request_s
-        self._close = close
         self._outbox = Outbox()
         self._rehearsals = RehearsalSender(pool, sender, self._outbox)
         self._over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
@@ -123,7 +113,7 @@ class PrefillEngine:
 
     def close(self) -> None:
         """Stops the connector."""
-        self._close()
+        self._sender.close()
 
     # What comes in.
 
@@ -199,10 +189,10 @@ class PrefillEngine:
 
     def _end_late(self) -> bool:
         """Ends prompts that took too long; True if there were any."""
-        before = self._now() - self._max_request_s
+        before = self._now() - self._limits.max_request_s
         late = [self._prompts[i] for i in self._live if self._prompts[i].arrived_s < before]
         for prompt in late:
-            text = f"the attempt ran longer than {self._max_request_s:g} s"
+            text = f"the attempt ran longer than {self._limits.max_request_s:g} s"
             self._fail(prompt, "DEADLINE_EXCEEDED", text)
         return bool(late)
 

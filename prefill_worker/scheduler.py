@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from effuse.prefill_worker.config import PrefillConfig
+
 
 class PromptRefused(ValueError):
     """This prompt can never be computed here. The message says found and allowed."""
@@ -26,6 +28,7 @@ class PrefillLimits:
     block_size: int  # tokens
     vocab_size: int
     mask_token_id: int
+    max_request_s: float = PrefillConfig.max_request_s
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.block_size:

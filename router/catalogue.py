@@ -13,9 +13,9 @@ import grpc.aio
 
 from effuse.placement.records import Link, ModelInfo, WorkerRecord
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
+from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Condition, live_workers
-from effuse.router.validation import Findings, check_model_name, shown
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
@@ -79,9 +79,12 @@ class Catalogue:
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """ModelService."""
 
-    def __init__(self, fleet: RoutedFleet, catalogue: Catalogue) -> None:
+    def __init__(
+        self, fleet: RoutedFleet, catalogue: Catalogue, *, has_chat_template: bool
+    ) -> None:
         self._fleet = fleet
         self._catalogue = catalogue
+        self._has_chat_template = has_chat_template
 
     async def ListModels(
         self,
@@ -141,6 +144,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             default_algorithm=_ALGORITHMS[model.default_algorithm],
             decode_workers=len(decode),
             prefill_workers=len(prefill),
+            has_chat_template=self._has_chat_template,
         )
 
 

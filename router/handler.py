@@ -29,13 +29,14 @@ from effuse.protos.errors import (
 from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient
 from effuse.router.detokenizer import AnswerText
+from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
 from effuse.router.ladder import REFUSALS, Failure, FailureKind
-from effuse.router.poison import digest_of
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
+from effuse.router.prompt import encode_prompt
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
-from effuse.router.validation import Findings, check_request_id, fit
+from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
 Response = TypeVar("Response")
@@ -126,18 +127,9 @@ class Handler:
         request = self._request
         asked = request.asked
         request.queue_s = self._router.now() - request.arrived
-        token_ids = list(asked.prompt_token_ids)
-        if asked.prompt is not None:
-            token_ids = await self._router.tokenizer.encode(asked.prompt)
-            if max(token_ids, default=0) >= asked.model.vocab_size:
-                raise Unavailable(
-                    f"the router's tokenizer does not fit the model: it made id {max(token_ids)}, "
-                    f"the vocabulary has {asked.model.vocab_size}",
-                    retryable=False,
-                )
+        token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
-        request.digest = digest_of(asked, token_ids, request.max_tokens)
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
@@ -151,7 +143,7 @@ class Handler:
                     await self._prepare_retry(unfinished.failure)
                 else:
                     request.apply_event(Event.FINISHED, router.now())
-                    router.verdicts.clear(request.digest)
+                    router.clear_poison(request)
                     state = "finished"
                     return reason
         except (asyncio.CancelledError, ClientGone, DeadlineExceeded):
@@ -169,7 +161,8 @@ class Handler:
             with fleet.counted(placement, num_prompt, num_tokens) as share:
                 return await self._begin_attempt(placement, share).run()
         finally:
-            fleet.release_workers(request.holder)
+            if fleet.num_alone:
+                fleet.release_workers(request.holder)
 
     # Before an attempt.
 
@@ -207,12 +200,13 @@ class Handler:
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""
         request = self._request
+        alone = self._router.roles_alone(request)
         return self._router.fleet.need(
             request.asked.model.name,
             request.setbacks.avoided(self._router.now()),
             request.fingerprint if request.token_ids else None,
-            holder=request.holder,
-            alone=self._router.verdicts.roles_alone(request.digest),
+            holder=request.holder if alone else None,
+            alone=alone,
             on_decode_only=request.asked.settings.is_canvas,
         )
 

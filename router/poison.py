@@ -91,6 +91,11 @@ class Verdicts:
 
     # What is known.
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held against any request."""
+        return not self._cases and not self._refused_until
+
     def roles_alone(self, digest: str) -> frozenset[Role]:
         """In which workers the request is to run alone; none for most."""
         return roles_alone(self._deaths(digest))

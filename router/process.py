@@ -91,7 +91,9 @@ async def _start(router: Router) -> RpcServer:
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         GenerationServicer(router), server.server
     )
-    models = ModelServicer(router.fleet, router.catalogue)
+    models = ModelServicer(
+        router.fleet, router.catalogue, has_chat_template=router.tokenizer.has_chat_template
+    )
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
     router.port = await server.start(f"{config.host}:{config.port}", (GENERATION, MODELS))
     for role in ROLES:

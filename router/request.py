@@ -17,6 +17,7 @@ from effuse.placement.records import Role
 from effuse.protos.errors import EffuseError
 from effuse.router.detokenizer import AnswerText
 from effuse.router.ladder import Setbacks
+from effuse.router.poison import digest_of
 from effuse.router.policy import Fingerprint, Holder
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
@@ -123,7 +124,7 @@ class Request:
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
     max_tokens: int = 0
-    digest: str = ""  # of what it asks of an engine, whatever its id
+    _digest: str = ""
 
     # Where it is, and how it came there. Workers are ids for people to read.
     state: State = State.QUEUED
@@ -155,6 +156,13 @@ class Request:
     earlier_forwards: int = 0  # of attempts that are over
     forwards: int = 0  # of the attempt that runs
     preemptions: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Of what it asks of an engine, whatever its id. Few requests are ever asked for it."""
+        if not self._digest:
+            self._digest = digest_of(self.asked, self.prompt_token_ids, self.max_tokens)
+        return self._digest
 
     @property
     def holder(self) -> Holder:

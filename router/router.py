@@ -11,10 +11,11 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from effuse.placement.fleet import FleetView
+from effuse.placement.records import Role
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import EngineLost, Poisonous
@@ -80,18 +81,23 @@ class Router:
     def resolve(self, message: pb.GenerateRequest, *, is_stream: bool) -> Asked:
         """What a client's message asks for, every setting resolved; raises `EffuseError` with all
         that can be said against it."""
+        tokenizer = self.tokenizer
         return validate(
             message,
             self.catalogue.find(message.model if message.HasField("model") else None),
-            self.tokenizer.reserved_ids,
+            tokenizer.reserved_ids,
             is_stream=is_stream,
             decode_prefills=self.fleet.mode != "remote",
+            takes_chats=tokenizer.has_chat_template,
+            chat_end_ids=tokenizer.chat_end_ids,
         )
 
     # What engines die of.
 
     def check_poison(self, request: Request) -> None:
         """Raises `Poisonous` where engines died of the very request, under whichever id."""
+        if self.verdicts.is_empty:
+            return
         left_s = math.ceil(self.verdicts.refused_s(request.digest))
         if not left_s:
             return
@@ -103,6 +109,15 @@ class Router:
         texts = filter(None, (why, request.tell_progress()))
         labels = {**request.labels(), "refused_for_s": str(left_s)}
         raise Poisonous("; ".join(texts), labels=labels)
+
+    def roles_alone(self, request: Request) -> Collection[Role]:
+        """In which workers it is to run alone; none for most."""
+        return () if self.verdicts.is_empty else self.verdicts.roles_alone(request.digest)
+
+    def clear_poison(self, request: Request) -> None:
+        """It has been answered: whatever engines died of, it was something else."""
+        if not self.verdicts.is_empty:
+            self.verdicts.clear(request.digest)
 
     def note_death(self, request: Request, failure: Failure) -> None:
         """Holds it against a request if an engine died that it ran in."""

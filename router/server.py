@@ -6,9 +6,9 @@ import grpc.aio
 
 from effuse.protos.errors import Cancelled, EffuseError
 from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
+from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, accept
 from effuse.router.router import Router
-from effuse.router.validation import Findings, check_request_id
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
 

@@ -1,21 +1,32 @@
-"""Text to ids and back, with the `tokenizers` library alone, off the event loop where it is long.
+"""Text and chats to ids, and ids to text, with the `tokenizers` library alone, off the event loop
+where it is long.
 
-Special tokens that a client spells in its text stay text; those that the checkpoint's own template
-puts around a prompt are added. Not here: following an answer (`detokenizer.py`).
+Special tokens that a client spells stay text, unless it asks for them to be parsed; what
+`tokenizer.json` puts around a prompt is added, and a chat has what its template writes. Not here:
+following an answer (`detokenizer.py`), the template's rendering (`chat_template.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import tokenizers
 
+from effuse.client.chat import Chat, Message
+from effuse.router.chat_template import ChatTemplate, ChatTemplateError
+from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, strings_of
+
+LOG: Final = logging.getLogger(__name__)
 FILE: Final = "tokenizer.json"
 INLINE_BYTES: Final = 512
 """Text up to this size is encoded on the spot: about 0.2 ms at worst, as much as two switches of
@@ -31,13 +42,29 @@ class TokenizerError(Exception):
 class Tokenizer:
     """A checkpoint's tokenizer. Usable from one event loop; `close` ends its threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, threads: int = 2) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        *,
+        threads: int = 2,
+    ) -> None:
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._chat_template = chat_template
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         added = backend.get_added_tokens_decoder().items()
+        self.special_tokens = SpecialTokens(
+            SpecialToken(
+                id=i, text=token.content, takes_left=token.lstrip, takes_right=token.rstrip
+            )
+            for i, token in added
+            if token.special
+        )
+        # A model that has learned a chat's form ends its answers so, whatever its files say.
+        self.chat_end_ids = self._find_chat_end()
         self._special = frozenset(i for i, token in added if token.special)
         bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._bytes = frozenset(i for i in bytes_ if i is not None)
@@ -47,7 +74,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, *, threads: int = 2) -> Tokenizer:
-        """Reads `tokenizer.json` of a checkpoint directory; raises `TokenizerError`."""
+        """Reads `tokenizer.json` of a checkpoint directory, and its chat template where it has one
+        that can be used; raises `TokenizerError`."""
         path = directory / FILE
         if not path.is_file():
             raise TokenizerError(
@@ -58,14 +86,36 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
-        return cls(backend, threads=threads)
+        try:
+            chat_template = ChatTemplate.load(directory)
+        except ChatTemplateError as error:
+            LOG.warning("no chats with %s: %s", directory, error)
+            chat_template = None
+        return cls(backend, chat_template, threads=threads)
 
-    async def encode(self, text: str) -> list[int]:
-        """The ids of a prompt; its special tokens come from the checkpoint's template alone."""
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be encoded."""
+        return self._chat_template is not None
+
+    async def encode(self, text: str, *, parses_special: bool = False) -> list[int]:
+        """The ids of a prompt. Special tokens that it spells are parsed where that is asked for;
+        else all come from `tokenizer.json`'s own template."""
+        encode = self._encode_parsed if parses_special else self._encode
         if len(text) <= INLINE_BYTES:
-            return self._encode(text)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, text)
+            return encode(text)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode, text)
+
+    async def encode_chat(
+        self, chat: Chat, *, most_bytes: int, parses_special: bool = False
+    ) -> list[int]:
+        """The ids of a chat, as its template renders it. Special tokens that the client's strings
+        spell are parsed where that is asked for; else all come from the template.
+
+        Raises ChatTemplateError where the template does not take the chat, or where it renders
+        more than `most_bytes` of UTF-8."""
+        encode = partial(self._encode_chat, chat, most_bytes, parses_special)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def is_text(self, token_id: int) -> bool:
         """Whether the id stands for text: known, and not special."""
@@ -85,10 +135,64 @@ class Tokenizer:
         """Ends the threads; what they encode now is finished first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _find_chat_end(self) -> frozenset[int]:
+        """The special token that the chat template writes behind an answer, where there is one."""
+        mark, told = chr(PRIVATE[0]), ""
+        chat = Chat(Chat().user("").assistant(mark).messages, add_generation_prompt=False)
+        if self._chat_template is not None:
+            with contextlib.suppress(ChatTemplateError):  # it may ask for more than that
+                told = self._chat_template.render(chat, mark=mark, most_bytes=1 << 20)
+        behind = told.rpartition(mark)[2].lstrip() if mark in told else ""
+        first = next(self.special_tokens.cut(behind), "")
+        return frozenset() if isinstance(first, str) else frozenset({first.id})
+
     def _encode(self, text: str) -> list[int]:
         # `encode` keeps the interpreter lock, and with it the event loop, for as long as it takes.
         ids: list[int] = self._backend.encode_batch_fast([text])[0].ids
         return ids
+
+    def _encode_parsed(self, text: str) -> list[int]:
+        before, after = self._around()
+        return [*before, *self._encode_parts(self.special_tokens.cut(text)), *after]
+
+    def _encode_chat(self, chat: Chat, most_bytes: int, parses_special: bool) -> list[int]:
+        template = self._chat_template
+        if template is None:
+            raise ChatTemplateError("the model has no chat template")
+        told = [*chat.messages, chat.template_arguments]
+        try:
+            disguise = self.special_tokens.disguise([template.source, *strings_of(told)])
+        except ValueError as error:
+            raise ChatTemplateError(str(error)) from error
+        if not parses_special:
+            messages = tuple(Message(*disguise.hide(one)) for one in chat.messages)
+            arguments = disguise.hide(chat.template_arguments)
+            chat = replace(chat, messages=messages, template_arguments=arguments)
+        text = template.render(chat, mark=disguise.mark, most_bytes=most_bytes)
+        parts = self.special_tokens.cut(text)
+        return self._encode_parts(
+            disguise.show(part) if isinstance(part, str) else part for part in parts
+        )
+
+    def _encode_parts(self, parts: Iterable[str | SpecialToken]) -> list[int]:
+        """Each text by itself, as the library does where it parses special tokens: these end a
+        word, and no merge reaches over them. (A vocabulary of SentencePiece's that has a space put
+        before a prompt's first word gets it before each text's; no model that is served has one.)
+        """
+        parts = list(parts)
+        texts = [part for part in parts if isinstance(part, str)]
+        encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
+        ids: list[int] = []
+        for part in parts:
+            ids += next(encoded).ids if isinstance(part, str) else [part.id]
+        return ids
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that `tokenizer.json` has before a prompt and behind it."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._encode("a")
+        start = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return whole[:start], whole[start + len(bare) :]
 
 
 def bundled_directory() -> Path:

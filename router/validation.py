@@ -1,17 +1,17 @@
 """From a client's request to one in which every setting is resolved, or to all that is wrong.
 
 Pure: the request and what is known of the model in, values out. Done before anything is reserved,
-before the prompt is tokenised. Each violation names the accepted form and what was found. Not here:
-whether the model exists (`catalogue.py`), whether there is room (`admission.py`).
+before the prompt is tokenised. Not here: its input (`inputs.py`), whether the model exists
+(`catalogue.py`), whether there is room (`admission.py`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from effuse.client.chat import Chat
 from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
 from effuse.config.decoding import (
     ALG_TEMP,
@@ -35,18 +35,11 @@ from effuse.config.decoding import (
     Sampling,
 )
 from effuse.placement.records import ModelInfo
-from effuse.protos.errors import FieldViolation, InvalidRequest
+from effuse.router.findings import Findings
+from effuse.router.inputs import check_input
 from effuse.v1 import generation_pb2 as pb
 
-REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-REQUEST_ID_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
-MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
-MODEL_NAME_FORM: Final = "1 to 256 characters of A-Z a-z 0-9 . _ : / + @ -, without '..' or '//'"
-
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
-MAX_BYTES_PER_TOKEN: Final = 16
-"""No prose comes near it; text above it cannot fit the context and is refused before it costs."""
-
 ALGORITHM_NAMES: Final = tuple(pb.Algorithm.keys())
 SCORE_NAMES: Final = tuple(pb.Score.keys())
 REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
@@ -81,51 +74,16 @@ ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
 """Values of `remasking` that each algorithm knows, its default first."""
 
 
-@dataclass(slots=True)
-class Findings:
-    """What is wrong with one request so far."""
-
-    violations: list[FieldViolation] = field(default_factory=list)
-
-    def add(self, name: str, expected: str, found: object) -> None:
-        """One more violation."""
-        self.violations.append(FieldViolation(name, f"expected {expected}, got {found}"))
-
-    def raise_any(self) -> None:
-        """Raises `InvalidRequest` with all of them, if there are any."""
-        if self.violations:
-            raise InvalidRequest(self.violations)
-
-    def number(self, name: str, value: float, bounds: Bounds) -> None:
-        """A number within `bounds`."""
-        if value not in bounds:
-            self.add(name, bounds.form, f"{value:g}" if isinstance(value, float) else value)
-
-    def choice(self, name: str, value: int, names: Sequence[str]) -> None:
-        """An enum value that has a name; protobuf lets unknown numbers pass."""
-        if not 0 <= value < len(names):
-            self.add(name, f"one of {', '.join(names)}", f"the unknown value {value}")
-
-    def token_ids(
-        self, name: str, ids: Sequence[int], vocab_size: int, refused: Mapping[int, str]
-    ) -> None:
-        """Ids of the vocabulary, but for `refused`, which says what those are; the first bad one
-        is named."""
-        if max(ids, default=0) >= vocab_size:
-            at, bad = next((at, i) for at, i in enumerate(ids) if i >= vocab_size)
-            self.add(f"{name}[{at}]", f"an id below the vocabulary size {vocab_size}", bad)
-        elif not refused.keys().isdisjoint(ids):
-            at, bad = next((at, i) for at, i in enumerate(ids) if i in refused)
-            self.add(f"{name}[{at}]", "an id that stands for text", f"the {refused[bad]} id {bad}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request whose settings are resolved and right. Its prompt is text or ids, not both."""
+    """A request whose settings are resolved and right. Its prompt is text, a chat or ids."""
 
     model: ModelInfo
     prompt: str | None
+    chat: Chat | None
     prompt_token_ids: tuple[int, ...]
+    parses_special: bool  # special tokens that text or chat spell
+    refused_ids: Mapping[int, str]  # that no client may put into a prompt, and what they are
     max_tokens: int | None  # None takes the default, cut to the room that the prompt leaves
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
@@ -142,15 +100,19 @@ def validate(
     *,
     is_stream: bool,
     decode_prefills: bool = True,
+    takes_chats: bool = True,
+    chat_end_ids: Collection[int] = (),
 ) -> Asked:
     """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
 
     `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding.
+    `takes_chats`: whether there is a chat template for the model. `chat_end_ids`: what ends an
+    answer in it, beside the model's end-of-sequence ids.
     `decode_prefills`: whether decode workers may compute prompts themselves."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
-    _check_prompt(request, model, refused, findings)
+    check_input(request, model, refused, takes_chats, findings)
     _check_sampling(request.sampling, model, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
@@ -158,13 +120,18 @@ def validate(
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
+    is_chat = request.HasField("chat")
+    end_ids = {*model.eos_token_ids, *(chat_end_ids if is_chat else ())}
     return Asked(
         model=model,
         prompt=request.prompt if request.HasField("prompt") else None,
+        chat=Chat.from_input(request.chat) if is_chat else None,
         prompt_token_ids=tuple(request.prompt_token_ids.ids),
+        parses_special=request.parse_special_tokens,
+        refused_ids=refused,
         max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
         stops=tuple(request.stopping.stop),
-        stop_token_ids=_resolve_stop_ids(request.stopping, model),
+        stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
         sampling=_resolve_sampling(request.sampling),
         settings=_resolve_settings(request.decoding, algorithm, model),
         wants_token_ids=request.output.token_ids,
@@ -190,54 +157,6 @@ def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
         findings.add("stopping.max_tokens", limit, max_tokens)
     findings.raise_any()
     return min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
-
-
-def check_request_id(request_id: str, findings: Findings) -> None:
-    """A request id in the accepted form."""
-    if not REQUEST_ID.fullmatch(request_id):
-        findings.add("request_id", REQUEST_ID_FORM, shown(request_id))
-
-
-def check_model_name(name: str, field_name: str, findings: Findings) -> None:
-    """A model name in the accepted form; whether there is such a model is another question."""
-    if not MODEL_NAME.fullmatch(name) or ".." in name or "//" in name:
-        findings.add(field_name, MODEL_NAME_FORM, shown(name))
-
-
-def shown(text: str, most: int = 40) -> str:
-    """`text` as it may stand in an error: quoted, in ASCII, cut."""
-    tail = "" if len(text) <= most else f"... ({len(text)} characters)"
-    return ascii(text[:most]) + tail
-
-
-def _check_prompt(
-    request: pb.GenerateRequest, model: ModelInfo, refused: Mapping[int, str], findings: Findings
-) -> None:
-    kind = request.WhichOneof("input")
-    if kind is None:
-        findings.add("prompt", "either prompt or prompt_token_ids", "neither")
-    elif kind == "prompt":
-        num_bytes = len(request.prompt.encode())
-        most = MAX_BYTES_PER_TOKEN * model.max_model_len
-        if num_bytes == 0:
-            findings.add("prompt", "text of at least one character", "an empty string")
-        elif num_bytes > most:
-            context = f"the model takes {model.max_model_len} tokens"
-            findings.add("prompt", f"at most {most} bytes ({context})", f"{num_bytes} bytes")
-    else:
-        _check_prompt_ids(request.prompt_token_ids, model, refused, findings)
-
-
-def _check_prompt_ids(
-    token_ids: pb.TokenIds, model: ModelInfo, refused: Mapping[int, str], findings: Findings
-) -> None:
-    name, num_ids = "prompt_token_ids.ids", len(token_ids.ids)
-    if num_ids == 0:
-        findings.add(name, "at least one id", "none")
-    elif num_ids >= model.max_model_len:
-        findings.add(name, f"at most {model.max_model_len - 1} ids", f"{num_ids} ids")
-    else:
-        findings.token_ids(name, token_ids.ids, model.vocab_size, refused)
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ModelInfo, findings: Findings) -> None:
@@ -322,8 +241,8 @@ def _check_canvas(
     findings: Findings,
 ) -> None:
     """What algorithms ask of model and fleet that denoise prompt and answer as one canvas."""
-    # LLaDA's loop and Fast-dLLM's for its models draw from all tokens.
-    if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture == "llada"):
+    # LLaDA's loop, and Fast-dLLM's but for Dream, draw from all tokens.
+    if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture != "dream"):
         for name in ("top_p", "top_k"):
             if sampling.HasField(name):
                 form = f"it unset with {algorithm}, which does not use it"
@@ -339,9 +258,9 @@ def _check_canvas(
         findings.add("decoding.algorithm", form, algorithm)
 
 
-def _resolve_stop_ids(stopping: pb.StoppingParams, model: ModelInfo) -> tuple[int, ...]:
-    eos = () if stopping.ignore_eos else model.eos_token_ids
-    return tuple(sorted({*eos, *stopping.stop_token_ids}))
+def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:
+    ends = () if stopping.ignore_eos else end_ids
+    return tuple(sorted({*ends, *stopping.stop_token_ids}))
 
 
 def _resolve_sampling(sampling: pb.SamplingParams) -> Sampling:

@@ -1,6 +1,7 @@
 """The same checkpoints in transformers' own implementations, run under explicit dense masks.
 
-sdar is its Qwen3, dream its Qwen2, llada its Llama with the released names mapped over.
+sdar is its Qwen3, sdar_moe its Qwen3Moe, dream its Qwen2, llada its Llama with the released names
+mapped over.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 _LLADA_LAYER = {
@@ -57,6 +60,8 @@ class HfReference:
         self.model = _build(config)
         if self.family == "llada":
             tensors = {_llama_name(name): tensor for name, tensor in tensors.items()}
+        if self.family == "sdar_moe":
+            tensors = _stacked(tensors, config["num_hidden_layers"], config["num_experts"])
         tied = config.get("tie_word_embeddings", config.get("weight_tying"))
         missing, unexpected = self.model.load_state_dict(tensors, strict=False)
         assert unexpected == [] and missing == (["lm_head.weight"] if tied else [])
@@ -104,6 +109,10 @@ def _build(config: dict[str, Any]) -> PreTrainedModel:
     sizes = {key: config[key] for key in copied}
     if config["model_type"] == "Dream":
         return _settled(Qwen2ForCausalLM(Qwen2Config(**_shared(config), **sizes)))
+    if config["model_type"] == "sdar_moe":
+        keys = ("head_dim", "moe_intermediate_size", "norm_topk_prob", "num_experts")
+        own = {key: config[key] for key in (*keys, "num_experts_per_tok")}
+        return _settled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**_shared(config), **sizes, **own)))
     qwen3 = Qwen3Config(**_shared(config), **sizes, head_dim=config["head_dim"])
     return _settled(Qwen3ForCausalLM(qwen3))
 
@@ -121,6 +130,18 @@ def _shared(config: dict[str, Any]) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
         "vocab_size": config["vocab_size"],
     }
+
+
+def _stacked(tensors: dict[str, Tensor], num_layers: int, num_experts: int) -> dict[str, Tensor]:
+    """Experts side by side in one tensor, as transformers has them since its version 5."""
+    for layer in range(num_layers):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{at}.{i}.{name}_proj.weight") for i in range(num_experts)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {f"{at}.gate_up_proj": torch.cat([gate, up], dim=1), f"{at}.down_proj": down}
+    return tensors
 
 
 def _llama_name(name: str) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from effuse.cli.fleet import Fleet, FleetConfig
 
@@ -20,11 +23,35 @@ def _run(code: str) -> str:
     return done.stdout
 
 
-def test_asking_a_fleet() -> None:
-    code = (EXAMPLES / "ask.py").read_text()
-    with Fleet(FleetConfig(worker_flags=("--device", "cpu"))) as fleet:
-        told = _run(code.replace("127.0.0.1:50051", fleet.address))
-    assert told.count("answer: 29") == 2 and "tokens a forward" in told
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(FleetConfig(worker_flags=("--device", "cpu"))) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("name", "told"), [("ask", (29, 29)), ("chat", (29, 649))])
+def test_asking_a_fleet(fleet: Fleet, name: str, told: tuple[int, int]) -> None:
+    said = _run((EXAMPLES / f"{name}.py").read_text().replace("127.0.0.1:50051", fleet.address))
+    assert [int(one) for one in re.findall(r"answer: (\d+)", said)] == [*told]
+    assert "tokens a forward" in said
+
+
+def test_a_chat_on_the_command_line(fleet: Fleet) -> None:
+    """History is kept, and what cannot be rendered is said in the template's words."""
+    flags = ["generate", "--target", fleet.address, "--chat", "Find the value of 30 + 561 + 58."]
+    lines = "Find the value of 2 + 561 + 58.\n\nFind the value of 400 + 561 + 58.\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "effuse.cli", *flags, "--stats"],
+        input=lines, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert re.findall(r"answer: (\d+)", done.stdout) == ["649", "621", "1019"], done.stderr
+    assert done.stderr.count(" prompt tokens, ") == 3
+    told = subprocess.run(
+        [sys.executable, "-P", "-m", "effuse.cli", *flags, "--system", "Be kind."],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert told.returncode == 1
+    assert "user and assistant only, not system" in told.stderr
 
 
 def test_a_batch_in_this_process() -> None:

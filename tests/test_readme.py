@@ -36,7 +36,7 @@ def test_the_first_screen_says_what_to_type() -> None:
     first = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:30])
     assert "make demo" in first
     (code,) = re.findall(r"```python\n(.*?)```", first, re.DOTALL)
-    assert "effuse.Client" in code and len(code.splitlines()) <= 6
+    assert "effuse.Client" in code and "effuse.Chat" in code and len(code.splitlines()) <= 10
 
 
 def test_the_question_it_shows_is_answered() -> None:

@@ -1,7 +1,8 @@
 """effuse serves diffusion language models with prefill and decode on separate workers.
 
 `effuse.Client` and `effuse.AsyncClient` ask a running fleet, `effuse.LLM` answers in this process;
-`effuse.Params` is what can be set. Nothing heavy is imported before it is used.
+`effuse.Chat` is a conversation, `effuse.Params` what can be set. Nothing heavy is imported before
+it is used.
 
 Each package is a folder at the top of the repository; the links beside this file give them their
 name, so that one path is enough for an interpreter, a type checker and an editor.
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from effuse.client.answer import Answer, StreamBroken
+    from effuse.client.chat import Chat
     from effuse.client.client import AsyncClient, Client
     from effuse.client.params import Params
     from effuse.offline.llm import LLM
@@ -20,13 +22,23 @@ if TYPE_CHECKING:
 _HOMES = {
     "Answer": "effuse.client.answer",
     "AsyncClient": "effuse.client.client",
+    "Chat": "effuse.client.chat",
     "Client": "effuse.client.client",
     "EffuseError": "effuse.protos.errors",
     "LLM": "effuse.offline.llm",
     "Params": "effuse.client.params",
     "StreamBroken": "effuse.client.answer",
 }
-__all__ = ["LLM", "Answer", "AsyncClient", "Client", "EffuseError", "Params", "StreamBroken"]
+__all__ = [
+    "LLM",
+    "Answer",
+    "AsyncClient",
+    "Chat",
+    "Client",
+    "EffuseError",
+    "Params",
+    "StreamBroken",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -21,7 +21,7 @@ def test_nothing_given_leaves_every_knob_unset() -> None:
     assert _parse() == Params()
     request = make_request("hello", Params())
     assert request.prompt == "hello"
-    assert not request.HasField("request_id")
+    assert not request.HasField("request_id") and not request.parse_special_tokens
     for message in (request.sampling, request.stopping, request.decoding, request.output):
         assert not [field for field, value in message.ListFields() if value]
 
@@ -36,9 +36,11 @@ def test_every_flag_reaches_its_field() -> None:
         *("--remasking", "sequential", "--denoising-steps", "6", "--block-length", "8"),
         *("--steps", "16", "--cfg-scale", "1.5", "--logits-eos-inf", "--confidence-eos-eot-inf"),
         *("--alg", "entropy", "--eps", "0.25", "--alg-temp", "0.5", "--cache", "dual"),
+        "--parse-special-tokens",
     )
     request = make_request("p", knobs, request_id="r", drafts=True)
     assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
+    assert request.parse_special_tokens
     assert request.stopping == generation_pb2.StoppingParams(
         max_tokens=9, stop=["a", "b"], stop_token_ids=[3], ignore_eos=True
     )

@@ -14,10 +14,10 @@ from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, load_tiny, make_request, random_requests
 
 from effuse.config.decoding import Sampling, Stopping
-from effuse.decode_worker.build import make_engine
+from effuse.decode_worker.build import make_executor
+from effuse.decode_worker.executor import Executor
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kvtransfer.messages import AttemptId
-from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import Failed, Finished, StartDecode
@@ -257,19 +257,13 @@ def test_of_attempts_that_are_late_together_one_may_end_by_itself(model: Transfo
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_either_engine_is_made_from_the_same_parts(model: Transformer, on_device: bool) -> None:
-    rig = Rig(model)
-    engine = make_engine(
-        model,
-        rig.memory.layer_views(),
-        rig.forward,
-        rig.pool,
-        rig.limits,
-        HandoffReceiver(rig.pool, None, ReceiverIdentity("life-1", (), 0, 1.0)),
-        on_device=on_device,
-        now=rig.clock,
-        max_request_s=1.0,
-    )
+def test_either_executor_runs_over_the_same_parts(model: Transformer, on_device: bool) -> None:
+    class MadeRig(Rig):
+        def make_executor(self) -> Executor:
+            kv = self.memory.layer_views()
+            return make_executor(model, kv, self.forward, self.limits, on_device=on_device)
+
+    engine = MadeRig(model).engine
     engine.handle(make_request("a", PROMPT))
     assert engine.step() and engine.step()  # the prompt, then a denoise step
     assert engine.is_working() == on_device  # the host has waited for it

@@ -12,6 +12,7 @@ from e2e.processes import pids, standing_still
 from e2e.tiny import TINY, tiny_fleet
 
 from effuse.cli.fleet import Fleet
+from effuse.client.chat import Chat
 from effuse.v1 import generation_pb2 as pb
 
 GENERATE = "/effuse.v1.GenerationService/Generate"
@@ -45,6 +46,11 @@ def changed(change: Callable[[pb.GenerateRequest], object]) -> pb.GenerateReques
 CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
     "empty prompt": (pb.GenerateRequest(prompt=""), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
     "no prompt": (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+    "a chat without a template": (
+        pb.GenerateRequest(chat=Chat().user("hi").to_input()),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "has no chat template",
+    ),
     "no ids": (
         changed(lambda r: r.prompt_token_ids.ClearField("ids")),
         grpc.StatusCode.INVALID_ARGUMENT,

@@ -53,21 +53,49 @@ def tiny_fleet(
     decode_flags: tuple[str, ...] = (),
 ) -> Iterator[Fleet]:
     """A running fleet; its checkpoint is at `fleet.config.model`."""
-    with tempfile.TemporaryDirectory(prefix="effuse-tiny-") as home:
-        config = FleetConfig(
+    with (
+        tempfile.TemporaryDirectory(prefix="effuse-tiny-") as home,
+        fleet_of(
+            tiny_checkpoint(Path(home) / architecture, architecture),
+            connector=connector,
             prefill=prefill,
             decode=decode,
-            connector=connector,
-            model=tiny_checkpoint(Path(home) / architecture, architecture),
-            worker_flags=(
-                *("--device", "cpu", "--page-size", str(TINY.page_size)),
-                *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
-                *("--hang-timeout-s", "30"),  # tests let engines stand still, on busy machines
-                *worker_flags,
-            ),
+            num_pages=num_pages,
+            worker_flags=worker_flags,
             prefill_flags=prefill_flags,
             decode_flags=decode_flags,
-            router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
-        )
-        with Fleet(config) as fleet:
-            yield fleet
+        ) as fleet,
+    ):
+        yield fleet
+
+
+@contextlib.contextmanager
+def fleet_of(
+    model: Path,
+    *,
+    connector: str,
+    prefill: int = 1,
+    decode: int = 1,
+    num_pages: int = 512,
+    worker_flags: tuple[str, ...] = (),
+    prefill_flags: tuple[str, ...] = (),
+    decode_flags: tuple[str, ...] = (),
+) -> Iterator[Fleet]:
+    """A running fleet that serves the checkpoint at `model`."""
+    config = FleetConfig(
+        prefill=prefill,
+        decode=decode,
+        connector=connector,
+        model=model,
+        worker_flags=(
+            *("--device", "cpu", "--page-size", str(TINY.page_size)),
+            *("--num-pages", str(num_pages), "--max-model-len", str(TINY.max_model_len)),
+            *("--hang-timeout-s", "30"),  # tests let engines stand still, on busy machines
+            *worker_flags,
+        ),
+        prefill_flags=prefill_flags,
+        decode_flags=decode_flags,
+        router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
+    )
+    with Fleet(config) as fleet:
+        yield fleet

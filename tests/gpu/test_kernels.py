@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from operators import attention, rows, sampling
+from operators import attention, experts, rows, sampling
 from operators.attention import Case, Row
-from operators.paths import public, triton_kernels
+from operators.paths import experts_grouped, public, triton_kernels
 
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import make_attention_batch
+from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
+from effuse.kernels.experts_routing import Routing
 from effuse.kernels.sampling import Candidates
 from effuse.kernels.step_rows import exchange_boundaries, gather_rows
 
@@ -66,7 +68,7 @@ def test_rows(check: Callable[..., None], shape: tuple[int, int], dtype: torch.d
 @pytest.mark.parametrize("stores", [False, True], ids=["alone", "with_store"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", rows.HEADS, ids=str)
-def test_rotary(shape: tuple[int, int, int, int], dtype: torch.dtype, stores: bool) -> None:
+def test_rotary(shape: tuple[int, int, int, int, int], dtype: torch.dtype, stores: bool) -> None:
     rows.check_rotary(OPS, dtype, shape, stores=stores)
 
 
@@ -92,6 +94,93 @@ def test_sampling_of_all_settings_over_a_released_vocabulary(dtype: torch.dtype)
 
 def test_last_rows_are_gathered_and_boundaries_exchanged() -> None:
     rows.check_last_rows(gather_rows, exchange_boundaries, CUDA)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("name", experts.ROUTINGS)
+def test_routes(name: str, biased: bool) -> None:
+    experts.check_route(route, CUDA, experts.ROUTINGS[name], biased=biased)
+    experts.check_route_of_no_number(route, CUDA)
+
+
+@pytest.mark.parametrize("case", experts.SORTED, ids=str)
+def test_picks_are_sorted(case: tuple[int, int, int]) -> None:
+    from effuse.kernels.experts_routes_triton import launch_sort
+
+    experts.check_sort(launch_sort, CUDA, *case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", experts.LAYERS)
+def test_experts(name: str, dtype: torch.dtype) -> None:
+    experts.check_mlp(expert_mlp, CUDA, dtype, experts.LAYERS[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_of_crowded_and_of_shuffled_rows(dtype: torch.dtype) -> None:
+    experts.check_crowd(expert_mlp, CUDA, dtype)
+    experts.check_order(expert_mlp, CUDA, dtype)
+
+
+def test_experts_by_grouped_products() -> None:
+    for name in ("one_row", "odd_sizes", "many_tiles"):
+        experts.check_mlp(experts_grouped, CUDA, torch.bfloat16, experts.LAYERS[name])
+    experts.check_crowd(experts_grouped, CUDA, torch.bfloat16)
+    experts.check_order(experts_grouped, CUDA, torch.bfloat16)
+
+
+LLADA2 = Routing(
+    num_experts=256,
+    top_k=8,
+    scores="sigmoid",
+    renormalises=True,
+    scale=2.5,
+    num_groups=8,
+    top_groups=4,
+    num_shared=1,
+)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 256, 1024, 2048])
+def test_experts_of_a_released_shape(rows: int) -> None:
+    """LLaDA2.0-mini's in bf16, in every size of tile, against products of fp32."""
+    generator = torch.Generator(CUDA).manual_seed(rows)
+    gate_up = torch.randn(257, 1024, 2048, dtype=torch.bfloat16, device=CUDA, generator=generator)
+    down = torch.randn(257, 2048, 512, dtype=torch.bfloat16, device=CUDA, generator=generator)
+    gate_up, down = gate_up.mul_(2048**-0.5), down.mul_(512**-0.5)
+    x = torch.randn(rows, 2048, dtype=torch.bfloat16, device=CUDA, generator=generator)
+    router = torch.randn(256, 2048, dtype=torch.bfloat16, device=CUDA, generator=generator)
+    routes = route(router_logits(x, router * 2048**-0.5), None, LLADA2)
+    found = expert_mlp(x, gate_up, down, routes)
+    exact = torch.zeros(rows, 2048, device=CUDA)
+    for expert in torch.unique(routes.experts).tolist():
+        row, place = (routes.experts == expert).nonzero(as_tuple=True)
+        gate, up = (x[row].float() @ gate_up[expert].float().t()).chunk(2, dim=-1)
+        given = (torch.nn.functional.silu(gate) * up) @ down[expert].float().t()
+        exact.index_add_(0, row, given * routes.weights[row, place, None])
+    torch.testing.assert_close(found.float(), exact, rtol=0, atol=0.02 * float(exact.abs().max()))
+    assert (found.float() - exact).square().mean() < 1e-4 * exact.square().mean()
+
+
+def test_experts_replay_in_a_graph_that_chooses_anew() -> None:
+    layer = experts.LAYERS["many_tiles"]
+    x, gate_up, down = (each.to(CUDA) for each in experts.weights_of(layer, torch.bfloat16))
+    router = experts.random(layer.routing.num_experts, layer.hidden).to(CUDA, torch.bfloat16)
+
+    def step() -> tuple[Routes, torch.Tensor]:
+        routes = route(router_logits(x, router), None, layer.routing)
+        return routes, expert_mlp(x, gate_up, down, routes)
+
+    before = step()[0].experts.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        routes, found = step()
+    x.mul_(-1)
+    graph.replay()
+    replayed = routes.experts.clone(), found.clone()
+    assert not torch.equal(replayed[0], before), "other rows, other experts"
+    again = step()
+    assert torch.equal(replayed[0], again[0].experts) and torch.equal(replayed[1], again[1])
 
 
 def test_pages_past_the_reach_of_32_bits() -> None:

@@ -30,7 +30,7 @@ def hopper() -> Codes:
     return [pair for pair in compiled("hopper") if pair[1].kernel != "_merge_kernel"]
 
 
-@pytest.mark.parametrize(("group", "kernels"), [("distinct", 11), ("rows", 9), ("sampling", 8)])
+@pytest.mark.parametrize(("group", "kernels"), [("distinct", 11), ("rows", 10), ("sampling", 8)])
 def test_no_spills(group: str, kernels: int) -> None:
     codes = compiled(group)
     assert len(codes) == kernels
@@ -46,6 +46,20 @@ def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma() ->
         assert code.count("LDGSTS.E.BYPASS.128") > 0, (variant, str(code))
         assert (code.count("HGMMA") > 0) == ("fp32" not in variant), (variant, str(code))
         assert code.programs_per_processor() >= 2, (variant, str(code))
+
+
+def test_products_of_experts_are_wide_copies_and_tensor_cores() -> None:
+    """Larger tiles by wgmma, those of 16 rows by the older instructions, fp32 by neither."""
+    codes = compiled("experts")
+    assert len(codes) == 28, "the largest steps leave both products to torch"
+    assert_no_spills(codes)
+    products = [pair for pair in codes if pair[1].kernel in ("_gate_up_kernel", "_down_kernel")]
+    for variant, code in products:
+        assert code.count("LDG.E.U16") == 0, (variant, str(code))
+        assert code.count("LDGSTS.E.BYPASS.128") > 0, (variant, str(code))
+        assert code.programs_per_processor() >= 2, (variant, str(code))
+        assert (code.count("HGMMA") > 0) == (variant in ("llada2_32", "llada2_48")), str(code)
+        assert (code.count("HMMA") > 0) == (variant == "llada2_1"), str(code)
 
 
 def test_attention_does_not_spill(attention: Codes) -> None:

@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", rows.HEADS, ids=str)
 def test_equals_rotation_of_pairs(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, stores: bool
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, stores: bool
 ) -> None:
     rows.check_rotary(OPS, dtype, shape, stores=stores)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Architecture, write_tiny_checkpoint
+from expert_checkpoints import write_expert_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -178,3 +179,27 @@ def test_no_adapter_there(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path / "base", "dream")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: no such file"):
         load_model(path, adapter=tmp_path)
+
+
+def test_experts_are_merged_one_by_one(tmp_path: Path) -> None:
+    """An adapter of every expert's and the router's modules, as PEFT names them."""
+    path = write_expert_checkpoint(tmp_path / "base", "llada2_moe")
+    base = load_file(path / "model.safetensors")
+    targets = ("gate", "up_proj", "query_key_value")
+    factors = write_adapter(tmp_path / "adapter", base, targets)
+    model = load_model(path, adapter=tmp_path / "adapter")
+    layer, at = model.weights.layers[1], "model.layers.1"
+    found = {
+        f"{at}.mlp.gate": layer.router,
+        f"{at}.mlp.experts.7.up_proj": layer.gate_up[7, 16:],
+        f"{at}.mlp.shared_experts.up_proj": layer.gate_up[16, 16:],
+        f"{at}.attention.query_key_value": layer.qkv,
+    }
+    for module, merged in found.items():
+        prefix = f"base_model.model.{module}"
+        a, b = (factors[f"{prefix}.lora_{which}.weight"] for which in "AB")
+        expected = merged_by_rank_one_sums(base[f"{module}.weight"], a, b, 6 / RANK)
+        assert merged is not None
+        torch.testing.assert_close(merged.double(), expected, rtol=0, atol=1e-5)
+    untouched = base[f"{at}.mlp.experts.7.gate_proj.weight"]
+    assert torch.equal(layer.gate_up[7, :16], untouched)

@@ -134,8 +134,12 @@ def test_newer_spelling_of_the_rotary_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("release", "key", "value", "message"),
     [
-        ("sdar", "model_type", "llama", "'llama' is not served; accepted: sdar, Dream, llada"),
-        ("sdar", "model_type", "sdar_moe", "'sdar_moe' is not served"),
+        (
+            "sdar",
+            "model_type",
+            "llama",
+            "'llama' is not served; accepted: sdar, sdar_moe, Dream, llada, llada2_moe",
+        ),
         ("sdar", "attention_bias", True, "true is not supported; accepted: missing or false"),
         ("sdar", "num_experts", 128, "128 is not supported"),
         ("sdar", "hidden_act", "gelu", 'accepted: "silu"'),

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, MASK_TOKEN_ID, Architecture, write_tiny_checkpoint
+from expert_checkpoints import write_expert_checkpoint
 from hf_reference import HfReference
 from paged_model import PagedModel
 from torch import Tensor
 from torch.nn import functional
 
 from effuse.config.decoding import Sampling
+from effuse.kernels import rowwise
 from effuse.kernels.sampling import ScoreCode
-from effuse.models import transformer
 from effuse.models.runner import Part, PartResult
 
 BLOCK = 4
@@ -197,10 +198,10 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> LinearSpy:
     spy = LinearSpy()
 
     class Functional:
-        embedding = staticmethod(functional.embedding)
         linear = spy
+        silu = staticmethod(functional.silu)
 
-    monkeypatch.setattr(transformer, "functional", Functional)
+    monkeypatch.setattr(rowwise, "functional", Functional)
     return spy
 
 
@@ -224,8 +225,15 @@ def test_the_last_layer_is_cut_to_what_is_wanted(model: PagedModel, linears: Lin
     assert linears.rows_of(down) == [len(part.candidates)]
 
 
-def test_no_product_has_fewer_than_four_rows(tmp_path: Path, linears: LinearSpy) -> None:
-    path = write_tiny_checkpoint(tmp_path, "dream", block_size=1)
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_no_product_has_fewer_than_four_rows(
+    tmp_path: Path, linears: LinearSpy, has_experts: bool
+) -> None:
+    """Nor that of an expert, which gets a row or two of many."""
+    if has_experts:
+        path = write_expert_checkpoint(tmp_path, "llada2_moe", block_size=1)
+    else:
+        path = write_tiny_checkpoint(tmp_path, "dream", block_size=1)
     model = PagedModel(path, page_size=8, block_size=1)
     (prompt,) = [prompt_part(model, [5], 1)]
     (result,) = model.runner().run([prompt])

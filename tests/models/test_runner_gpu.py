@@ -13,6 +13,7 @@ from checkpoints import (
     TinySizes,
     write_tiny_checkpoint,
 )
+from expert_checkpoints import ExpertFamily, write_expert_checkpoint
 
 from effuse.config.decoding import Sampling
 from effuse.models.runner import ModelRunner, Part, PartResult
@@ -89,6 +90,16 @@ def test_fp32_agrees_with_the_cpu(
     torch.testing.assert_close(gpu_memory, cpu_memory, rtol=0, atol=1e-4)
     for one, other in zip(on_cpu, on_gpu, strict=True):
         assert one.tokens == other.tokens
+        assert other.confidences == pytest.approx(one.confidences, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", ["sdar_moe", "llada2_moe"])
+def test_experts_in_fp32_agree_with_the_cpu(tmp_path: Path, family: ExpertFamily) -> None:
+    path = write_expert_checkpoint(tmp_path, family, head_scale=3.0, head_dim=32)
+    on_cpu, cpu_memory = run_on("cpu", path, torch.float32, 0.0)
+    on_gpu, gpu_memory = run_on("cuda", path, torch.float32, 0.0)
+    torch.testing.assert_close(gpu_memory, cpu_memory, rtol=0, atol=1e-3)
+    for one, other in zip(on_cpu, on_gpu, strict=True):
         assert other.confidences == pytest.approx(one.confidences, abs=1e-3)
 
 

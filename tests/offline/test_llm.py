@@ -58,6 +58,19 @@ def test_ids_and_a_single_prompt(llm: effuse.LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_a_chat_is_rendered_as_a_fleet_renders_it(llm: effuse.LLM) -> None:
+    chat = effuse.Chat().user("other").assistant("words").user(QUESTIONS[0])
+    (by_text,) = llm.generate(QUESTIONS[0])
+    (by_chat,) = llm.generate(chat)
+    assert (by_chat.text, by_chat.usage) == (by_text.text, by_text.usage)
+    begun = effuse.Chat(chat.assistant(by_text.text[:9]).messages, continue_last=True)
+    (rest, whole) = llm.generate([begun, chat])
+    assert rest.usage.prompt_tokens > whole.usage.prompt_tokens
+    assert by_text.text[:9] + rest.text == whole.text == by_text.text
+    with pytest.raises(InvalidRequest, match=r"chat: .*'this model knows user and assistant only"):
+        llm.generate([chat.system("Be kind.")])
+
+
 @pytest.mark.parametrize(
     ("params", "words"),
     [

@@ -20,6 +20,8 @@ from effuse.kernels import (
     attention_hopper,
     attention_splits_triton,
     attention_triton,
+    experts_routes_triton,
+    experts_triton,
     pages_digests_triton,
     pages_distinct_triton,
     pages_triton,
@@ -29,6 +31,7 @@ from effuse.kernels import (
     sampling_triton,
 )
 from effuse.kernels.attention_batch import make_attention_batch
+from effuse.kernels.experts_routing import Routing
 from effuse.kernels.pages_distinct import distinct_views
 from operators.device_code import DeviceCode, device_code
 
@@ -63,6 +66,18 @@ HOPPER_SHAPES = {
     **{name: shape for name, shape in SHAPES.items() if shape.head_dim in (64, 128)},
     "llada_long": Shape(32, 32, 128, 32, sequences=1, rows=96),
 }
+
+LLADA2_ROUTING = Routing(
+    num_experts=256,
+    top_k=8,
+    scores="sigmoid",
+    renormalises=True,
+    scale=2.5,
+    num_groups=8,
+    top_groups=4,
+    num_shared=1,
+)
+SDAR_ROUTING = Routing(num_experts=128, top_k=8, scores="softmax", renormalises=True)
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -105,12 +120,12 @@ def launch_sampling(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     sampling_triton.launch(logits, fp32, fp32, int32, counters, score, 5)
 
 
-def launch_rotary(*, stores: bool) -> None:
+def launch_rotary(*, stores: bool, rotary_dim: int = 128) -> None:
     shape = SHAPES["dream_page_32_split"]
     q, k, v = torch.split(meta(64, 36, 128), [28, 4, 4], dim=1)
     slots = meta(64, dtype=INT64)
     stored = (v, *cache(shape), slots) if stores else None
-    rotary_triton.launch(q, k, meta(4096, 128, dtype=FP32), slots, stored)
+    rotary_triton.launch(q, k, meta(4096, rotary_dim, dtype=FP32), slots, stored)
 
 
 def launch_pages(*, distinct: bool = False) -> None:
@@ -154,11 +169,39 @@ def row_variants() -> Variants:
         "swiglu": lambda: rowwise_triton.launch_swiglu(meta(64, 2 * 18944)),
         "rotary": lambda: launch_rotary(stores=False),
         "rotary_store": lambda: launch_rotary(stores=True),
+        "rotary_half_store": lambda: launch_rotary(stores=True, rotary_dim=64),
         "pages": launch_pages,
     }
     modules = [rowwise_triton, rotary_triton, pages_triton]
     for name, launch in launches.items():
         yield name, device_code(modules, launch)
+
+
+# (rows, H, I): steps of 1, 32, 48 and 64 blocks of 32 rows of LLaDA2.0-mini, and one in fp32.
+EXPERT_SHAPES = {
+    "llada2_1": (32, 2048, 512, LLADA2_ROUTING, BF16),
+    "llada2_32": (1024, 2048, 512, LLADA2_ROUTING, BF16),
+    "llada2_48": (1536, 2048, 512, LLADA2_ROUTING, BF16),
+    "llada2_64": (2048, 2048, 512, LLADA2_ROUTING, BF16),
+    "experts_fp32": (32, 256, 96, SDAR_ROUTING, FP32),
+}
+
+
+def launch_experts(
+    rows: int, hidden: int, inner: int, routing: Routing, dtype: torch.dtype
+) -> None:
+    bias = meta(routing.num_experts, dtype=FP32)
+    logits = meta(rows, routing.num_experts, dtype=FP32)
+    routes = experts_routes_triton.launch_route(logits, bias, routing)
+    gate_up = meta(routing.num_weights, 2 * inner, hidden, dtype=dtype)
+    down = meta(routing.num_weights, hidden, inner, dtype=dtype)
+    experts_triton.launch_mlp(meta(rows, hidden, dtype=dtype), gate_up, down, *routes)
+
+
+def expert_variants() -> Variants:
+    for name, shape in EXPERT_SHAPES.items():
+        modules = [experts_routes_triton, experts_triton]
+        yield name, device_code(modules, partial(launch_experts, *shape))
 
 
 def sampling_variants() -> Variants:
@@ -185,6 +228,7 @@ GROUPS = {
     "attention": attention_variants,
     "hopper": hopper_variants,
     "distinct": distinct_variants,
+    "experts": expert_variants,
     "rows": row_variants,
     "sampling": sampling_variants,
     "digests": digest_variants,

@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from effuse.kernels import pages_digests_triton, step_rows_triton
+from effuse.kernels import experts_routes_triton, pages_digests_triton, step_rows_triton
 from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
 from effuse.kernels.sampling_philox import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
-from operators import attention, digests, distinct, rows, sampling
+from operators import attention, digests, distinct, experts, paths, rows, sampling
 from operators.paths import Operators, triton_kernels
 
 OPS = triton_kernels(torch.device("cpu"), max_chunk=32)
@@ -99,10 +99,32 @@ def digest_checks() -> Iterator[tuple[str, Check]]:
             yield f"{length}-{kind}", partial(digests.check, launch, cpu, length, kind)
 
 
+def expert_checks() -> Iterator[tuple[str, Check]]:
+    cpu = torch.device("cpu")
+    for name, routing in experts.ROUTINGS.items():
+        for biased in (False, True):
+            check = partial(experts.check_route, paths.route_on_triton, cpu, routing, biased=biased)
+            yield f"route-{name}-{'biased' if biased else 'plain'}", check
+    yield "route-nan", partial(experts.check_route_of_no_number, paths.route_on_triton, cpu)
+    for case in experts.SORTED:
+        sort = experts_routes_triton.launch_sort
+        yield f"sort-{case[0]}", partial(experts.check_sort, sort, cpu, *case)
+    for name, layer in experts.LAYERS.items():
+        for dtype in (torch.float32, torch.float16):
+            suffix = str(dtype).removeprefix("torch.")
+            check = partial(experts.check_mlp, paths.experts_on_triton, cpu, dtype, layer)
+            yield f"{name}-{suffix}", check
+    yield "crowd", partial(experts.check_crowd, paths.experts_on_triton, cpu, torch.float32)
+    grouped, layer = paths.experts_grouped, experts.LAYERS["odd_sizes"]
+    yield "grouped", partial(experts.check_mlp, grouped, cpu, torch.float32, layer)
+    yield "grouped-crowd", partial(experts.check_crowd, grouped, cpu, torch.float32)
+
+
 # Each group runs in a process of its own.
 GROUPS = {
     "attention": attention_checks,
     "distinct": distinct_checks,
+    "experts": expert_checks,
     "rows": row_checks,
     "sampling": sampling_checks,
     "digests": digest_checks,

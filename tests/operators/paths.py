@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import AttentionBatch
+from effuse.kernels.experts import Routes
+from effuse.kernels.experts_routing import Routing
 from effuse.kernels.pages_distinct import is_distinct
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
@@ -139,3 +141,24 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
         load_kv=load_kv,
         sample_confidence=sample_confidence,
     )
+
+
+def route_on_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
+    """`experts.route` by its kernel, on a GPU or in the interpreter."""
+    from effuse.kernels import experts_routes_triton
+
+    return Routes(*experts_routes_triton.launch_route(logits, bias, routing))
+
+
+def experts_on_triton(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+    """`experts.expert_mlp` by its kernels."""
+    from effuse.kernels import experts_triton
+
+    return experts_triton.launch_mlp(x, gate_up, down, routes.experts, routes.weights)
+
+
+def experts_grouped(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+    """`experts.expert_mlp` by torch's grouped products."""
+    from effuse.kernels import experts_triton
+
+    return experts_triton.grouped_mlp(x, gate_up, down, routes.experts, routes.weights)

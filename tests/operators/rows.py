@@ -17,8 +17,11 @@ EPS = 1e-6
 THETA = 10_000.0
 # (tokens, width): powers of two and not, one row, one column, none.
 SHAPES = [(1, 64), (7, 192), (33, 100), (5, 3584), (3, 1), (0, 64)]
-# (tokens, query heads, KV heads, head dim)
-HEADS = [(1, 4, 2, 32), (9, 7, 1, 64), (5, 28, 4, 128), (3, 3, 3, 16), (0, 4, 2, 32)]
+# (tokens, query heads, KV heads, head dim, rotated dims)
+HEADS = [
+    *((1, 4, 2, 32, 32), (9, 7, 1, 64, 64), (5, 28, 4, 128, 128), (3, 3, 3, 16, 16)),
+    *((5, 4, 2, 32, 16), (0, 4, 2, 32, 32)),
+]
 
 
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -89,14 +92,14 @@ def check_swiglu(ops: Operators, dtype: torch.dtype, shape: tuple[int, int]) -> 
 
 
 def check_rotary(
-    ops: Operators, dtype: torch.dtype, shape: tuple[int, int, int, int], *, stores: bool
+    ops: Operators, dtype: torch.dtype, shape: tuple[int, int, int, int, int], *, stores: bool
 ) -> None:
     """Rotation of slices of a fused projection; with ``stores``, also what lands in the pages."""
-    tokens, q_heads, kv_heads, dim = shape
+    tokens, q_heads, kv_heads, dim, rotated = shape
     fused = random(tokens, q_heads + 2 * kv_heads, dim).to(dtype)
     q, k, v = torch.split(fused.to(ops.device), [q_heads, kv_heads, kv_heads], dim=1)
     positions = torch.arange(tokens) * 37 % 900
-    table = make_cos_sin_cache(dim, 900, THETA, ops.device)
+    table = make_cos_sin_cache(rotated, 900, THETA, ops.device)
     places = (table, positions.to(ops.device))
     if stores:
         k_cache, v_cache, slots = empty_pages(tokens, kv_heads, dim, dtype)
@@ -109,8 +112,10 @@ def check_rotary(
     else:
         new_q, new_k = ops.rotary(q, k, *places)
     for before, after in ((q, new_q), (k, new_k)):
-        exact = rotary_ref(before.cpu().double(), positions, THETA)
-        assert_close(after, exact, rotary_plain(before.cpu(), table.cpu()[positions]))
+        first = before.cpu()[..., :rotated]
+        exact = rotary_ref(first.double(), positions, THETA)
+        assert_close(after[..., :rotated], exact, rotary_plain(first, table.cpu()[positions]))
+        assert torch.equal(after[..., rotated:], before[..., rotated:])
 
 
 def check_store(ops: Operators, dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.prefill_worker.engine import PrefillEngine
-from effuse.prefill_worker.executor import Mark
+from effuse.prefill_worker.executor import Mark, PromptExecutor
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.messages import Abort, CoreEvent, PushTo, StartPrefill
 
@@ -100,12 +100,15 @@ class Rig:
             marks=LayerMarks(config.num_layers, self.layout.num_groups, self.model.device),
         )
         self.forward = Watched(runner)
+        sender = HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now)
+        executor = PromptExecutor(
+            self.forward, self.memory, sender, needs_boundary=config.shift_logits, mark=mark
+        )
         self.engine = PrefillEngine(
-            self.forward,
+            executor,
             config,
             self.pool,
-            self.memory,
-            HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now),
+            sender,
             PrefillLimits(
                 max_num_batched_tokens=budget,
                 max_num_seqs=max_num_seqs,
@@ -115,12 +118,10 @@ class Rig:
                 block_size=config.block_size,
                 vocab_size=config.vocab_size,
                 mask_token_id=config.mask_token_id,
+                max_request_s=MOST_S,
             ),
             self.fingerprint,
             now=self.now,
-            max_request_s=MOST_S,
-            close=self.source.close,
-            mark=mark,
         )
         self.said: list[CoreEvent] = []
 
@@ -164,8 +165,10 @@ class Rig:
         raise AssertionError("the engine never comes to rest")
 
     def _device_works(self) -> bool:
-        """Whether a real device is still at it, after a while."""
-        if self.model.device.type == "cpu" or not self.engine.is_working():
+        """Whether a real device still computes or digests, after a while."""
+        if self.model.device.type == "cpu":
+            return False
+        if not self.engine.is_working() and not self.source.exchange.is_moving:
             return False
         time.sleep(0.001)
         return True

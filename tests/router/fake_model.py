@@ -9,6 +9,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord
+from effuse.router.chat_template import ChatTemplate
 from effuse.router.detokenizer import AnswerText
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
@@ -17,6 +18,17 @@ from effuse.v1 import generation_pb2 as pb
 
 EOS, MASK, PAD, PROMPT, ANSWER, WORD = 256, 257, 258, 259, 260, 261
 VOCAB_SIZE, BLOCK_SIZE, MAX_MODEL_LEN = 264, 4, 256
+
+
+def chat_template() -> ChatTemplate:
+    """Each message as a prompt of its own; it knows no system."""
+    source = (
+        "{% for message in messages %}"
+        "{% if message.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{{ '<|prompt|>' + message.content + '<|answer|>' }}{% endfor %}"
+        "{% if loud is defined %}{{ loud }}{% endif %}"
+    )
+    return ChatTemplate({"default": source}, {})
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc.aio
-from router.fake_model import byte_tokenizer
+from router.fake_model import byte_tokenizer, chat_template
 from router.fake_workers import FakeDecode, FakePrefill, FakeWorker, Handoffs
 
 from effuse.placement.records import PlacementRecord, WorkerRecord, encode
@@ -128,7 +128,7 @@ async def fake_fleet(
             stack.callback(worker.crashed.set)
             store.records[worker.worker_id] = worker.record
         config = RouterConfig(port=0, **settings)  # type: ignore[arg-type]
-        router = Router(config, Tokenizer(byte_tokenizer()), store)
+        router = Router(config, Tokenizer(byte_tokenizer(), chat_template()), store)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         group.create_task(process.serve(router, stop))
         stack.callback(stop.set)

@@ -214,6 +214,7 @@ def test_an_innocent_is_alone_until_its_next_block_and_then_forgotten() -> None:
         await reached.wait()
         assert fleet.metric("effuse_num_requests_alone") == 1
         assert len(third.requests[-1].resume.committed_token_ids) == BLOCK_SIZE
+        await until(lambda: not fleet.router.fleet.standing.absent)
         beside = [await ask(fleet, sampling=pb.SamplingParams(seed=n)) for n in range(1, 7)]
         assert {answer.stats.decode_worker for answer in beside} == {"d0", "d1"}
         go.set()

@@ -10,14 +10,8 @@ import pytest
 from router.fake_model import BLOCK_SIZE, EOS, MASK, MAX_MODEL_LEN, PAD, VOCAB_SIZE, model_info
 
 from effuse.protos.errors import InvalidRequest
-from effuse.router.validation import (
-    Asked,
-    Findings,
-    check_model_name,
-    check_request_id,
-    fit,
-    validate,
-)
+from effuse.router.findings import Findings, check_model_name, check_request_id
+from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
 
 Change = Callable[[pb.GenerateRequest], object]
@@ -52,7 +46,7 @@ def ids(*token_ids: int) -> Change:
 
 
 BAD: dict[str, tuple[Change, str, str]] = {
-    "6 nothing set": (lambda r: r.Clear(), "prompt", "neither"),
+    "6 nothing set": (lambda r: r.Clear(), "prompt", "none of them"),
     "49 empty prompt": (prompt(""), "prompt", "at least one character"),
     "49 no ids": (ids(), "prompt_token_ids.ids", "at least one id"),
     "51 too many bytes": (prompt("é" * 9 * MAX_MODEL_LEN), "prompt", f"{18 * MAX_MODEL_LEN} bytes"),

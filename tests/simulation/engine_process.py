@@ -29,6 +29,7 @@ from effuse.kvtransfer.transport import Heard, Pace
 from effuse.models.config import ModelConfig
 from effuse.placement.records import Role
 from effuse.prefill_worker.engine import PrefillEngine
+from effuse.prefill_worker.executor import PromptExecutor
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.attempts import attempt_of
 from effuse.worker.messages import (
@@ -323,12 +324,14 @@ class EngineProcess:
             self._wake_both,
             self._mishaps.fails,
         )
+        sender = HandoffSender(self.connector, reservation_s=RESERVATION_S, now=self.clock)
+        memory = cast(PageMemory, self.memory)
+        shifts = sizes.model.shift_logits
         return PrefillEngine(
-            model,
+            PromptExecutor(model, memory, sender, needs_boundary=shifts, mark=model.mark),
             sizes.model,
             self.pool,
-            cast(PageMemory, self.memory),
-            HandoffSender(self.connector, reservation_s=RESERVATION_S, now=self.clock),
+            sender,
             PrefillLimits(
                 max_num_batched_tokens=sizes.budget,
                 max_num_seqs=4,
@@ -338,12 +341,10 @@ class EngineProcess:
                 block_size=BLOCK,
                 vocab_size=sizes.model.vocab_size,
                 mask_token_id=MASK,
+                max_request_s=MOST_S,
             ),
             fingerprint_of(sizes.model),
             now=self.clock,
-            max_request_s=MOST_S,
-            close=lambda: None,
-            mark=model.mark,
         )
 
     def _decode_engine(self, sizes: Sizes) -> Audited:

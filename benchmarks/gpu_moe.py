@@ -1,0 +1,240 @@
+"""`python -m effuse.benchmarks.gpu_moe`: decode steps of a model with experts, and their products.
+
+LLaDA2.0-mini's shape with random weights decodes by block diffusion, one block of 32 rows a
+request and a second one where the last is stored, `--pace` tokens a step (`gpu_script`). Random
+weights would send alike rows to the same few experts, so routes are computed in full and then
+replaced by drawn ones; the bare graph beside the steps has products of just those loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from effuse.benchmarks.gpu_floor import Floor, fastest
+from effuse.benchmarks.gpu_models import EXPERT_MODELS, random_model
+from effuse.benchmarks.gpu_record import write_record
+from effuse.benchmarks.gpu_step import Bench, Result, table
+from effuse.benchmarks.gpu_timing import medians_us
+from effuse.config.decoding import DecodeSettings
+from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
+from effuse.models.config import ModelConfig
+from effuse.models.transformer import LayerWeights, Transformer
+
+if TYPE_CHECKING:
+    from effuse.kernels.experts_routes_triton import SortedPicks
+
+# (batch, steps that are timed, steps of a turn)
+BATCHES = ((1, 64, 8), (8, 32, 4), (32, 16, 2), (64, 16, 2))
+
+
+class DrawnRoutes(Transformer):
+    """A transformer whose row r goes to the same drawn experts in every layer and step."""
+
+    drawn: Tensor  # [rows, K] int32
+
+    def draw(self, num_rows: int) -> None:
+        """Draws experts for so many rows, as evenly as random scores choose them."""
+        assert self.config.experts is not None
+        routing = self.config.experts.routing
+        generator = torch.Generator(self.device).manual_seed(1)
+        scores = torch.randn(num_rows, routing.num_experts, generator=generator, device=self.device)
+        self.drawn = route(scores, None, routing).experts
+
+    def _route(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Routes:
+        return Routes(self.drawn[: len(x)], super()._route(x, router, bias).weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """The picks of some rows, sorted by expert beforehand, and random inputs of their products."""
+
+    routes: Routes
+    x: Tensor  # [T, H]
+    ends: Tensor  # [E] int32: picks of this and all experts before
+    rows: Tensor  # [P, H] a row for each pick
+    activated: Tensor  # [P, I], and a whole tile more for each expert
+    tiles: SortedPicks | None  # of the step's own kernels, on a GPU
+
+    @classmethod
+    def of(cls, picks: Tensor, layer: LayerWeights) -> ExpertLoad:
+        """That of picks [T, K] in this layer."""
+        num_experts, hidden, inner = layer.down.shape
+        num_picks, device = picks.numel(), picks.device
+        counts = torch.bincount(picks.flatten().long(), minlength=num_experts)
+        made = partial(torch.randn, dtype=layer.down.dtype, device=device)
+        return cls(
+            Routes(picks, torch.ones(picks.shape, device=device)),
+            x=made(len(picks), hidden),
+            ends=counts.cumsum(0).int(),
+            rows=made(num_picks, hidden),
+            activated=made(num_picks + num_experts * 128, inner),
+            tiles=_tiles(picks, num_experts) if device.type == "cuda" else None,
+        )
+
+
+def _tiles(picks: Tensor, num_experts: int) -> SortedPicks:
+    from effuse.kernels.experts_routes_triton import launch_sort
+    from effuse.kernels.experts_triton import rows_of_tiles
+
+    return launch_sort(picks, num_experts, rows_of_tiles(picks.numel(), num_experts))
+
+
+def grouped(layer: LayerWeights, load: ExpertLoad) -> None:
+    """Both products as torch has them, over rows that lie sorted."""
+    multiply = torch._grouped_mm
+    multiply(load.rows, layer.gate_up.transpose(1, 2), offs=load.ends)
+    sorted_rows = load.activated[: len(load.rows)]
+    multiply(sorted_rows, layer.down.transpose(1, 2), offs=load.ends)
+
+
+def in_tiles(layer: LayerWeights, load: ExpertLoad) -> None:
+    """Both products by the step's own kernels; where there are none, all of the experts' work."""
+    if load.tiles is None:
+        expert_mlp(load.x, layer.gate_up, layer.down, load.routes)
+        return
+    from effuse.kernels.experts_triton import launch_down, launch_gate_up
+
+    picks = load.routes.experts
+    places, owners = load.tiles.places, load.tiles.owners
+    launch_gate_up(load.x, layer.gate_up, places, owners, picks.shape[1])
+    launch_down(load.activated, layer.down, places, owners, picks.numel())
+
+
+EXPERT_WAYS: dict[str, Callable[[LayerWeights, ExpertLoad], None]] = {
+    "grouped": grouped,
+    "tiles": in_tiles,
+}
+
+
+class ExpertFloor(Floor):
+    """The products of layers with experts, of drawn routes."""
+
+    def __init__(self, model: DrawnRoutes, most_rows: int) -> None:
+        super().__init__(model, most_rows)
+        self._drawn = model.drawn
+        self._experts = [layer for layer in model.weights.layers if layer.router is not None]
+        self._loads: dict[int, ExpertLoad] = {}
+
+    def _rest(self, layer: LayerWeights, count: int) -> None:
+        if layer.router is None:
+            super()._rest(layer, count)
+            return
+        self._product(layer, "attn_out", count)
+        router_logits(self._inputs["gate_up"][:count], layer.router)
+        EXPERT_WAYS[self.chosen["experts", count]](layer, self._loads[count])
+
+    def _choose(self, *counts: int) -> None:
+        super()._choose(*counts)
+        for rows in counts:
+            if rows not in self._loads:
+                self._loads[rows] = ExpertLoad.of(self._drawn[:rows], self._experts[0])
+                self.chosen["experts", rows] = self._fastest_experts(rows)
+
+    def _fastest_experts(self, rows: int) -> str:
+        ways = self._ways("experts", rows)
+        if len(ways) == 1:
+            return ways[0]
+        load = self._loads[rows]
+        calls = {
+            way: [partial(EXPERT_WAYS[way], layer, load) for layer in self._experts] for way in ways
+        }
+        return fastest(medians_us(calls))
+
+    def _ways(self, product: str, rows: int) -> tuple[str, ...]:
+        if product != "experts":
+            return super()._ways(product, rows)
+        can_group = self._is_cuda and self._model.dtype == torch.bfloat16
+        return tuple(EXPERT_WAYS) if can_group else ("tiles",)
+
+
+class ExpertBench(Bench):
+    """Block diffusion of one model with experts."""
+
+    models = EXPERT_MODELS
+    window = 1
+
+    def reached(self, rows: int) -> int:
+        """Experts that so many rows reach in a layer, the shared one included."""
+        assert isinstance(self.model, DrawnRoutes)
+        return len(torch.unique(self.model.drawn[:rows]))
+
+    def _model(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+        return DrawnRoutes(config, random_model(config, device, dtype).weights)
+
+    def _floor(self, most_rows: int) -> Floor:
+        assert isinstance(self.model, DrawnRoutes)
+        self.model.draw(most_rows + 256)  # a captured size may be that much larger
+        return ExpertFloor(self.model, most_rows)
+
+    def _settings(self, pace: int) -> DecodeSettings:
+        return DecodeSettings(
+            algorithm="block_diffusion", denoising_steps=self.model.config.block_size
+        )
+
+    def _usual(self, batch: int) -> tuple[range, range]:
+        rows = batch * self.model.config.block_size
+        # A block that is about to be stored is counted with the next one, all masks, beside it.
+        return range(rows, 2 * rows + 1), range(batch, 2 * rows + 1)
+
+
+def expert_line(bench: ExpertBench, result: Result) -> str:
+    """What the experts of a step weigh, in words."""
+    layers = bench.model.weights.layers
+    reached = bench.reached(round(result.rows))
+    experts = [layer for layer in layers if layer.router is not None]
+    each = experts[0].gate_up[0].nbytes + experts[0].down[0].nbytes
+    weigh = reached * each * len(experts)
+    return (
+        f"{result.model}, batch {result.batch}: {result.rows:.0f} rows reach {reached} of "
+        f"{len(experts[0].gate_up)} experts a layer, {weigh / 1e9:.2f} GB of weights a step, "
+        f"{weigh / 1e9 / result.turns.mean_step_ms:.2f} TB/s in all"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m effuse.benchmarks.gpu_moe")
+    parser.add_argument("--model", choices=sorted(EXPERT_MODELS), default="llada2-mini")
+    parser.add_argument("--batch", type=int, action="append")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--pace", type=int, default=4, help="tokens a request and step")
+    parser.add_argument("--profile", action="store_true", help="also device time by kernel")
+    parser.add_argument("--json", type=Path, default=Path("build/benchmarks/gpu_moe.json"))
+    parser.add_argument("--seconds", type=float, default=75, help="begin nothing after that")
+    asked = parser.parse_args(argv)
+    deadline = time.monotonic() + asked.seconds
+    batches = [row for row in BATCHES if not asked.batch or row[0] in asked.batch]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bench = ExpertBench(asked.model, device, max(row[0] for row in batches), asked.context)
+    results: list[Result] = []
+    notes: list[str] = []
+    for batch, steps, size in batches:
+        if time.monotonic() > deadline:
+            notes.append(f"batch {batch} was not begun: {asked.seconds:g} s were over")
+            continue
+        result = bench.measure(batch, asked.context, asked.pace, steps, size)
+        results.append(result)
+        notes.append(expert_line(bench, result))
+        print(table([result]).splitlines()[1], flush=True)
+        if asked.profile:
+            path = asked.json.with_name(f"profile_{asked.model}_{batch}.txt")
+            notes += bench.profile(batch, asked.context, asked.pace, path)
+        write_record(asked.json, [asdict(each) for each in results], notes)
+    notes.append(f"{asked.model}, floor: {bench.floor.choices() or 'one way for every product'}")
+    write_record(asked.json, [asdict(each) for each in results], notes)
+    print("\n".join([*notes, table(results)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A mixture of experts in place of a layer's MLP: which experts a row goes to, and what they give.
+
+Nothing here waits for the device or has a shape that depends on what was chosen, so that it can be
+captured in CUDA graphs. On a CPU the experts are gone through one by one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from effuse.kernels.experts_routing import Routing
+from effuse.kernels.rowwise import linear, swiglu, swiglu_ref
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts of each row. K is `Routing.num_picks`; the shared experts come last."""
+
+    experts: Tensor  # [T, K] int32
+    weights: Tensor  # [T, K] fp32
+
+
+def router_logits(x: Tensor, router: Tensor) -> Tensor:
+    """x [T, H] times router [E, H], both in the model's dtype: [T, E] fp32, never rounded to it."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, router.t(), out_dtype=torch.float32)
+    return linear(x.float(), router.float())
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
+    """Routes of ``logits`` [T, E] fp32. ``bias`` [E] fp32 counts for the choice, not the weight.
+
+    Of equal experts the lower number is chosen first.
+    """
+    if logits.is_cuda:
+        from effuse.kernels import experts_routes_triton
+
+        return Routes(*experts_routes_triton.launch_route(logits, bias, routing))
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        choice = _within_best_groups(choice, routing)
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(1, experts)
+    if routing.renormalises:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    shared = torch.arange(routing.num_experts, routing.num_weights).expand(len(logits), -1)
+    ones = torch.ones(shared.shape)
+    return Routes(
+        torch.cat([experts, shared], dim=1).int(),
+        torch.cat([weights * routing.scale, ones], dim=1),
+    )
+
+
+def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+    """Sum over each row's experts of weight times their gated MLP of x [T, H]: [T, H].
+
+    ``gate_up`` is [E, 2I, H], the gate first, ``down`` [E, H, I], all in the dtype of x. What an
+    expert gives is rounded to it; the sum is taken in fp32, in the order of the picks.
+    """
+    if x.is_cuda:
+        from effuse.kernels import experts_triton
+
+        return experts_triton.launch_mlp(x, gate_up, down, routes.experts, routes.weights)
+    picked = routes.experts.flatten()
+    outputs = x.new_empty(len(picked), x.shape[1])
+    for expert in torch.unique(picked).tolist():
+        picks = (picked == expert).nonzero().flatten()
+        rows = x[picks // routes.experts.shape[1]]
+        outputs[picks] = linear(swiglu(linear(rows, gate_up[expert])), down[expert])
+    return _weighted_sum(outputs.view(*routes.experts.shape, x.shape[1]), routes.weights).to(
+        x.dtype
+    )
+
+
+def route_ref(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
+    """`route` row by row, as its definition reads."""
+    experts, weights = [], []
+    for row in logits.double():
+        scores = row.softmax(0) if routing.scores == "softmax" else 1 / (1 + (-row).exp())
+        choice = (scores if bias is None else scores + bias.double()).tolist()
+        allowed = _allowed_ref(choice, routing)
+        chosen = sorted(allowed, key=lambda expert: (-choice[expert], expert))[: routing.top_k]
+        total = sum(float(scores[expert]) for expert in chosen) if routing.renormalises else 1.0
+        shared = range(routing.num_experts, routing.num_weights)
+        experts.append([*chosen, *shared])
+        weights.append(
+            [float(scores[e]) / total * routing.scale for e in chosen] + [1.0] * len(shared)
+        )
+    width = routing.num_picks
+    return Routes(
+        torch.tensor(experts, dtype=torch.int32).view(-1, width),
+        torch.tensor(weights, dtype=logits.dtype).view(-1, width),
+    )
+
+
+def expert_mlp_ref(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+    """`expert_mlp` pick by pick, as its definition reads, in the dtype of x."""
+    out = torch.zeros_like(x)
+    for row, (experts, weights) in enumerate(zip(routes.experts, routes.weights, strict=True)):
+        for expert, weight in zip(experts.tolist(), weights.tolist(), strict=True):
+            activated = swiglu_ref(functional.linear(x[row : row + 1], gate_up[expert]))
+            out[row] += weight * functional.linear(activated, down[expert])[0]
+    return out
+
+
+def _within_best_groups(choice: Tensor, routing: Routing) -> Tensor:
+    """`choice` with -inf outside of each row's best groups."""
+    grouped = choice.view(len(choice), routing.num_groups, -1)
+    worth = grouped.topk(2, dim=-1).values.sum(-1)
+    best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, value=True)
+    return grouped.masked_fill(~kept[:, :, None], float("-inf")).view(choice.shape)
+
+
+def _allowed_ref(choice: list[float], routing: Routing) -> list[int]:
+    size = routing.num_experts // routing.num_groups
+    groups = [choice[at : at + size] for at in range(0, len(choice), size)]
+    worth = [sum(sorted(group)[-2:]) for group in groups]
+    best = sorted(range(len(groups)), key=lambda group: (-worth[group], group))
+    return [
+        at for group in best[: routing.top_groups] for at in range(group * size, (group + 1) * size)
+    ]
+
+
+def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """Over dim 1 of outputs [T, K, H], in fp32, one after the other: alike in every batch."""
+    total = outputs[:, 0].float() * weights[:, :1]
+    for pick in range(1, outputs.shape[1]):
+        total.add_(outputs[:, pick].float() * weights[:, pick, None])
+    return total

@@ -1,0 +1,213 @@
+"""A checkpoint's chat template: found in its directory, and rendered as transformers renders it.
+
+Templates are programs that a checkpoint brings, in Jinja. They run in Jinja's sandbox, where they
+reach nothing but what they are given and cannot change that, and within bounds of time and size.
+Not here: which of a client's words may become special tokens (`special_tokens.py`), encoding
+(`tokenizer.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from effuse.client.chat import Chat
+
+RENDER_S: Final = 1.0
+"""A long chat takes a few milliseconds."""
+
+VARIABLES: Final = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+"""Names under which templates know special tokens."""
+
+_TRACED: Final = "<template>"  # what Jinja calls the file of a template's code
+_Trace = Any  # a trace function returns one like itself, which types cannot say
+
+
+class ChatTemplateError(Exception):
+    """A template cannot be used, or does not take this chat; in its own words, where it has any."""
+
+
+class ChatTemplate:
+    """The templates of one checkpoint. May be used by several threads."""
+
+    def __init__(
+        self, sources: Mapping[str, str], variables: Mapping[str, str], limit_s: float = RENDER_S
+    ) -> None:
+        """sources: Jinja by name, "default" and perhaps "tool_use" among them. variables: texts of
+        special tokens, by what templates call them. limit_s: time of a processor that rendering may
+        take. Raises ChatTemplateError."""
+        if "default" not in sources:
+            raise ChatTemplateError(f"expected a chat template named default, got {[*sources]}")
+        self._limit_s = limit_s
+        self._variables = {"tools": None, "documents": None, **variables}
+        self.source = "".join(sources.values())
+        self._templates = {name: _compile(source) for name, source in sources.items()}
+
+    @classmethod
+    def load(cls, directory: Path) -> ChatTemplate | None:
+        """A checkpoint directory's, or None where it has none. Raises ChatTemplateError."""
+        try:
+            config = _read_json(directory / "tokenizer_config.json")
+            special = config
+            if "added_tokens_decoder" not in config:  # else that file is newer, and says all
+                special = config | _read_json(directory / "special_tokens_map.json")
+            sources = _sources_of(directory, config)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ChatTemplateError(f"the files of the chat template: {error}") from error
+        if not sources:
+            return None
+        named = {name: _text_of(special.get(name)) for name in VARIABLES}
+        return cls(sources, {name: text for name, text in named.items() if text is not None})
+
+    def render(self, chat: Chat, *, mark: str, most_bytes: int) -> str:
+        """The prompt of a chat. `mark` is a character that stands neither in it nor in `source`.
+
+        Raises ChatTemplateError where the template refuses the chat, and where the prompt is longer
+        than `most_bytes` of UTF-8 or takes too long.
+        """
+        arguments: Mapping[str, Any] = chat.template_arguments
+        wants_tools = "tool_use" in self._templates and arguments.get("tools") is not None
+        template = self._templates["tool_use" if wants_tools else "default"]
+        messages = [one._asdict() for one in chat.messages]
+        if chat.continue_last:
+            messages[-1]["content"] += f"{mark} "
+        values = {**self._variables, **arguments, "messages": messages}
+        values["add_generation_prompt"] = chat.begins_answer
+        try:
+            with _limited(self._limit_s):
+                text = _joined(template.generate(values), most_bytes)
+        except Exception as error:  # whatever an expression of the template may raise
+            why = str(error) or type(error).__name__
+            raise ChatTemplateError(why) from error
+        return _cut_open(text, chat, mark) if chat.continue_last else text
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model wrote, for training; it is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _compile(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except Exception as error:  # a text that is no template may break Jinja anywhere
+        raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@contextlib.contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError from within a template's code, at the next of its lines, once this thread
+    has computed for so long. Threads cannot be ended, and loops of loops may run for years."""
+    end = time.thread_time() + limit_s
+
+    def trace(frame: FrameType, event: str, argument: object) -> _Trace:
+        if frame.f_code.co_filename != _TRACED:
+            return None
+        if time.thread_time() > end:
+            raise TimeoutError(f"it was not rendered within {limit_s:g} s of computing")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _joined(pieces: Iterator[str], most_bytes: int) -> str:
+    texts: list[str] = []
+    left = most_bytes
+    for piece in pieces:
+        left -= len(piece.encode())
+        if left < 0:
+            raise ValueError(f"expected a chat of at most {most_bytes} bytes once it is rendered")
+        texts.append(piece)
+    return "".join(texts)
+
+
+def _cut_open(text: str, chat: Chat, mark: str) -> str:
+    """The rendered chat up to the end of its last message, `mark`. Where the template has trimmed
+    the space behind that, it would have trimmed the message's own, too."""
+    last = chat.messages[-1].content.strip()
+    if last not in text or mark not in text:
+        raise ChatTemplateError("the last message cannot be continued: the template changes it")
+    open_text, behind = text[: text.rindex(mark)], text[text.rindex(mark) + 1 :]
+    return open_text if behind.startswith(" ") else open_text.rstrip()
+
+
+def _sources_of(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Files of their own come before what stands in tokenizer_config.json."""
+    files = {path.stem: path for path in (directory / "additional_chat_templates").glob("*.jinja")}
+    if (directory / "chat_template.jinja").is_file():
+        files["default"] = directory / "chat_template.jinja"
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        return {str(one["name"]): str(one["template"]) for one in found}
+    return {"default": found} if isinstance(found, str) else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object in {path}, got {type(found).__name__}")
+    return found
+
+
+def _text_of(token: object) -> str | None:
+    """A special token is written as its text, or as an object that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -1,0 +1,91 @@
+"""LLaDA2.0's block diffusion, token for token as the authors' own code decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import EOS_TOKEN_ID
+from decoding.device_rig import DeviceRig
+from decoding.engines import Rig, make_request
+from llada2_answers import Answered, answered, write_answered_checkpoint
+
+from effuse.models.weights import load_model
+from effuse.worker.messages import StartDecode
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_answered_checkpoint(tmp_path_factory.mktemp("llada2"))
+
+
+def test_the_runs_are_of_every_kind() -> None:
+    runs = answered()
+    assert len(runs) == 96
+    assert {run.block for run in runs} == {4, 8, 32}
+    assert {run.threshold for run in runs} == {0.3, 0.5, 0.7, 0.9, 0.95}
+    assert any(run.steps < run.block for run in runs)
+    ragged = [run for run in runs if len(run.prompt) % run.block]
+    assert 20 < len(ragged) < len(runs) and any(len(run.prompt) < run.block for run in runs)
+    stopped = [run for run in runs if run.stop in run.tokens]
+    assert 20 < len(stopped) < len(runs) and any(run.stop != EOS_TOKEN_ID for run in stopped)
+    assert any(run.gen % run.block for run in runs), "answers that end within a block"
+
+
+@pytest.mark.parametrize("block", [4, 8, 32])
+def test_answers_are_those_of_the_authors_code(checkpoint: Path, block: int) -> None:
+    torch.set_num_threads(1)
+    rig = Rig(load_model(checkpoint, block_size=block), num_pages=1024, max_num_seqs=96)
+    runs = [run for run in answered() if run.block == block]
+    answers = [rig.start(request(str(number), run)) for number, run in enumerate(runs)]
+    rig.run()
+    for run, answer in zip(runs, answers, strict=True):
+        assert answer.token_ids == run.answer, run
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("block", [4, 8, 32])
+def test_answers_of_device_steps_are_those_of_the_authors_code(
+    checkpoint: Path, block: int, device: str
+) -> None:
+    """In fp32, of runs that hang on no rounding; on a GPU experts are chosen within graphs."""
+    torch.set_num_threads(1)
+    runs = [run for run in answered() if run.block == block and run.margin > 3e-4]
+    assert len(runs) >= 4
+    rig = DeviceRig(
+        load_model(checkpoint, block_size=block, device=device),
+        num_pages=512,
+        page_size=16,
+        budget=512,
+        max_num_seqs=16,
+    )
+    answers = [rig.start(request(str(number), run)) for number, run in enumerate(runs)]
+    rig.run()
+    for run, answer in zip(runs, answers, strict=True):
+        assert answer.token_ids == run.answer, run
+
+
+def request(name: str, run: Answered) -> StartDecode:
+    """The run as an engine is asked."""
+    return make_request(
+        name,
+        run.prompt,
+        max_tokens=run.gen,
+        stop_token_ids=(run.stop,),
+        algorithm="block_diffusion",
+        denoising_steps=run.steps,
+        confidence_threshold=run.threshold,
+    )

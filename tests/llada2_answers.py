@@ -1,0 +1,53 @@
+"""Answers of the code that LLaDA2.0 is published with, on a tiny checkpoint.
+
+`decode_worker/llada2_answers.json` holds what its `generate` gave, greedily, run in fp32 by
+transformers 4.57.6 on the checkpoint that `write_answered_checkpoint` writes: prompts of 1 to 70
+tokens, blocks of 4, 8 and 32, every threshold and number of steps that is there, every third one
+with an end that it would write. Runs that hang on less than 2e-5 of a probability, or whose first
+block is ragged and filled in fewer steps than it has rows, are not among them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from expert_checkpoints import write_expert_checkpoint
+
+_FILE = Path(__file__).parent / "decode_worker" / "llada2_answers.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """One run: what was asked, and the tokens that came, the end among them."""
+
+    block: int
+    prompt: tuple[int, ...]
+    gen: int
+    steps: int
+    threshold: float
+    stop: int
+    tokens: tuple[int, ...]
+    margin: float  # how close the closest decision was, of probabilities and of best logits
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The tokens before the end."""
+        return (
+            self.tokens[: self.tokens.index(self.stop)] if self.stop in self.tokens else self.tokens
+        )
+
+
+def answered() -> list[Answered]:
+    """All runs."""
+    runs = json.loads(_FILE.read_text())
+    return [
+        Answered(**run | {"prompt": tuple(run["prompt"]), "tokens": tuple(run["tokens"])})
+        for run in runs
+    ]
+
+
+def write_answered_checkpoint(path: Path, block_size: int = 32) -> Path:
+    """The checkpoint of the runs; its configuration says `block_size`."""
+    return write_expert_checkpoint(path, "llada2_moe", seed=7, head_dim=32, block_size=block_size)

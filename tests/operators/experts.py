@@ -1,0 +1,151 @@
+"""Checks of the mixture of experts: routes against their definition, and what experts give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effuse.kernels.experts import Routes, expert_mlp_ref, route_ref
+from effuse.kernels.experts_routing import Routing
+from operators.tolerance import assert_close
+
+Route = Callable[[Tensor, Tensor | None, Routing], Routes]
+ExpertMlp = Callable[[Tensor, Tensor, Tensor, Routes], Tensor]
+
+SOFTMAX = Routing(num_experts=6, top_k=2, scores="softmax", renormalises=False)
+RENORMALISED = Routing(num_experts=8, top_k=3, scores="softmax", renormalises=True)
+GROUPED = Routing(
+    num_experts=16,
+    top_k=4,
+    scores="sigmoid",
+    renormalises=True,
+    scale=2.5,
+    num_groups=4,
+    top_groups=2,
+    num_shared=1,
+)
+ROUTINGS = {"softmax": SOFTMAX, "renormalised": RENORMALISED, "grouped": GROUPED}
+
+Sort = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+# (rows of three picks, experts, rows of a tile): less than a step of sorting, and more than one.
+SORTED = [(6, 8, 16), (7, 8, 16), (2001, 10, 32)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Rows and sizes of one layer."""
+
+    rows: int
+    hidden: int
+    inner: int
+    routing: Routing
+
+
+LAYERS = {
+    "one_row": Layer(1, 32, 16, GROUPED),
+    "few_rows": Layer(5, 32, 16, RENORMALISED),
+    "odd_sizes": Layer(9, 40, 24, SOFTMAX),
+    "many_tiles": Layer(70, 64, 48, SOFTMAX),
+    "no_row": Layer(0, 32, 16, GROUPED),
+}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator)
+
+
+def check_route(route: Route, device: torch.device, routing: Routing, *, biased: bool) -> None:
+    """Random rows, and one whose scores are all equal."""
+    logits = torch.cat([random(21, routing.num_experts), torch.zeros(1, routing.num_experts)])
+    bias = 0.3 * random(routing.num_experts, seed=1) if biased else None
+    found = route(logits.to(device), None if bias is None else bias.to(device), routing)
+    expected = route_ref(logits, bias, routing)
+    assert found.experts.dtype == torch.int32 and found.weights.dtype == torch.float32
+    assert torch.equal(found.experts.cpu(), expected.experts)
+    torch.testing.assert_close(found.weights.cpu(), expected.weights, rtol=1e-5, atol=1e-6)
+
+
+def check_route_of_no_number(route: Route, device: torch.device) -> None:
+    """A row that is not finite goes to experts that exist, and harms no other row."""
+    logits = random(3, GROUPED.num_experts)
+    expected = route_ref(logits[::2], None, GROUPED)
+    logits[1] = float("nan")
+    found = route(logits.to(device), None, GROUPED).experts.cpu()
+    assert ((found >= 0) & (found < GROUPED.num_weights)).all()
+    assert torch.equal(found[::2], expected.experts)
+
+
+def check_sort(
+    sort: Sort, device: torch.device, num_rows: int, num_experts: int, tile_rows: int
+) -> None:
+    """Every pick has one place in a tile of its expert, in their order, and nothing else has one.
+
+    Half of the experts are chosen, the last one among them or not.
+    """
+    picks = random(num_rows, 3).argsort(0) % (num_experts // 2) * 2 + num_rows % 2
+    places, owners = (each.cpu() for each in sort(picks.int().to(device), num_experts, tile_rows))
+    expected = []
+    for expert in range(num_experts):
+        mine = (picks.flatten() == expert).nonzero().flatten().tolist()
+        filled = mine + [-1] * (-len(mine) % tile_rows)
+        expected += [
+            (expert, filled[at : at + tile_rows]) for at in range(0, len(filled), tile_rows)
+        ]
+    used = len(expected)
+    assert list(zip(owners[:used].tolist(), places[:used].tolist(), strict=True)) == expected
+    assert (owners[used:] == -1).all() and used <= len(owners)
+
+
+def check_mlp(mlp: ExpertMlp, device: torch.device, dtype: torch.dtype, layer: Layer) -> None:
+    x, gate_up, down = weights_of(layer, dtype)
+    routes = routes_of(layer)
+    found = mlp(x.to(device), gate_up.to(device), down.to(device), routes_on(routes, device))
+    assert_close(
+        found,
+        expert_mlp_ref(x.double(), gate_up.double(), down.double(), routes),
+        expert_mlp_ref(x, gate_up, down, routes),
+    )
+
+
+def check_order(mlp: ExpertMlp, device: torch.device, dtype: torch.dtype) -> None:
+    """The same rows in another order; numpy's products, which the interpreter takes, differ."""
+    layer = LAYERS["many_tiles"]
+    x, gate_up, down = (each.to(device) for each in weights_of(layer, dtype))
+    routes = routes_on(routes_of(layer), device)
+    together = mlp(x, gate_up, down, routes)
+    order = torch.randperm(layer.rows, generator=torch.Generator().manual_seed(3)).to(device)
+    shuffled = mlp(x[order], gate_up, down, Routes(routes.experts[order], routes.weights[order]))
+    assert torch.equal(shuffled, together[order])
+
+
+def check_crowd(mlp: ExpertMlp, device: torch.device, dtype: torch.dtype) -> None:
+    """Every pick of every row is the same expert: a pick for each place of nearly all tiles."""
+    layer = LAYERS["many_tiles"]
+    x, gate_up, down = weights_of(layer, dtype)
+    weights = routes_of(layer).weights
+    routes = Routes(torch.full(weights.shape, 4, dtype=torch.int32), weights)
+    found = mlp(x.to(device), gate_up.to(device), down.to(device), routes_on(routes, device))
+    exact = expert_mlp_ref(x.double(), gate_up.double(), down.double(), routes)
+    assert_close(found, exact, expert_mlp_ref(x, gate_up, down, routes))
+
+
+def weights_of(layer: Layer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, gate_up and down."""
+    count, hidden, inner = layer.routing.num_weights, layer.hidden, layer.inner
+    return (
+        random(layer.rows, hidden).to(dtype),
+        (random(count, 2 * inner, hidden) / hidden**0.5).to(dtype),
+        (random(count, hidden, inner) / inner**0.5).to(dtype),
+    )
+
+
+def routes_of(layer: Layer) -> Routes:
+    return route_ref(random(layer.rows, layer.routing.num_experts, seed=2), None, layer.routing)
+
+
+def routes_on(routes: Routes, device: torch.device) -> Routes:
+    return Routes(routes.experts.to(device), routes.weights.to(device))

@@ -1,0 +1,118 @@
+"""Chats make the ids that transformers' `apply_chat_template` makes, for every form of template."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from chat_checkpoints import ANSWER_ENDS, SPECIAL, TEMPLATES, write_chat_checkpoint
+
+from effuse.client.chat import Chat
+from effuse.router.detokenizer import AnswerText
+from effuse.router.tokenizer import Tokenizer
+
+TOOL = {"function": {"name": "add", "parameters": {"of": [0.5, None], "é": 1}}, "type": "function"}
+ONE = Chat().user("What is the answer?")
+ENDS = {*ANSWER_ENDS.values(), "<|endoftext|>"}
+CHATS: dict[str, Chat] = {
+    "one question": ONE,
+    "a system": Chat().system("Be brief.\n").user("How many?"),
+    "turns": Chat().system("Be kind.").user("Hi").assistant(" Hello! \n").user("And\n\nnow?"),
+    "a late system": ONE.system("Sing.").user("La"),
+    "unicode": Chat().user("e\u0301 🙂 漢字 \u202ebidi\u200b \ufeff").assistant("é").user("\x00\t"),
+    "space at the ends": Chat().user("  \n two  \n").assistant("\t").user(" "),
+    "nothing said": Chat().user("").assistant("").user(""),
+    "braces": Chat().user("{{ 7 * 7 }} {% for x in y %} {# no #} '\"\\"),
+    "reasoning": Chat().user("a").assistant("<think>\nwhy\n</think>\n\nb").user("c"),
+    "reasoning at the end": Chat().user("a").assistant("<think>\nwhy\n</think>\n\nb"),
+    "no answer begun": Chat(ONE.messages, add_generation_prompt=False),
+    "thinking": Chat(ONE.messages, {"enable_thinking": True}),
+    "no thinking": Chat(ONE.messages, {"enable_thinking": False}),
+    "tools": Chat(ONE.messages, {"tools": [TOOL, TOOL], "count": 2}),
+    "continued": Chat(ONE.assistant("It is").messages, continue_last=True),
+    "continued after space": Chat(ONE.assistant("It is \n").messages, continue_last=True),
+}
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_checkpoint(tmp_path_factory.mktemp("chat") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def expected(reference: Any, chat: Chat) -> list[int]:
+    ids: list[int] = reference.apply_chat_template(
+        [one._asdict() for one in chat.messages],
+        add_generation_prompt=chat.begins_answer,
+        continue_final_message=chat.continue_last,
+        return_dict=False,
+        **chat.template_arguments,
+    )
+    return ids
+
+
+def encoded(tokenizer: Tokenizer, chat: Chat, *, parses_special: bool = False) -> list[int]:
+    received = Chat.from_input(chat.to_input())
+    return asyncio.run(
+        tokenizer.encode_chat(received, most_bytes=4096, parses_special=parses_special)
+    )
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, name: str) -> None:
+    assert encoded(tokenizer, CHATS[name]) == expected(reference, CHATS[name])
+
+
+def test_so_they_are_with_special_tokens_that_are_to_be_parsed(
+    tokenizer: Tokenizer, reference: Any
+) -> None:
+    chat = Chat().user("a<|endoftext|>b <|mask|>").assistant("</think>c").user("<|endoftext|>")
+    assert encoded(tokenizer, chat, parses_special=True) == expected(reference, chat)
+    assert encoded(tokenizer, chat) != expected(reference, chat)
+    text = chat.messages[0].content
+    parsed = asyncio.run(tokenizer.encode(text, parses_special=True))
+    assert parsed == reference(text)["input_ids"] != asyncio.run(tokenizer.encode(text))
+
+
+def test_no_words_add_to_the_special_tokens(tokenizer: Tokenizer, directory: Path) -> None:
+    """Whatever is said, in whichever pieces, they are those of a chat that spells none."""
+    rng = random.Random(directory.name)
+    pieces = [*SPECIAL[directory.name], "<|", "|>", "<", ">", "im_end", "role", "/", " ", "\n", "é"]
+
+    def structure(first: str, *others: str) -> list[int]:
+        chat = Chat(template_arguments={"tools": [first]}).system(others[0])
+        ids = encoded(tokenizer, chat.user(others[1]).assistant(others[2]).user(others[3]))
+        return [i for i in ids if not tokenizer.is_text(i)]
+
+    plain, spelled = structure(*"abcde"), 0
+    for _ in range(200):
+        said = ["".join(rng.choices(pieces, k=rng.randrange(8))) for _ in range(5)]
+        assert structure(*said) == plain
+        spelled += any(name in "".join(said) for name in SPECIAL[directory.name])
+    assert spelled > 100
+
+
+def test_an_answer_ends_where_the_template_ends_it(tokenizer: Tokenizer, directory: Path) -> None:
+    """Models write that token first and fill up with the one that ends a sequence: no text is made
+    of either."""
+    names = {part.text: part.id for part in tokenizer.special_tokens.cut("".join(ENDS))
+             if not isinstance(part, str)}  # fmt: skip
+    end = ANSWER_ENDS[directory.name]
+    assert tokenizer.chat_end_ids == {names[end]}
+    said = asyncio.run(tokenizer.encode("Yes."))
+    answer = AnswerText(tokenizer, ())
+    told = answer.push([*said, names[end], names["<|endoftext|>"]])
+    assert told + answer.flush() == "Yes."

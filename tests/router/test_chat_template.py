@@ -1,0 +1,138 @@
+"""A checkpoint's chat template: where it is found, what it can do, and what it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router.fake_model import byte_tokenizer
+
+from effuse.client.chat import Chat
+from effuse.router.chat_template import ChatTemplate, ChatTemplateError
+from effuse.router.tokenizer import Tokenizer
+
+CHAT = Chat().user("hi")
+LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+
+
+def render(source: str, chat: Chat = CHAT, *, most_bytes: int = 1000) -> str:
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>"})
+    return template.render(chat, mark="\U000f0000", most_bytes=most_bytes)
+
+
+def load(directory: Path, **config: object) -> ChatTemplate | None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return ChatTemplate.load(directory)
+
+
+def loaded(directory: Path, chat: Chat = CHAT, **config: object) -> str:
+    template = load(directory, **config)
+    assert template is not None
+    return template.render(chat, mark="\U000f0000", most_bytes=1000)
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    assert load(tmp_path, chat_template=None) is None
+    assert loaded(tmp_path, chat_template="string") == "string"
+    listed = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "tools"}]
+    assert loaded(tmp_path, chat_template=listed) == "one"
+    with_tools = Chat(CHAT.messages, {"tools": [{"name": "add"}]})
+    assert loaded(tmp_path, with_tools, chat_template=listed) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert loaded(tmp_path, with_tools, chat_template=listed) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("more")
+    assert loaded(tmp_path, with_tools) == "more"
+
+
+def test_where_special_tokens_are_found(tmp_path: Path) -> None:
+    """tokenizer_config.json alone where it lists all tokens, else special_tokens_map.json first."""
+    said: dict[str, Any] = {"bos_token": "[b]", "eos_token": {"content": "[e]"}, "pad_token": None}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "[other]"}))
+    source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}"
+    assert loaded(tmp_path, chat_template=source, **said) == "[other][e]"
+    assert loaded(tmp_path, chat_template=source, added_tokens_decoder={}, **said) == "[b][e]"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"chat_template": "{% if %}"}, "cannot be compiled"),
+        ({"chat_template": [{"name": "rag", "template": ""}]}, r"named default, got \['rag'\]"),
+        ({"chat_template": [{"name": "default"}]}, "the files"),
+    ],
+)
+def test_a_template_that_is_none(tmp_path: Path, config: dict[str, object], words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        load(tmp_path, **config)
+
+
+def test_a_file_that_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ChatTemplateError, match=r"expected an object in .*tokenizer_config\.json"):
+        ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ {'b': '<é>', 'a': 1} | tojson }}", '{"b": "<é>", "a": 1}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}.", "hi."),
+        ("{{ tools is none }} {{ documents is none }} {{ nothing }}", "True True "),
+        ("{% if true %}\n  yes\n{% endif %}\n", "  yes\n"),
+        ("{{ strftime_now('%Y') }}", time.strftime("%Y")),
+    ],
+)
+def test_what_templates_use(source: str, text: str) -> None:
+    assert render(source) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", r"unsafe|not safe"),
+        ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{{ missing.field }}", "'missing' is undefined"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{% for a in range(10**7) %}{% endfor %}", r"[Rr]ange too big"),
+        ("{% for a in range(500) %}ab{% endfor %}", "at most 99 bytes"),
+        ("{{ 'é' * 50 }}", "at most 99 bytes"),
+    ],
+)
+def test_what_a_template_cannot_do(source: str, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        render(source, most_bytes=99)
+
+
+def test_a_loop_without_end_is_ended_and_stops_nobody() -> None:
+    """By the thread's own time: on a machine that is busy both may take longer."""
+    source = "{% if messages|length == 1 %}" + LOOPS + "{% endif %}"
+    tokenizer = Tokenizer(byte_tokenizer(), ChatTemplate({"default": source}, {}, limit_s=0.2))
+
+    async def main() -> int:
+        turns = 0
+        encoding = asyncio.create_task(tokenizer.encode_chat(CHAT, most_bytes=99))
+        while not encoding.done():
+            turns += 1
+            await asyncio.sleep(0)
+        with pytest.raises(ChatTemplateError, match=r"not rendered within 0\.2 s"):
+            await encoding
+        return turns
+
+    assert asyncio.run(main()) > 10
+    tokenizer.close()
+
+
+def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
+    chat = Chat(CHAT.assistant("yes").messages, continue_last=True)
+    assert render("{% for m in messages %}{{ m.content }}|{% endfor %}", chat) == "hi|yes"
+    with pytest.raises(ChatTemplateError, match="cannot be continued"):
+        render("{{ messages[0].content }}", chat)
