@@ -79,8 +79,11 @@ def test_who_shares_the_batch_changes_nothing(
             assert alone.token_ids == answer.token_ids
 
 
-def test_it_runs_from_the_host_beside_denoising_on_the_device(model: Transformer) -> None:
-    runs = some_runs("llada")[:2]
+@pytest.mark.parametrize("name", ["llada", "fast_dllm"])
+def test_it_runs_from_the_host_beside_denoising_on_the_device(
+    name: str, model: Transformer
+) -> None:
+    runs = [run for run in some_runs(name) if run.architecture == "llada"][:3]
     others = random_requests(3, "d2f", block_size=8)
     rig = DeviceRig(model)
     answers = ask(rig, [*others, *(run.request(str(at)) for at, run in enumerate(runs))])

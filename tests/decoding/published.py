@@ -19,6 +19,7 @@ from typing import Any
 from checkpoints import Architecture, write_tiny_checkpoint
 
 from decoding.engines import load_tiny, make_request
+from effuse.client.params import Params
 from effuse.config.decoding import Sampling
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import StartDecode
@@ -47,6 +48,17 @@ class Published:
         )
         sampling = Sampling(temperature=self.temperature, seed=self.seed, **self.sampling)
         return make_request(name, self.prompt, sampling=sampling, **asked)
+
+    def params(self) -> Params:
+        """The same for the public API; it goes on past ends of sequence, as the loops do."""
+        return Params(
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            temperature=self.temperature,
+            seed=self.seed,
+            **self.sampling,
+            **self.settings,
+        )
 
 
 def published_runs(name: str) -> list[Published]:

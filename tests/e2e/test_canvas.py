@@ -35,16 +35,8 @@ def canvas_fleet(architecture: Architecture, connector: str, decode: int) -> Ite
 
 
 def message(run: Published, request_id: str | None = None) -> pb.GenerateRequest:
-    """The run as clients ask for it; it goes on past ends of sequence, as the loops do."""
-    params = Params(
-        max_tokens=run.max_tokens,
-        ignore_eos=True,
-        temperature=run.temperature,
-        seed=run.seed,
-        **run.sampling,
-        **run.settings,
-    )
-    return make_request(run.prompt, params, request_id=request_id, token_ids=True)
+    """The run as clients ask for it."""
+    return make_request(run.prompt, run.params(), request_id=request_id, token_ids=True)
 
 
 @pytest.mark.parametrize(("architecture", "connector"), [("llada", "zmq"), ("dream", "nixl")])
@@ -69,7 +61,7 @@ def test_a_lost_decode_worker_changes_no_token() -> None:
             architecture="llada",
             checkpoint=1,
             prompt=[7, 8, 9],
-            max_tokens=240,
+            max_tokens=120,
             temperature=1.0,
             seed=5,
             settings={"algorithm": "llada", "block_length": 16, "remasking": "random"},
@@ -88,6 +80,6 @@ def test_a_lost_decode_worker_changes_no_token() -> None:
             forwards = event.finished.stats.forward_passes or event.commit.forward_passes
         attempt = client.attempt_of("lost")
         asked.request_id = "undisturbed"
-        assert list(client.generate(asked).token_ids) == tokens and len(tokens) == 240
+        assert list(client.generate(asked).token_ids) == tokens and len(tokens) == 120
     assert attempt == 2
-    assert forwards == 240, "steps were done twice"
+    assert forwards == 120, "steps were done twice"
