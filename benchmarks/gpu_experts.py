@@ -127,12 +127,13 @@ def _calls(
     """The product with each of the weights, by this tile or by the step's own."""
     num_experts, _, width = weights[0].shape
     tile_rows = tile.rows if tile else rows_of_tiles(picks.numel(), num_experts)
-    sort = launch_sort(picks, num_experts, tile_rows)
+    found = launch_sort(picks, num_experts, tile_rows)
+    tiles = found.places, found.owners
     if name == "gate_up":
         x, count = _random(len(picks), width), picks.shape[1]
-        return [partial(launch_gate_up, x, weight, *sort, count, tile) for weight in weights]
-    activated = _random(sort[0].numel(), width)
-    return [partial(launch_down, activated, w, *sort, picks.numel(), tile) for w in weights]
+        return [partial(launch_gate_up, x, weight, *tiles, count, tile) for weight in weights]
+    activated = _random(found.places.numel(), width)
+    return [partial(launch_down, activated, w, *tiles, picks.numel(), tile) for w in weights]
 
 
 def _random(*shape: int) -> Tensor:

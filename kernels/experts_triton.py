@@ -6,6 +6,7 @@ those that are left over end at once. Bytes: the weights of each chosen expert o
 run side by side and meet in the L2 cache; activations, and what experts give, once a pick.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +64,12 @@ def grouped_mlp(
 
 
 def rows_of_tiles(num_picks: int, num_experts: int) -> int:
-    """Rows of a tile: half as many again as an expert gets on average, so that most need one."""
-    return min(128, max(16, int(triton.next_power_of_2(-(-3 * num_picks // (2 * num_experts))))))
+    """Rows of a tile: the power of two that is nearest to what an expert gets on average.
+
+    Larger ones are left half empty, and take longer than the weights do that they share (H200).
+    """
+    average = num_picks / num_experts
+    return min(64, max(16, 1 << max(0, round(math.log2(average)))))
 
 
 def launch_gate_up(
@@ -164,7 +169,7 @@ def _tile_shape(
         rows=rows,
         columns=min(widest if is_half else widest // 2, max(16, triton.next_power_of_2(columns))),
         depth=min(fits, (128 if rows <= 32 else 64) if is_half else 32),
-        num_warps=8 if rows >= 128 else 4,
+        num_warps=4,
         num_stages=3,
     )
 

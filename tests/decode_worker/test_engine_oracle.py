@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from checkpoints import ARCHITECTURES, Architecture, write_tiny_checkpoint
 from decoding.engines import Rig, load_tiny, oracle_settings, random_requests
+from expert_checkpoints import ExpertFamily, write_expert_checkpoint
 from oracle.decode import decode_with
 from oracle.forward import RawModel, load_raw
 from oracle.settings import OracleResult
@@ -62,6 +63,22 @@ def test_answers_are_the_oracles(twin: Twin, algorithm: str, sampled: bool) -> N
     rig = Rig(twin.model)
     check(twin, rig, random_requests(16, algorithm, block_size=4, sampled=sampled))
     assert rig.engine.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("family", ["sdar_moe", "llada_moe"])
+def test_answers_of_experts_are_the_oracles(
+    tmp_path: Path, family: ExpertFamily, algorithm: str
+) -> None:
+    """The pools are short, so that some requests are preempted. LLaDA2.0 is in `test_llada2`."""
+    twin = Twin(write_expert_checkpoint(tmp_path, family, seed=4))
+    requests = [
+        msgspec.structs.replace(request, stopping=Stopping(max_tokens=24))
+        for request in random_requests(16, algorithm, block_size=4, sampled=True)
+    ]
+    rig = Rig(twin.model, num_pages=20, page_size=3, budget=48)
+    check(twin, rig, requests)
+    assert rig.engine.counters.preemptions >= 3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

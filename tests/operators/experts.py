@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from effuse.kernels.experts import Routes, expert_mlp_ref, route_ref
 from effuse.kernels.experts_routing import Routing
 from operators.tolerance import assert_close
+
+if TYPE_CHECKING:
+    from effuse.kernels.experts_routes_triton import SortedPicks
 
 Route = Callable[[Tensor, Tensor | None, Routing], Routes]
 ExpertMlp = Callable[[Tensor, Tensor, Tensor, Routes], Tensor]
@@ -29,7 +33,7 @@ GROUPED = Routing(
 )
 ROUTINGS = {"softmax": SOFTMAX, "renormalised": RENORMALISED, "grouped": GROUPED}
 
-Sort = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+Sort = Callable[[Tensor, int, int], "SortedPicks"]
 # (rows of three picks, experts, rows of a tile): less than a step of sorting, and more than one.
 SORTED = [(6, 8, 16), (7, 8, 16), (2001, 10, 32)]
 
@@ -87,7 +91,9 @@ def check_sort(
     Half of the experts are chosen, the last one among them or not.
     """
     picks = random(num_rows, 3).argsort(0) % (num_experts // 2) * 2 + num_rows % 2
-    places, owners = (each.cpu() for each in sort(picks.int().to(device), num_experts, tile_rows))
+    found = sort(picks.int().to(device), num_experts, tile_rows)
+    places, owners = found.places.cpu(), found.owners.cpu()
+    assert found.counts.tolist() == torch.bincount(picks.flatten(), minlength=num_experts).tolist()
     expected = []
     for expert in range(num_experts):
         mine = (picks.flatten() == expert).nonzero().flatten().tolist()

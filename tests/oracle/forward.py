@@ -1,4 +1,4 @@
-"""The three families' forward in the plainest way, from the raw tensors of a checkpoint directory.
+"""The families' forward in the plainest way, from the raw tensors of a checkpoint directory.
 
 One sequence, positions from 0, an explicit dense mask, fp32. Written apart from the engine's
 transformer: it shares the safetensors files with it and nothing else.
@@ -21,7 +21,7 @@ Family = Literal["sdar", "dream", "llada"]
 
 @dataclass(frozen=True, slots=True)
 class RawLayer:
-    """One layer's tensors as they were released."""
+    """One layer's tensors as they were released; with a router those of all experts, stacked."""
 
     attn_norm: Tensor
     q: Tensor
@@ -34,6 +34,7 @@ class RawLayer:
     gate: Tensor
     up: Tensor
     down: Tensor
+    router: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class RawModel:
     layers: tuple[RawLayer, ...]
     norm: Tensor
     head: Tensor
+    top_k: int = 0  # experts of a row, by the softmax of its router
+    renormalises: bool = False  # their scores sum to 1
 
     @property
     def shifts(self) -> bool:
@@ -70,7 +73,7 @@ def load_raw(directory: Path | str) -> RawModel:
     tensors: dict[str, Tensor] = {}
     for file in sorted(directory.glob("model*.safetensors")):
         tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
-    if config["model_type"] == "llada":
+    if config["model_type"] == "llada" and "num_experts" not in config:
         return _llada(config, tensors, _eos(directory, config))
     return _qwen(config, tensors, _eos(directory, config))
 
@@ -89,11 +92,27 @@ def logits(model: RawModel, token_ids: list[int], mask: Tensor) -> Tensor:
     for layer in model.layers:
         x = x + _attention(model, layer, _norm(x, layer.attn_norm, model.eps), mask)
         inner = _norm(x, layer.mlp_norm, model.eps)
-        x = (
-            x
-            + (torch.nn.functional.silu(inner @ layer.gate.T) * (inner @ layer.up.T)) @ layer.down.T
-        )
+        x = x + (_mlp(layer, inner) if layer.router is None else _experts(model, layer, inner))
     return _norm(x, model.norm, model.eps) @ model.head.T
+
+
+def _mlp(layer: RawLayer, x: Tensor) -> Tensor:
+    return (torch.nn.functional.silu(x @ layer.gate.T) * (x @ layer.up.T)) @ layer.down.T
+
+
+def _experts(model: RawModel, layer: RawLayer, x: Tensor) -> Tensor:
+    """What all experts give, of which those that a row did not choose count nothing."""
+    assert layer.router is not None
+    scores = (x @ layer.router.T).softmax(dim=-1)
+    chosen = scores.topk(model.top_k, dim=-1)
+    values = chosen.values
+    if model.renormalises:
+        values = values / values.sum(dim=-1, keepdim=True)
+    weights = torch.zeros_like(scores).scatter(1, chosen.indices, values)
+    gate = torch.einsum("th,eih->tei", x, layer.gate)
+    up = torch.einsum("th,eih->tei", x, layer.up)
+    given = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up, layer.down)
+    return torch.einsum("te,teh->th", weights, given)
 
 
 def _attention(model: RawModel, layer: RawLayer, x: Tensor, mask: Tensor) -> Tensor:
@@ -140,7 +159,8 @@ def _eos(directory: Path, config: dict[str, object]) -> tuple[int, ...]:
 
 
 def _qwen(config: dict[str, object], t: dict[str, Tensor], eos: tuple[int, ...]) -> RawModel:
-    family: Family = "dream" if config["model_type"] == "Dream" else "sdar"
+    """Dream, SDAR, and those with experts: what a layer has is told by its tensors."""
+    families: dict[object, Family] = {"Dream": "dream", "llada": "llada"}
     layers = []
     for index in range(_int(config, "num_hidden_layers")):
         at = f"model.layers.{index}"
@@ -156,21 +176,22 @@ def _qwen(config: dict[str, object], t: dict[str, Tensor], eos: tuple[int, ...])
                     t[f"{attn}.k_proj.bias"],
                     t[f"{attn}.v_proj.bias"],
                 )
-                if family == "dream"
+                if f"{attn}.q_proj.bias" in t
                 else None,
                 head_norms=(t[f"{attn}.q_norm.weight"], t[f"{attn}.k_norm.weight"])
-                if family == "sdar"
+                if f"{attn}.q_norm.weight" in t
                 else None,
                 out=t[f"{attn}.o_proj.weight"],
                 mlp_norm=t[f"{at}.post_attention_layernorm.weight"],
-                gate=t[f"{at}.mlp.gate_proj.weight"],
-                up=t[f"{at}.mlp.up_proj.weight"],
-                down=t[f"{at}.mlp.down_proj.weight"],
+                gate=_all_experts(t, at, "gate_proj"),
+                up=_all_experts(t, at, "up_proj"),
+                down=_all_experts(t, at, "down_proj"),
+                router=t.get(f"{at}.mlp.gate.weight"),
             )
         )
     embedding = t["model.embed_tokens.weight"]
     return RawModel(
-        family=family,
+        family=families.get(config["model_type"], "sdar"),
         heads=_int(config, "num_attention_heads"),
         kv_heads=_int(config, "num_key_value_heads"),
         theta=_theta(config),
@@ -182,7 +203,17 @@ def _qwen(config: dict[str, object], t: dict[str, Tensor], eos: tuple[int, ...])
         layers=tuple(layers),
         norm=t["model.norm.weight"],
         head=embedding if config["tie_word_embeddings"] else t["lm_head.weight"],
+        top_k=_int(config, "num_experts_per_tok") if "num_experts" in config else 0,
+        renormalises=bool(config.get("norm_topk_prob")),
     )
+
+
+def _all_experts(t: dict[str, Tensor], layer: str, name: str) -> Tensor:
+    """The MLP's matrix, or of all experts theirs."""
+    if f"{layer}.mlp.{name}.weight" in t:
+        return t[f"{layer}.mlp.{name}.weight"]
+    count = len(t[f"{layer}.mlp.gate.weight"])
+    return torch.stack([t[f"{layer}.mlp.experts.{i}.{name}.weight"] for i in range(count)])
 
 
 def _llada(config: dict[str, object], t: dict[str, Tensor], eos: tuple[int, ...]) -> RawModel:
