@@ -10,9 +10,14 @@ from checkpoints import write_tiny_checkpoint
 from decoding.device_rig import DeviceRig
 from decoding.engines import Answer, Rig, load_tiny, make_request, random_requests
 from decoding.published import Published, published_model, published_runs
+from torch import Tensor
 
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.sequence import RequestError
+from effuse.models.packing import PackedParts
+from effuse.models.part import Part
+from effuse.models.prompt_graphs import PromptGraphs
+from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.worker import messages
 from effuse.worker.messages import Resume, StartDecode
@@ -31,6 +36,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Tr
 @pytest.fixture(scope="module")
 def model(models: dict[tuple[str, int], Transformer]) -> Transformer:
     return models["llada", 1]
+
+
+class CountingGraphs(PromptGraphs):
+    """Tells how many forwards were theirs."""
+
+    num_runs = 0
+
+    def run(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
+        self.num_runs += 1
+        return super().run(parts, packed)
 
 
 def some_runs(name: str) -> list[Published]:
@@ -192,6 +207,29 @@ def test_a_lost_cache_is_filled_again(
     answers = ask(rig, [filler, *requests])
     assert [answer.token_ids for answer in answers[1:]] == alone
     assert rig.engine.counters.preemptions > 0
+
+
+@pytest.mark.parametrize("architecture", ["llada", "dream"])
+def test_forwards_that_propose_nothing_may_run_as_graphs_of_prompts(
+    architecture: str, models: dict[tuple[str, int], Transformer]
+) -> None:
+    """Caches that are filled again, and steps whose lot chose no mask, as on a GPU."""
+    model = models[architecture, 1]
+    rig = Rig(model)
+    kv = rig.memory.layer_views()
+    graphs = CountingGraphs(model, kv, page_size=4, block_size=8, uses_graphs=False)
+    rig.forward = ModelRunner(model, kv, page_size=4, block_size=8, graphs=graphs)
+    rig.connect(None)
+    for run in some_runs("fast_dllm" if architecture == "llada" else "dream"):
+        if run.architecture == architecture and run.settings.get("alg", "origin") == "origin":
+            answer = rig.start(run.request(f"{run.seed}"))
+            for _ in range(3):
+                rig.step()
+            for request in list(rig.engine._queues.running):
+                rig.engine._preempt(request)
+            rig.run()
+            assert list(answer.token_ids) == run.tokens
+    assert graphs.num_runs > 0
 
 
 def test_drafts_show_the_blocks_that_were_written(model: Transformer) -> None:
