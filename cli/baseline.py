@@ -1,7 +1,7 @@
 """The two baselines of `effuse bench --baseline`, in this process, on the fleet's prompts.
 
-Single-process D2F is the same engine without fleet, wire and handoff; vanilla denoising is what
-the published base models do. Loads weights, so it is imported only when asked for.
+Single-process D2F is the same engine without fleet, wire and handoff; vanilla denoising is one
+token a forward without a cache. Loads weights, so it is imported only when asked for.
 """
 
 import time
@@ -54,7 +54,10 @@ class Baseline:
             for prompt, room in zip(prompts, rooms, strict=True)
             if room > 0
         ]
-        self._params = replace(params, model=None, algorithm="d2f")
+        # Greedy, whatever the model's defaults are.
+        self._params = replace(
+            params, model=None, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0
+        )
         self._too_long = len(prompts) - len(self._asks)  # a fleet refuses them
 
     def size(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from effuse.config.decoding import (
     BLOCK_LENGTH,
     CFG_SCALE,
     DENOISING_STEPS,
+    ENTROPY,
     EPS,
     MAX_TOKENS,
     SEED,
@@ -40,8 +41,8 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
         help="token that ends the answer")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
-    add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy (default: 0)")
-    add("--top-p", type=within(TOP_P), metavar="P", help="nucleus (default: 1)")
+    add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
+    add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
     add("--seed", type=within(SEED), metavar="N", help="same seed, same answer")
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
@@ -63,6 +64,8 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--remasking", choices=REMASKINGS, help="order of filling")
     add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N",
         help="steps a block takes (block diffusion)")  # fmt: skip
+    add("--entropy-bound", type=within(ENTROPY), metavar="H",
+        help="nats that a step writes (entropy_bounded)")  # fmt: skip
     add("--parse-special-tokens", action="store_true", default=None,
         help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
     _add_canvas_knobs(parser)
@@ -123,6 +126,7 @@ def params_from(found: argparse.Namespace) -> Params:
         score=found.score,
         remasking=found.remasking,
         denoising_steps=found.denoising_steps,
+        entropy_bound=found.entropy_bound,
         block_length=found.block_length,
         steps=found.steps,
         cfg_scale=found.cfg_scale,

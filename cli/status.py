@@ -35,11 +35,11 @@ def main(argv: Sequence[str]) -> int:
     asked = parse(argv)
     try:
         with Client(asked.target, timeout_s=asked.timeout, max_attempts=1) as client:
-            workers = client.workers()
+            workers, models = client.workers(), client.models()
     except EffuseError as error:
         print(f"effuse status: {error.code.name}: {error}", file=sys.stderr)
         return 1
-    print(as_json(workers) if asked.json else as_text(workers), end="")
+    print(as_json(workers) if asked.json else as_text(workers, models), end="")
     return 0 if any(_can_answer(worker) for worker in workers) else 1
 
 
@@ -65,9 +65,9 @@ def as_json(workers: Sequence[model_pb2.Worker]) -> str:
     return json.dumps(listed, indent=1) + "\n"
 
 
-def as_text(workers: Sequence[model_pb2.Worker]) -> str:
-    """A table, a line for each link and each quarantine, and how many workers there are of each
-    kind."""
+def as_text(workers: Sequence[model_pb2.Worker], models: Sequence[model_pb2.Model] = ()) -> str:
+    """A table, a line for each link and each quarantine, what models took as their defaults, and
+    how many workers there are of each kind."""
     table = Table(box=None, pad_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, no_wrap=True)
@@ -79,7 +79,37 @@ def as_text(workers: Sequence[model_pb2.Worker]) -> str:
     links = [_link(worker, link) for worker in workers for link in worker.links]
     held = [_quarantine(worker, one) for worker in workers for one in worker.quarantines]
     lines = [line.rstrip() for line in drawn.get().splitlines()]
-    return "\n".join([*lines, *links, *held, _summary(workers)]) + "\n"
+    taken = [f"{model.name} {line}" for model in models for line in taken_defaults(model)]
+    return "\n".join([*lines, *links, *held, *taken, _summary(workers)]) + "\n"
+
+
+def taken_defaults(model: model_pb2.Model) -> list[str]:
+    """A line for each source of the model's defaults, such as "took temperature 0.6 and top_k 20
+    from generation_config.json"."""
+    by_source: dict[str, list[str]] = {}
+    for one in model.defaults.sources:
+        told = f"{one.knob} {_default(model, one.knob)}".strip()
+        by_source.setdefault(one.source, []).append(told)
+    return [
+        f"took {' and '.join([', '.join(knobs[:-1]), knobs[-1]] if knobs[1:] else knobs)} "
+        f"from {source}"
+        for source, knobs in by_source.items()
+    ]
+
+
+def _default(model: model_pb2.Model, knob: str) -> str:
+    """The value of a knob as people write it; nothing for one that is not known here."""
+    defaults = model.defaults
+    for message in (defaults.sampling, defaults.decoding, defaults, model):
+        field = message.DESCRIPTOR.fields_by_name.get(knob)
+        if field is None:
+            continue
+        value = getattr(message, knob)
+        if field.enum_type is not None:
+            prefix = f"{knob}_".upper()
+            return field.enum_type.values_by_number[value].name.removeprefix(prefix).lower()
+        return f"{value:g}"
+    return ""
 
 
 def _cells(worker: model_pb2.Worker) -> tuple[str, ...]:

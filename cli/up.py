@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
@@ -19,15 +20,21 @@ from effuse.cli.arguments import command, directory, redis_url, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.process import LogFollower, Process
+from effuse.cli.status import taken_defaults
+from effuse.client.client import Client
 from effuse.config.flags import add_flags
 from effuse.decode_worker.config import DecodeConfig
+from effuse.models.config import ModelConfig
+from effuse.models.defaults import read_defaults
 from effuse.prefill_worker.config import PrefillConfig
+from effuse.protos.errors import EffuseError
 from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 
 _POLL_S = 0.2
 _WELL_S = 60.0  # a process that ran for so long did not fail at its start
 _MOST_PAUSE_S = 60.0
+_ASK_S = 5.0  # the longest that the router may take to describe its models
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "advertise_host", "connector_host"}
 # Both have it, but workers on one machine cannot share a port.
@@ -98,6 +105,11 @@ class Restarts:
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     config, quiet = parse(argv)
+    try:
+        refuse_early(config)
+    except ValueError as error:
+        print(f"effuse up: {error}", file=sys.stderr)
+        return 2
     # SIGTERM ends the fleet exactly as Ctrl-C does, also while it starts.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -109,6 +121,12 @@ def main(argv: Sequence[str]) -> int:
         return run(fleet)
     with LogFollower(fleet.log_dir, sys.stderr):
         return run(fleet)
+
+
+def refuse_early(config: FleetConfig) -> None:
+    """Raises ValueError for a checkpoint that cannot be served, before any process is started."""
+    if config.model is not None:
+        read_defaults(config.model, ModelConfig.from_dir(config.model))
 
 
 def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
@@ -269,7 +287,7 @@ def run(fleet: Fleet) -> int:
     """Start the fleet, watch over it until it is told to end; the exit status."""
     try:
         fleet.start()
-        print(greeting(fleet), flush=True)
+        print("\n".join([*taken(fleet), greeting(fleet)]), flush=True)
         watch_over(fleet)
     except FleetError as error:
         print(f"effuse up: {error}", file=sys.stderr)
@@ -308,6 +326,13 @@ def _report(process: Process, pause_s: float) -> None:
     print(
         f"effuse up: {process.ending()}; {again}; its log ends:\n{process.tail()}", file=sys.stderr
     )
+
+
+def taken(fleet: Fleet) -> list[str]:
+    """A line for each source of what requests take by default, if the router tells it in time."""
+    with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
+        return [line for model in client.models() for line in taken_defaults(model)]
+    return []
 
 
 def greeting(fleet: Fleet) -> str:

@@ -1,8 +1,10 @@
 """Vanilla denoising: no cache, one token a forward, every forward over the whole canvas. Greedy.
 
-What the published base models do, and a baseline of `effuse bench --baseline`. Models that attend
-to everything may write anywhere; block-causal ones only into the first block that has masks, since
-they never saw a later one behind an empty one.
+A baseline of `effuse bench --baseline`. It is LLaDA's own loop with as many steps as tokens and one
+block; it is not Dream's, whose steps write a share of the masks that follows from a schedule of
+times, none in some and several in others. Models that attend to everything may write anywhere;
+block-causal ones only into the first block that has masks, since they never saw a later one behind
+an empty one.
 """
 
 import time

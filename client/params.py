@@ -25,6 +25,7 @@ REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
     "low_confidence_static": pb.REMASKING_LOW_CONFIDENCE_STATIC,
     "sequential": pb.REMASKING_SEQUENTIAL,
+    "entropy_bounded": pb.REMASKING_ENTROPY_BOUNDED,
     "low_confidence": pb.REMASKING_LOW_CONFIDENCE,
     "random": pb.REMASKING_RANDOM,
 }
@@ -68,6 +69,7 @@ class Params:
     score: Score | None = None
     remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
+    entropy_bound: float | None = None  # in nats (block diffusion, entropy_bounded)
     block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM)
     steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
     cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
@@ -119,6 +121,7 @@ def make_request(
             score=_named("score", params.score, SCORES),
             remasking=_named("remasking", params.remasking, REMASKINGS),
             denoising_steps=params.denoising_steps,
+            entropy_bound=params.entropy_bound,
             block_length=params.block_length,
             steps=params.steps,
             cfg_scale=params.cfg_scale,

@@ -16,9 +16,14 @@ import msgspec
 Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm"]
 """How blocks are denoised."""
 Remasking = Literal[
-    "low_confidence_dynamic", "low_confidence_static", "sequential", "low_confidence", "random"
+    "low_confidence_dynamic",
+    "low_confidence_static",
+    "sequential",
+    "entropy_bounded",
+    "low_confidence",
+    "random",
 ]
-"""In which order block diffusion (the first three) and LLaDA (the last two) fill masks."""
+"""In which order block diffusion (the first four) and LLaDA (the last two) fill masks."""
 Alg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 """What Dream writes at a step: masks by lot, or the best ones by this."""
 Cache = Literal["none", "prefix", "dual"]
@@ -82,6 +87,7 @@ MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
 THRESHOLD: Final = Bounds(0.0, 1.0)
 DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
+ENTROPY: Final = Bounds(0.0, 1000.0)  # nats; a block of 64 that knows nothing has about 800
 BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
 STEPS: Final = Bounds(0, 65536, note="; 0 takes one a token")
 CFG_SCALE: Final = Bounds(0.0, 100.0)
@@ -133,6 +139,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     full_activation_threshold: float = 0.95  # progress that has the next one advance every step
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
+    entropy_bound: float = 0.35  # nats of masks that are written together (entropy_bounded)
     block_length: int = 32  # tokens of a canvas that are denoised together
     steps: int = 0  # forwards that a canvas is spread over, by blocks; 0 takes one a token
     cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
@@ -150,6 +157,11 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         _check_numbers(self, _SETTINGS)
 
     @property
+    def ranked_by(self) -> Score:
+        """The score that masks need: entropy_bounded adds up entropies, whatever was asked for."""
+        return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
+
+    @property
     def is_canvas(self) -> bool:
         """Whether prompt and answer are denoised as one canvas that sees all of itself."""
         return self.algorithm in CANVAS_ALGORITHMS
@@ -160,6 +172,33 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.window if self.algorithm == "d2f" else 1
 
 
+class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request takes of its model where it leaves a knob out.
+
+    Routers apply them, so that workers are told every knob. `sources` says where a knob's value is
+    from, a file or whose code; one that it does not list is effuse's own.
+    """
+
+    settings: DecodeSettings
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
+    max_tokens: int = DEFAULT_MAX_TOKENS  # cut to the room that a prompt leaves
+    sources: tuple[tuple[str, str], ...] = ()  # (knob, source)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, {"max_tokens": MAX_TOKENS})
+
+    def settings_of(self, algorithm: Algorithm, block_size: int) -> DecodeSettings:
+        """The knobs of `algorithm`: a model's values are for its own one, and for that alone."""
+        if algorithm == self.settings.algorithm:
+            return self.settings
+        settings = DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
+        if not settings.is_canvas:
+            return settings
+        return msgspec.structs.replace(
+            settings, block_length=block_size, remasking="low_confidence"
+        )
+
+
 _SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K, "seed": SEED}
 _STOPPING: Final = {"max_tokens": MAX_TOKENS}
 _SETTINGS: Final = {
@@ -168,6 +207,7 @@ _SETTINGS: Final = {
     "block_add_threshold": THRESHOLD,
     "full_activation_threshold": THRESHOLD,
     "denoising_steps": DENOISING_STEPS,
+    "entropy_bound": ENTROPY,
     "block_length": BLOCK_LENGTH,
     "steps": STEPS,
     "cfg_scale": CFG_SCALE,

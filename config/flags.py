@@ -16,6 +16,7 @@ from typing import (
     Literal,
     Protocol,
     TypeVar,
+    Union,
     cast,
     get_args,
     get_origin,
@@ -87,6 +88,6 @@ def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) 
 
 
 def _without_none(hint: object) -> object:
-    if isinstance(hint, types.UnionType):
+    if get_origin(hint) in (Union, types.UnionType):  # the former where a Literal takes part
         return next(kind for kind in get_args(hint) if kind is not type(None))
     return hint

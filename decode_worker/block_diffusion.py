@@ -22,7 +22,13 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
 
 
 def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
-    """Indices into the block's candidates that are written in this step, by the remasking rule."""
+    """Indices into the block's candidates that are written in this step, by the remasking rule.
+
+    SDAR's own code writes the whole share even where fewer masks are left, over tokens that are
+    there; here no written token changes.
+    """
+    if settings.remasking == "entropy_bounded":
+        return _within_entropy(settings.entropy_bound, candidates)
     share = min(step_share(block, settings.denoising_steps), len(candidates))
     if settings.remasking == "sequential":
         return np.arange(share, dtype=np.intp)
@@ -34,7 +40,19 @@ def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -
 
 
 def step_share(block: Block, denoising_steps: int) -> int:
-    """Masks that the block's coming step fills: an even split, the remainder going first."""
+    """Masks that the block's coming step fills: an even split, the remainder going first.
+
+    Of the block's length, also where a prompt's tail left it fewer masks, as SDAR's code has it.
+    """
     step = min(block.denoise_count, denoising_steps - 1)
-    even, remainder = divmod(block.masks_at_birth, denoising_steps)
+    even, remainder = divmod(block.end - block.start, denoising_steps)
     return max(1, even + (step < remainder))
+
+
+def _within_entropy(bound: float, candidates: HostCandidates) -> IndexArray:
+    """The surest masks whose entropies add up to less than `bound` nats, and at least one; scores
+    are negative entropies. In fp64, so that a device comes to the same."""
+    surest = np.argsort(-candidates.scores, kind="stable")
+    entropies = -candidates.scores[surest].astype(np.float64)
+    count = max(1, int((entropies.cumsum() < bound).sum()))
+    return np.sort(surest[:count])

@@ -15,7 +15,9 @@ _MOST_STOP_IDS = 128  # more than a router lets through; a GPU keeps room for th
 class DecodeConfig(WorkerConfig):
     """Settings of a decode worker. Raises ValueError naming the accepted form."""
 
-    default_algorithm: Annotated[Algorithm, "used where a request names none"] = "d2f"
+    default_algorithm: Annotated[
+        Algorithm | None, "used where a request names none; the model's where absent"
+    ] = None
     handoff_lease_s: Annotated[
         float, "longest push of a computed prompt, and longest silence of its writer before"
     ] = 60.0

@@ -32,6 +32,7 @@ _REMASKINGS: tuple[Remasking, ...] = (
     "low_confidence_dynamic",
     "low_confidence_static",
     "sequential",
+    "entropy_bounded",
 )
 
 
@@ -163,11 +164,12 @@ def _put_settings(
     row[Column.WINDOW] = settings.window
     row[Column.STEPS] = settings.denoising_steps
     row[Column.TOP_K] = sampling.top_k
-    row[Column.SCORE] = ScoreCode.named(settings.score)
+    row[Column.SCORE] = ScoreCode.named(settings.ranked_by)
     real = row.view(np.float32)
     real[Column.CONFIDENCE] = settings.confidence_threshold
     real[Column.ADD] = settings.block_add_threshold
     real[Column.FULL] = settings.full_activation_threshold
+    real[Column.ENTROPY] = settings.entropy_bound
     real[Column.TEMPERATURE] = sampling.temperature
     real[Column.TOP_P] = sampling.top_p
     seed = np.array([sampling.seed], dtype=np.uint64).view(np.int32)

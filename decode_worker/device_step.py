@@ -103,7 +103,10 @@ class DeviceStep:
         buffers, rows = self.buffers, self.buffers.rows
         sampling = _first(rows.sampling, num_candidates)
         logits = self.model.logits(self._hidden(num_candidates))
-        candidates = sample_confidence(logits, sampling, self.model.config.mask_token_id)
+        config = self.model.config
+        candidates = sample_confidence(
+            logits, sampling, config.mask_token_id, top_k_first=config.top_k_first
+        )
         if self._adjust is not None:
             candidates = self._adjust(candidates, sampling)
         advance(buffers.table, buffers.control, rows.first_candidate, candidates, buffers.records)

@@ -230,7 +230,7 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         keep_boundary=plan.num_stored > 0,
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=request.sampling,
-        score=ScoreCode.named(request.settings.score),
+        score=ScoreCode.named(request.settings.ranked_by),
     )
 
 

@@ -51,12 +51,15 @@ class Candidates:
     score: Tensor  # [R] fp32
 
 
-def sample_confidence(logits: Tensor, sampling: RowSampling, mask_token_id: int) -> Candidates:
+def sample_confidence(
+    logits: Tensor, sampling: RowSampling, mask_token_id: int, *, top_k_first: bool = False
+) -> Candidates:
     """Choose a token for every row of ``logits`` [R, V], V >= 2, any float dtype; all in fp32.
 
     The mask token is excluded first. Rows with temperature T > 0 are divided by T. Top-p keeps a
     token iff the probability mass before it, in descending order with ties by lowest id, is below
-    top_p; top-k then keeps the k first of what is left. The distribution is the softmax of what
+    top_p; top-k then keeps the k first of what is left. With ``top_k_first`` it is the other way
+    round, and the mass is that of the k first alone. The distribution is the softmax of what
     is kept. T = 0 takes its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with
     the noise of `sampling_philox.gumbel_noise`. Scores: the confidence; the difference of the two
     largest probabilities; sum of p log p. A row with nothing but -inf gives confidence 0 and the
@@ -66,17 +69,21 @@ def sample_confidence(logits: Tensor, sampling: RowSampling, mask_token_id: int)
     if vocab_size < 2 or not 0 <= mask_token_id < vocab_size:
         raise ValueError(f"logits {rows} x {vocab_size} have no place for mask id {mask_token_id}")
     if logits.is_cuda:
-        return _launch_triton(logits, sampling, mask_token_id)
-    kept = _kept_logits(logits, sampling, mask_token_id)
+        return _launch_triton(logits, sampling, mask_token_id, top_k_first)
+    kept = _kept_logits(logits, sampling, mask_token_id, top_k_first)
     token = _choose(kept, sampling, mask_token_id)
     probability = kept.softmax(dim=-1).nan_to_num_(nan=0.0)
     confidence = probability.gather(1, token[:, None]).squeeze(1)
     return Candidates(token, confidence, _scores(probability, confidence, sampling.score))
 
 
-def sample_confidence_ref(logits: Tensor, sampling: RowSampling, mask_token_id: int) -> Candidates:
+def sample_confidence_ref(
+    logits: Tensor, sampling: RowSampling, mask_token_id: int, *, top_k_first: bool = False
+) -> Candidates:
     """`sample_confidence` row by row, by the definitions, with fp64 probabilities."""
-    rows = [_row_ref(logits[r], sampling, r, mask_token_id) for r in range(len(logits))]
+    rows = [
+        _row_ref(logits[r], sampling, r, mask_token_id, top_k_first) for r in range(len(logits))
+    ]
     tokens, confidences, scores = zip(*rows, strict=True) if rows else ((), (), ())
     return Candidates(
         torch.tensor(tokens, dtype=torch.int64),
@@ -85,7 +92,9 @@ def sample_confidence_ref(logits: Tensor, sampling: RowSampling, mask_token_id: 
     )
 
 
-def _launch_triton(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
+def _launch_triton(
+    logits: Tensor, s: RowSampling, mask_token_id: int, top_k_first: bool
+) -> Candidates:
     from effuse.kernels import sampling_triton
 
     if logits.stride(1) != 1:
@@ -93,12 +102,21 @@ def _launch_triton(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candid
     counters = (s.seed, s.position, s.denoise_count, s.answer_index)
     return Candidates(
         *sampling_triton.launch(
-            logits, s.temperature, s.top_p, s.top_k, counters, s.score, mask_token_id
+            logits,
+            s.temperature,
+            s.top_p,
+            s.top_k,
+            counters,
+            s.score,
+            mask_token_id,
+            top_k_first=top_k_first,
         )
     )
 
 
-def _kept_logits(logits: Tensor, sampling: RowSampling, mask_token_id: int) -> Tensor:
+def _kept_logits(
+    logits: Tensor, sampling: RowSampling, mask_token_id: int, top_k_first: bool
+) -> Tensor:
     """Scaled fp32 logits [R, V], -inf where a token is excluded."""
     kept = logits.to(torch.float32, copy=True)
     kept[:, mask_token_id] = float("-inf")
@@ -110,16 +128,18 @@ def _kept_logits(logits: Tensor, sampling: RowSampling, mask_token_id: int) -> T
     filtered = ((sampling.top_p < 1) | limited).nonzero().squeeze(1)
     if filtered.numel():
         top_k = torch.where(limited, sampling.top_k, vocab_size)
-        kept[filtered] = _filter(kept[filtered], sampling.top_p[filtered], top_k[filtered])
+        limits = sampling.top_p[filtered], top_k[filtered]
+        kept[filtered] = _filter(kept[filtered], *limits, top_k_first)
     return kept
 
 
-def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor, top_k_first: bool) -> Tensor:
     """``logits`` [N, V] with -inf for what top-p [N] and top-k [N] drop."""
     ordered, token = logits.sort(dim=-1, descending=True, stable=True)
-    mass = ordered.softmax(dim=-1).cumsum(dim=-1)
     rank = torch.arange(logits.shape[1])
     keep = rank < top_k[:, None]
+    counted = ordered.masked_fill(~keep, float("-inf")) if top_k_first else ordered
+    mass = counted.softmax(dim=-1).cumsum(dim=-1)
     keep[:, 1:] &= (mass[:, :-1] < top_p[:, None]) | (top_p[:, None] >= 1)
     dropped = ordered.masked_fill_(~keep, float("-inf"))
     return torch.empty_like(logits).scatter_(1, token, dropped)
@@ -161,7 +181,7 @@ def _scores(probability: Tensor, confidence: Tensor, kind: Tensor) -> Tensor:
 
 
 def _row_ref(
-    logits: Tensor, sampling: RowSampling, row: int, mask_token_id: int
+    logits: Tensor, sampling: RowSampling, row: int, mask_token_id: int, top_k_first: bool
 ) -> tuple[int, float, float]:
     temperature = float(sampling.temperature[row])
     values = logits.float() / temperature if temperature > 0 else logits.float()
@@ -174,8 +194,10 @@ def _row_ref(
     if probability[0] == 0:
         is_entropy = sampling.score[row] == ScoreCode.NEG_ENTROPY
         return min(order), 0.0, float("-inf") if is_entropy else 0.0
-    kept = _kept_ref(probability, sampling.top_p[row])
-    kept = min(kept, int(sampling.top_k[row]) or kept)
+    first = int(sampling.top_k[row]) or len(order)
+    counted = probability[:first] if top_k_first else probability
+    mass = sum(counted)
+    kept = min(first, _kept_ref([p / mass for p in counted], sampling.top_p[row]))
     total = sum(probability[:kept])
     probability = [p / total for p in probability[:kept]]
     chosen = 0

@@ -31,8 +31,11 @@ def launch_cutoff(
     top_k: Tensor,
     tile: Tile,
     num_warps: int,
+    top_k_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(value [R] fp32, id [R] int32): kept is what is larger, or as large with no larger id."""
+    """(value [R] fp32, id [R] int32): kept is what is larger, or as large with no larger id.
+
+    ``top_k_first`` takes top-p of the mass of the k first and not of all."""
     rows, vocab_size = logits.shape
     cut_value = torch.empty(rows, dtype=torch.float32, device=logits.device)
     cut_token = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -46,12 +49,14 @@ def launch_cutoff(
         top_k,
         cut_value,
         cut_token,
+        TOP_K_FIRST=top_k_first,
         SPARE=SPARE_BITS[logits.dtype],
         DEPTH=tile.depth,
         LANES=tile.lanes,
         ELEMENTS=tile.elements,
         num_warps=num_warps,
-        maxnreg=96,  # without a bound some compilers keep one register in memory
+        # Without a bound some compilers keep one register in memory; two searches need more.
+        maxnreg=112 if top_k_first else 96,
         enable_fp_fusion=False,  # bases are rounded once and then the same for all
     )
     return cut_value, cut_token
@@ -149,82 +154,16 @@ def _between(low, high, quarter, linear, SPARE: tl.constexpr):
 
 
 @triton.jit
-def _cutoff_kernel(
-    logits,
-    row_stride,
-    vocab_size,
-    mask_token_id,
-    temperatures,
-    top_ps,
-    top_ks,
-    cut_value,
-    cut_token,
-    SPARE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LANES: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
-    """The value and the id of the last token that top-p and top-k keep; -inf where all are kept."""
+def _search(
+    row_logits, offsets, vocab_size, mask_token_id, divisor, factor, base, total,
+    low, high, top_p, top_k, by_top_p, by_top_k,
+    SPARE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """The smallest order so that what lies above it is less than ``top_p`` of the mass and than
+    ``top_k``, with that mass and that count, and the count above the order below it. ``low`` is too
+    small, ``high`` large enough; masses are added up where ``by_top_p``, counts where ``by_top_k``.
+    """
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
-    row = tl.program_id(0)
-    top_p = tl.load(top_ps + row)
-    top_k = tl.load(top_ks + row)
-    if top_k <= 0:
-        top_k = vocab_size
-    if (top_p >= 1.0) & (top_k >= vocab_size):
-        tl.store(cut_value + row, float("-inf"))
-        tl.store(cut_token + row, vocab_size)
-        return
-    row_logits = logits + row.to(tl.int64) * row_stride
-    temperature = tl.load(temperatures + row)
-    offsets = tile_offsets(DEPTH, LANES * ELEMENTS)
-    # What is compared: logits of 16 bits as they are, since dividing keeps their order and their
-    # ties; others over the temperature, which may make two of them one.
-    divisor = temperature
-    factor = temperature * 0.0 + LOG2_E  # of a key in base 2
-    if SPARE > 0:
-        divisor = 0.0
-        if temperature > 0:
-            factor = LOG2_E / temperature
-
-    peaks = tl.zeros([LANES], tl.float32) - LARGE
-    least = tl.zeros([LANES], tl.float32) + LARGE
-    sums = tl.zeros([LANES], tl.float32)
-    for start in range(0, vocab_size, CHUNK):
-        keys = load_scaled(
-            row_logits, start + offsets, start, vocab_size, mask_token_id, divisor, CHUNK
-        )
-        keys = by_lane(keys, DEPTH, LANES, ELEMENTS)
-        new_peaks = tl.maximum(peaks, top_of_lanes(keys))
-        bases = new_peaks * factor
-        weights = tl.exp2(tl.fma(keys, tl.zeros_like(keys) + factor, -bases[None, :, None]))
-        sums = sums * tl.exp2(peaks * factor - bases) + sum_of_lanes(weights)
-        finite = tl.where(keys == float("-inf"), LARGE, keys)
-        least = tl.minimum(least, tl.min(tl.min(finite, 2), 0))
-        peaks = new_peaks
-    peak = tl.max(peaks, 0)
-    base = peak * factor
-    total = tl.sum(sums * tl.exp2(peaks * factor - base), 0)
-    if total == 0:
-        tl.store(cut_value + row, float("-inf"))
-        tl.store(cut_token + row, vocab_size)
-        return
-
-    # The cut is no lower than the least value, nor than where all tokens together could not make
-    # up what top-p drops.
-    bound = tl.min(least, 0)
-    by_top_k = top_k < vocab_size
-    by_top_p = top_p < 1.0
-    if by_top_p:
-        dropped = tl.maximum((1.0 - top_p) * total / vocab_size, 1.0e-37)
-        bound = tl.maximum(bound, peak + (tl.log2(dropped) - 1.0) / factor)
-    else:
-        top_p = 2.0
-
-    # Smallest order so that what lies above it is less than top_p of the mass and than top_k:
-    # ``low`` is too small, ``high`` is large enough.
-    low = _order_of(bound, SPARE) - 1
-    high = _order_of(peak, SPARE)
     mass_above = total * 0.0
     count_above = top_k * 0
     count_above_low = count_above + FAR
@@ -283,6 +222,100 @@ def _cutoff_kernel(
             low = order_3
             count_above_low = count_3
         rounds += 1
+    return high, mass_above, count_above, count_above_low
+
+
+@triton.jit
+def _cutoff_kernel(
+    logits,
+    row_stride,
+    vocab_size,
+    mask_token_id,
+    temperatures,
+    top_ps,
+    top_ks,
+    cut_value,
+    cut_token,
+    TOP_K_FIRST: tl.constexpr,
+    SPARE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """The value and the id of the last token that top-p and top-k keep; -inf where all are kept."""
+    CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
+    row = tl.program_id(0)
+    top_p = tl.load(top_ps + row)
+    top_k = tl.load(top_ks + row)
+    if top_k <= 0:
+        top_k = vocab_size
+    if (top_p >= 1.0) & (top_k >= vocab_size):
+        tl.store(cut_value + row, float("-inf"))
+        tl.store(cut_token + row, vocab_size)
+        return
+    row_logits = logits + row.to(tl.int64) * row_stride
+    temperature = tl.load(temperatures + row)
+    offsets = tile_offsets(DEPTH, LANES * ELEMENTS)
+    # What is compared: logits of 16 bits as they are, since dividing keeps their order and their
+    # ties; others over the temperature, which may make two of them one.
+    divisor = temperature
+    factor = temperature * 0.0 + LOG2_E  # of a key in base 2
+    if SPARE > 0:
+        divisor = 0.0
+        if temperature > 0:
+            factor = LOG2_E / temperature
+
+    peaks = tl.zeros([LANES], tl.float32) - LARGE
+    least = tl.zeros([LANES], tl.float32) + LARGE
+    sums = tl.zeros([LANES], tl.float32)
+    for start in range(0, vocab_size, CHUNK):
+        keys = load_scaled(
+            row_logits, start + offsets, start, vocab_size, mask_token_id, divisor, CHUNK
+        )
+        keys = by_lane(keys, DEPTH, LANES, ELEMENTS)
+        new_peaks = tl.maximum(peaks, top_of_lanes(keys))
+        bases = new_peaks * factor
+        weights = tl.exp2(tl.fma(keys, tl.zeros_like(keys) + factor, -bases[None, :, None]))
+        sums = sums * tl.exp2(peaks * factor - bases) + sum_of_lanes(weights)
+        finite = tl.where(keys == float("-inf"), LARGE, keys)
+        least = tl.minimum(least, tl.min(tl.min(finite, 2), 0))
+        peaks = new_peaks
+    peak = tl.max(peaks, 0)
+    base = peak * factor
+    total = tl.sum(sums * tl.exp2(peaks * factor - base), 0)
+    if total == 0:
+        tl.store(cut_value + row, float("-inf"))
+        tl.store(cut_token + row, vocab_size)
+        return
+
+    # The cut is no lower than the least value, nor than where all tokens together could not make
+    # up what top-p drops.
+    by_top_k = top_k < vocab_size
+    by_top_p = top_p < 1.0
+    low = _order_of(tl.min(least, 0), SPARE) - 1
+    high = _order_of(peak, SPARE)
+    if TOP_K_FIRST:  # noqa: SIM102 - known when it is compiled, the other ones are not
+        if by_top_k & by_top_p:
+            # Of all, top-p is less by the share that the k first hold, who may end within a tie.
+            order, mass, count, _ = _search(
+                row_logits, offsets, vocab_size, mask_token_id, divisor, factor, base, total,
+                low, high, total * 0.0 + 2.0, top_k, True, True,
+                SPARE, DEPTH, LANES, ELEMENTS,
+            )  # fmt: skip
+            low = order - 1
+            each = tl.exp2(tl.fma(_value_of(order, SPARE), factor, -base))
+            top_p *= tl.minimum((mass + each * (top_k - count).to(tl.float32)) / total, 1.0)
+    if by_top_p:
+        dropped = tl.maximum((1.0 - top_p) * total / vocab_size, 1.0e-37)
+        far = peak + (tl.log2(dropped) - 1.0) / factor
+        low = tl.maximum(low, _order_of(far, SPARE) - 1)
+    else:
+        top_p = 2.0
+    high, mass_above, count_above, count_above_low = _search(
+        row_logits, offsets, vocab_size, mask_token_id, divisor, factor, base, total,
+        low, high, top_p, top_k, by_top_p, by_top_k,
+        SPARE, DEPTH, LANES, ELEMENTS,
+    )  # fmt: skip
 
     # Ties at the cut are kept by lowest id, as many as both limits allow.
     value = _value_of(high, SPARE)

@@ -52,6 +52,8 @@ def launch(
     score_kind: Tensor,
     mask_token_id: int,
     shape: SamplingShape | None = None,
+    *,
+    top_k_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(token [R] int64, confidence [R] fp32, score [R] fp32); nothing is read back by the host.
 
@@ -71,7 +73,7 @@ def launch(
     parts = torch.empty((5, rows, num_segments), dtype=torch.float32, device=device)
     places = torch.empty((2, rows, num_segments), dtype=torch.int32, device=device)
     cut_value, cut_token = sampling_filters_triton.launch_cutoff(
-        logits, mask_token_id, temperature, top_p, top_k, tile, shape.num_warps
+        logits, mask_token_id, temperature, top_p, top_k, tile, shape.num_warps, top_k_first
     )
     rows_of = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)
     limits = (cut_value, cut_token, score_kind)

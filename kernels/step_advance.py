@@ -23,7 +23,7 @@ from effuse.kernels.step_slots import (
     Status,
 )
 
-SEQUENTIAL, STATIC = 2, 1
+ENTROPY_BOUNDED, SEQUENTIAL, STATIC = 3, 2, 1
 
 
 def advance(
@@ -153,6 +153,9 @@ def _choose(table: SlotTable, flight: _Flight, proposed: _Proposals) -> Tensor:
     leftmost = masked & (by_position < share)
     dynamic = above.where(num_above >= share, top)
     diffused = leftmost.where(rule == SEQUENTIAL, top.where(rule == STATIC, dynamic))
+    bound = table.real(Column.ENTROPY)[:, None, None]
+    sure = masked & (by_score < _within_entropy(proposed.score, by_score, masked, bound))
+    diffused = sure.where(rule == ENTROPY_BOUNDED, diffused)
     return d2f.where(column(Column.ALGORITHM) == 0, diffused)
 
 
@@ -165,11 +168,24 @@ def _rank(score: Tensor, masked: Tensor) -> Tensor:
     return ((higher | tied) & masked[:, :, None, :]).sum(3)
 
 
+def _within_entropy(score: Tensor, rank: Tensor, masked: Tensor, bound: Tensor) -> Tensor:
+    """How many of each block's masks, the surest first, have entropies that add up to less than
+    ``bound`` [S, 1, 1]; at least one. [S, ring, 1], summed in fp64 by rank."""
+    entropy = (-score.double()).where(masked, 0.0)
+    ordered = torch.zeros_like(entropy)
+    for place in range(score.shape[2]):
+        ordered[:, :, place] = entropy.where(masked & (rank == place), 0.0).sum(2)
+    exists = torch.arange(score.shape[2]) < masked.sum(2, keepdim=True)
+    below = exists & (ordered.cumsum(2) < bound.double())
+    return below.sum(2, keepdim=True).clamp(min=1)
+
+
 def _share(table: SlotTable, flight: _Flight) -> Tensor:
     """Masks that the coming step of block diffusion fills [S, ring]; the remainder goes first."""
     steps = table.column(Column.STEPS).clamp(min=1)[:, None]
     step = torch.minimum(flight.count, steps - 1)
-    even = flight.birth // steps + (step < flight.birth % steps).int()
+    size = table.layout.block_size  # a prompt's tail in the block does not make it less
+    even = size // steps + (step < size % steps).int()
     return torch.minimum(even.clamp(min=1), flight.left)
 
 

@@ -41,6 +41,7 @@ STEPS = tl.constexpr(int(Column.STEPS))
 CONFIDENCE = tl.constexpr(int(Column.CONFIDENCE))
 ADD = tl.constexpr(int(Column.ADD))
 FULL = tl.constexpr(int(Column.FULL))
+ENTROPY = tl.constexpr(int(Column.ENTROPY))
 BLOCKS_AT = tl.constexpr(NUM_COLUMNS)
 BLOCK_BIRTH = tl.constexpr(int(BlockColumn.BIRTH))
 BLOCK_LEFT = tl.constexpr(int(BlockColumn.LEFT))
@@ -126,8 +127,22 @@ def _rank_by_score(score, masked, cell, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _within_entropy(score, masked, rank, bound, SIZE: tl.constexpr):
+    """How many of each block's masks, the surest first, have entropies that add up to less than
+    ``bound``; at least one. Summed in fp64 by rank."""
+    num_masked = tl.sum(masked, 1)
+    total = tl.sum(score * 0.0, 1).to(tl.float64)
+    below = num_masked * 0
+    for place in range(SIZE):
+        own = tl.where((rank == place) & (masked == 1), score, 0.0)
+        total -= tl.sum(own, 1).to(tl.float64)
+        below += ((place < num_masked) & (total < bound)).to(tl.int32)
+    return tl.maximum(below, 1)
+
+
+@triton.jit
 def _choose(
-    fields, score, confidence, masked, birth, left, full, count, cell, SIZE: tl.constexpr
+    fields, score, confidence, masked, left, full, count, cell, SIZE: tl.constexpr
 ):  # fmt: skip
     """Cells that the slot's rule writes, bool [RING, TILE_SIZE]."""
     is_masked = masked == 1
@@ -139,13 +154,18 @@ def _choose(
     d2f = ((num_above > 0)[:, None] & above) | ((num_above == 0)[:, None] & best)
     steps = tl.maximum(tl.load(fields + STEPS), 1)
     step = tl.minimum(count, steps - 1)
-    share = birth // steps + (step < birth % steps).to(tl.int32)
+    share = SIZE // steps + (step < SIZE % steps).to(tl.int32)
     share = tl.minimum(tl.maximum(share, 1), left)
     top = is_masked & (rank < share[:, None])
     leftmost = is_masked & (tl.cumsum(masked, 1) - masked < share[:, None])
     enough = (num_above >= share)[:, None]
     dynamic = (enough & above) | ((enough == 0) & top)
     rule = tl.load(fields + REMASKING)
+    if rule == 3:
+        bound = tl.load(fields + ENTROPY).to(tl.float32, bitcast=True)
+        share = _within_entropy(score, masked, rank, bound.to(tl.float64), SIZE)
+        top = is_masked & (rank < share[:, None])
+        rule = 1
     diffused = ((rule == 0) & dynamic) | ((rule == 1) & top) | ((rule == 2) & leftmost)
     is_d2f = tl.load(fields + ALGORITHM) == 0
     return (is_d2f & d2f) | ((is_d2f == 0) & diffused)
@@ -214,7 +234,7 @@ def _advance_kernel(
     goes = stepped & (num_broken == 0)
 
     # Store and write.
-    chosen = _choose(fields, score, confidence, masked, birth, left, full, count, cell, SIZE)
+    chosen = _choose(fields, score, confidence, masked, left, full, count, cell, SIZE)
     chosen = chosen & goes
     num_chosen = tl.sum(chosen.to(tl.int32), 1)
     written = tl.sum(num_chosen, 0)

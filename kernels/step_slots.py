@@ -37,7 +37,7 @@ class Column(IntEnum):
     ANSWER_END = 9
     LAST_BLOCK_END = 10
     ALGORITHM = 11  # 0 D2F, 1 block diffusion
-    REMASKING = 12  # 0 dynamic, 1 static, 2 sequential
+    REMASKING = 12  # 0 dynamic, 1 static, 2 sequential, 3 entropy bounded
     WINDOW = 13
     STEPS = 14
     CONFIDENCE = 15  # fp32
@@ -50,6 +50,7 @@ class Column(IntEnum):
     SEED_HIGH = 22
     ANSWER_INDEX = 23
     SCORE = 24
+    ENTROPY = 25  # fp32
 
 
 class BlockColumn(IntEnum):

@@ -6,6 +6,8 @@ Single or sharded files; every tensor is accounted for. Which products are merge
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from effuse.models.config_keys import CheckpointError, read_json_object
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' own
 
 Shape = tuple[int, ...]
 
@@ -183,6 +186,7 @@ class SafeSlice(Protocol):
     """A tensor's description in an open file."""
 
     def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
 
 
 class SafeFile(Protocol):
@@ -249,6 +253,17 @@ def weight_files(directory: Path) -> list[Path]:
     if not (directory / INDEX_FILE).exists():
         raise CheckpointError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
     return [directory / name for name in sorted(set(weight_map(directory).values()))]
+
+
+def stored_dtype(directory: Path) -> str:
+    """What most of a checkpoint's elements are stored as: float32, bfloat16, float16, or another
+    dtype as safetensors call it. Reads no tensor. Raises CheckpointError."""
+    counts: Counter[str] = Counter()
+    with open_tensors(weight_files(directory), torch.device("cpu")) as files:
+        for name, (_, file) in files.locations.items():
+            counts[file.get_slice(name).get_dtype()] += math.prod(files.shape(name))
+    most = max(counts, key=lambda dtype: counts[dtype], default="F32")
+    return _STORED_NAMES.get(most, most)
 
 
 def weight_map(directory: Path) -> dict[str, str]:

@@ -1,14 +1,16 @@
 """What a published checkpoint's config.json says, reduced to the numbers the transformer needs.
 
-Reads the families as their releases write them and refuses every option that would change
-the forward and is not implemented. Tensors and their names are `checkpoint.py`, not here.
+One reader a family, as its releases write their files; each refuses every option that would change
+the forward and is not implemented. Which family it is says `families.py`, which ids end an answer
+`end_ids.py`. Tensors and their names are `checkpoint.py`, not here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from effuse.models.config_experts import (
     ExpertConfig,
@@ -16,29 +18,17 @@ from effuse.models.config_experts import (
     llada_experts,
     qwen_experts,
 )
-from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
+from effuse.models.config_keys import CheckpointError, ConfigKeys
+from effuse.models.end_ids import end_ids
+from effuse.models.families import Architecture, family_of, find_family
 
-Architecture = Literal["sdar", "dream", "llada", "sdar_moe", "llada2_moe", "llada_moe"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 
-# Released block size of SDAR and LLaDA2; what D2F evaluates Dream and LLaDA with.
-_DEFAULT_BLOCK_SIZE: dict[Architecture, int] = {
-    "sdar": 4,
-    "dream": 32,
-    "llada": 32,
-    "sdar_moe": 4,
-    "llada2_moe": 32,
-    "llada_moe": 32,
-}
 _BLOCK_CAUSAL: frozenset[Architecture] = frozenset({"sdar", "sdar_moe", "llada2_moe"})
-_SDAR_MASK_TOKEN_ID = 151669  # its releases name the mask in the tokenizer only
-# What the releases of Ling's tokenizer leave to the code that they come with.
+# What releases leave to the tokenizer, or to the code that they come with.
+_SDAR_MASK_TOKEN_ID = 151669
 _LING_MASK_TOKEN_ID = 156895
-_LING_END_TOKEN_ID = 156892
-_END_TOKEN_IDS: dict[str, tuple[int, ...]] = {
-    "llada2_moe": (_LING_END_TOKEN_ID,),
-    "llada_moe": (_LING_END_TOKEN_ID,),
-}
+_SDAR_HEAD_DIM = 128  # of its configuration class, whatever the hidden size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +86,11 @@ class ModelConfig:
         return self.architecture == "dream"
 
     @property
+    def top_k_first(self) -> bool:
+        """Sampling applies top-k before top-p, which is of what the k first hold then."""
+        return family_of(self.architecture).top_k_first
+
+    @property
     def prompt_attention(self) -> PromptAttention:
         """Whether the prompt attends to all of itself, or block by block like the answer."""
         return "causal_blocks" if self.architecture in _BLOCK_CAUSAL else "bidirectional"
@@ -112,62 +107,43 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: Path | str, *, block_size: int | None = None) -> ModelConfig:
-        """Read `config.json` (and `generation_config.json`'s end ids, where there is one).
+        """Read `config.json`, and the files beside it for the end ids.
 
-        `block_size` overrides the checkpoint's. Raises CheckpointError naming file and key.
+        `block_size` overrides the checkpoint's. What is not served is refused first, whatever else
+        the file says. Raises CheckpointError naming file and key.
         """
         directory = Path(path)
         keys = ConfigKeys.read(directory / "config.json")
-        family = _family(keys)
-        stated = keys.token_ids("eos_token_id", required=family not in _END_TOKEN_IDS)
-        eos = tuple(dict.fromkeys((*stated, *_generation_eos(directory))))
-        match family:
-            case "sdar":
-                return _sdar(keys, eos, block_size)
-            case "dream":
-                return _dream(keys, eos, block_size)
-            case "llada":
-                return _llada(keys, eos, block_size)
-            case "sdar_moe":
-                return _sdar_moe(keys, eos, block_size)
-            case "llada2_moe":
-                return _llada2_moe(keys, eos, block_size)
-            case "llada_moe":
-                return _llada_moe(keys, eos, block_size)
-            case other:
-                raise keys.error(
-                    "model_type",
-                    f"{other!r} is not served; accepted: sdar, sdar_moe, Dream, llada, llada2_moe",
-                )
+        family = find_family(keys)
+        if block_size is None:
+            block_size = keys.integer("block_size", default=family.block_size)
+        ends = end_ids(directory, keys, family.end_ids)
+        return _READERS[family.architecture](keys, ends, block_size)
 
 
-def _family(keys: ConfigKeys) -> str:
-    """`model_type`, but where LLaDA's release with experts has that of the one without."""
-    model_type = keys.text("model_type").lower()
-    if model_type == "lladamoe" or (model_type == "llada" and "num_experts" in keys.values):
-        return "llada_moe"
-    return model_type
-
-
-def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     keys.only("attention_bias", (None, False))
     keys.only("num_experts", (None, 0))
     mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
-    return _qwen(keys, "sdar", mask_token_id, eos, block_size)
+    return _qwen(keys, "sdar", _sdar_head_dim(keys), mask_token_id, eos, block_size)
 
 
-def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     keys.only("attention_bias", (None, True))
     keys.only("use_mrope", (None, False))
-    return _qwen(keys, "dream", keys.integer("mask_token_id", least=0), eos, block_size)
+    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    keys.only("head_dim", (None, head_dim))  # its class knows none
+    mask_token_id = keys.integer("mask_token_id", least=0)
+    return _qwen(keys, "dream", head_dim, mask_token_id, eos, block_size)
 
 
 def _qwen(
     keys: ConfigKeys,
     architecture: Literal["sdar", "dream", "sdar_moe"],
+    head_dim: int,
     mask_token_id: int,
     eos: tuple[int, ...],
-    block_size: int | None,
+    block_size: int,
     experts: ExpertConfig | None = None,
 ) -> ModelConfig:
     """Qwen3 (sdar: qk-norm, no bias) and Qwen2 (dream: qkv bias, no qk-norm) share their keys."""
@@ -175,15 +151,13 @@ def _qwen(
     keys.only("use_sliding_window", (None, False))
     keys.only("quantization_config", (None,))
     keys.every("layer_types", "full_attention")
-    num_heads = keys.integer("num_attention_heads")
-    hidden_size = keys.integer("hidden_size")
     return ModelConfig(
         architecture=architecture,
         num_layers=keys.integer("num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
+        hidden_size=keys.integer("hidden_size"),
+        num_heads=keys.integer("num_attention_heads"),
         num_kv_heads=keys.integer("num_key_value_heads"),
-        head_dim=keys.integer("head_dim", default=hidden_size // num_heads),
+        head_dim=head_dim,
         intermediate_size=keys.integer("intermediate_size"),
         vocab_size=keys.integer("vocab_size"),
         max_position_embeddings=keys.integer("max_position_embeddings"),
@@ -194,12 +168,12 @@ def _qwen(
         tie_embeddings=keys.flag("tie_word_embeddings"),
         mask_token_id=mask_token_id,
         eos_token_ids=eos,
-        block_size=_block_size(keys, architecture, block_size),
+        block_size=block_size,
         experts=experts,
     )
 
 
-def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     """LLaDA-8B's release: an OLMo configuration whose blocks are Llama's."""
     for key, accepted in _LLADA_FIXED.items():
         keys.only(key, accepted)
@@ -221,7 +195,7 @@ def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> Mo
         tie_embeddings=keys.flag("weight_tying"),
         mask_token_id=keys.integer("mask_token_id", least=0),
         eos_token_ids=eos,
-        block_size=_block_size(keys, "llada", block_size),
+        block_size=block_size,
     )
 
 
@@ -245,14 +219,19 @@ _LLADA_FIXED: dict[str, tuple[object, ...]] = {
 }
 
 
-def _sdar_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _sdar_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     """Qwen3's layers with experts in place of the MLP."""
     keys.only("attention_bias", (None, False))
     mask_token_id = keys.integer("mask_token_id", default=_SDAR_MASK_TOKEN_ID, least=0)
-    return _qwen(keys, "sdar_moe", mask_token_id, eos, block_size, qwen_experts(keys))
+    experts = qwen_experts(keys)
+    return _qwen(keys, "sdar_moe", _sdar_head_dim(keys), mask_token_id, eos, block_size, experts)
 
 
-def _llada2_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _sdar_head_dim(keys: ConfigKeys) -> int:
+    return keys.integer("head_dim", default=_SDAR_HEAD_DIM)
+
+
+def _llada2_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     """LLaDA2.0 and 2.1 (arXiv 2512.15745, 2602.08676): Ling's layers, the prompt in blocks."""
     keys.only("use_qkv_bias", (None, False))
     keys.only("use_bias", (False,))
@@ -262,7 +241,7 @@ def _llada2_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) 
     return _ling(keys, "llada2_moe", llada2_experts(keys), factor, eos, block_size)
 
 
-def _llada_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int | None) -> ModelConfig:
+def _llada_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
     """LLaDA-MoE (arXiv 2509.24389): OLMoE's layers, the prompt in both directions."""
     keys.only("attention_bias", (None, False))
     keys.only("qk_layernorm", (True,))
@@ -277,7 +256,7 @@ def _ling(
     experts: ExpertConfig,
     partial_rotary_factor: float,
     eos: tuple[int, ...],
-    block_size: int | None,
+    block_size: int,
 ) -> ModelConfig:
     """The keys that both have, and the token ids of the tokenizer that they share."""
     keys.only("hidden_act", ("silu",))
@@ -303,21 +282,21 @@ def _ling(
         qk_norm=True,
         tie_embeddings=keys.flag("tie_word_embeddings", default=False),
         mask_token_id=keys.integer("mask_token_id", default=_LING_MASK_TOKEN_ID, least=0),
-        eos_token_ids=eos or _END_TOKEN_IDS[architecture],
-        block_size=_block_size(keys, architecture, block_size),
+        eos_token_ids=eos,
+        block_size=block_size,
         rotary_dim=int(head_dim * partial_rotary_factor),
         experts=experts,
     )
 
 
-def _block_size(keys: ConfigKeys, architecture: Architecture, override: int | None) -> int:
-    if override is not None:
-        return override
-    return keys.integer("block_size", default=_DEFAULT_BLOCK_SIZE[architecture])
+Reader = Callable[[ConfigKeys, tuple[int, ...], int], ModelConfig]
+"""From a config.json, the ids that end an answer and the block size."""
 
-
-def _generation_eos(directory: Path) -> tuple[int, ...]:
-    path = directory / "generation_config.json"
-    if not path.exists():
-        return ()
-    return ConfigKeys(path, read_json_object(path)).token_ids("eos_token_id", required=False)
+_READERS: Final[Mapping[Architecture, Reader]] = {
+    "sdar": _sdar,
+    "dream": _dream,
+    "llada": _llada,
+    "sdar_moe": _sdar_moe,
+    "llada2_moe": _llada2_moe,
+    "llada_moe": _llada_moe,
+}

@@ -59,9 +59,9 @@ class ConfigKeys:
             raise self.error(key, f"expected a string, found {value!r}")
         return value
 
-    def strings(self, key: str) -> tuple[str, ...]:
+    def strings(self, key: str, *, required: bool = True) -> tuple[str, ...]:
         """A list of strings."""
-        value = self._value(key, None, "a list of strings")
+        value = self._value(key, None if required else [], "a list of strings")
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, f"expected a list of strings, found {value!r}")
         return tuple(value)

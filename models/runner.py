@@ -17,6 +17,7 @@ from torch import Tensor
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
 from effuse.kernels.sampling_llada import sample_llada
+from effuse.models.config import ModelConfig
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import PackedParts, join_aligned, pack_parts
 from effuse.models.part import Part, PartResult
@@ -124,10 +125,9 @@ class ModelRunner:
             ]
             rows = rows.index_copy(0, at, torch.stack(vectors))
         logits, sampling = self.model.logits(rows), self._sampling(packed)
-        if any(part.draw is not None for part in parts):
-            candidates = _sample_by_part(parts, logits, sampling, self.model.config.mask_token_id)
-        else:
-            candidates = sample_confidence(logits, sampling, self.model.config.mask_token_id)
+        config = self.model.config
+        draw = _sample_by_part if any(part.draw is not None for part in parts) else _sample_all
+        candidates = draw(parts, logits, sampling, config)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
@@ -175,8 +175,15 @@ def _results(
     return results
 
 
+def _sample_all(
+    parts: Sequence[Part], logits: Tensor, sampling: RowSampling, config: ModelConfig
+) -> Candidates:
+    """Candidates for ``logits`` [R, V] of parts that are all drawn in the same way."""
+    return sample_confidence(logits, sampling, config.mask_token_id, top_k_first=config.top_k_first)
+
+
 def _sample_by_part(
-    parts: Sequence[Part], logits: Tensor, sampling: RowSampling, mask_token_id: int
+    parts: Sequence[Part], logits: Tensor, sampling: RowSampling, config: ModelConfig
 ) -> Candidates:
     """Candidates for the rows of ``logits`` [R, V], which are those of the parts in their order.
 
@@ -194,7 +201,7 @@ def _sample_by_part(
             rows = free + (part.guidance + 1) * (rows.float() - free)
         of_part = _rows_of(sampling, slice(first, end))
         if part.draw is None:
-            drawn.append(sample_confidence(rows, of_part, mask_token_id))
+            drawn.append(_sample_all([part], rows, of_part, config))
         else:
             where = of_part.position, of_part.denoise_count
             drawn.append(sample_llada(rows, part.draw, *where))

@@ -29,6 +29,7 @@ from effuse.models.checkpoint import (
     check_tensors,
     module_names,
     open_tensors,
+    stored_dtype,
     tensor_shapes,
     weight_files,
 )
@@ -72,14 +73,15 @@ def load_model(
 
 
 def select_dtype(name: str, path: Path | str) -> torch.dtype:
-    """The dtype called `name`, one of DTYPES; `auto` is what the checkpoint's config.json states.
+    """The dtype called `name`, one of DTYPES; `auto` is what the checkpoint's config.json states,
+    or else that of most of its weights.
 
     Raises CheckpointError for any other name.
     """
     if name == "auto":
         keys = ConfigKeys.read(Path(path) / "config.json")
         stated = [keys.values[key] for key in ("dtype", "torch_dtype") if keys.values.get(key)]
-        name = str(stated[0]) if stated else "float32"
+        name = str(stated[0]) if stated else stored_dtype(Path(path))
     if name not in DTYPES:
         raise CheckpointError(
             f"dtype {name!r} is not supported; accepted: auto, {', '.join(DTYPES)}"

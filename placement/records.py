@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from effuse.config.decoding import Algorithm
+from effuse.config.decoding import DecodingDefaults
 
 Role = Literal["prefill", "decode"]
 PromptAttention = Literal["causal_blocks", "bidirectional"]
@@ -24,14 +24,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model a worker serves, in the terms a router needs to check and place requests."""
 
     name: str  # name to ask for
-    architecture: str  # sdar, dream or llada
+    architecture: str  # as `models.families` names it
     block_size: int  # tokens in a diffusion block
     max_model_len: int  # most tokens of prompt and answer together
     vocab_size: int
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     prompt_attention: PromptAttention
-    default_algorithm: Algorithm  # used where a request names none
+    defaults: DecodingDefaults  # of knobs that a request leaves out
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from effuse.worker.pulse import Pulse
 def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -> Engine:
     """An engine that is ready to serve. Raises ValueError where the config is at fault."""
     pulse = pulse or Pulse()
-    parts = assemble(config, incarnation, "prefill", "d2f", pulse)
+    parts = assemble(config, incarnation, "prefill", None, pulse)
     limits = _limits(config, parts)
     connector = parts.connect()
     model = parts.model

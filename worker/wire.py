@@ -195,6 +195,7 @@ def settings(message: pb.DecodeSettings) -> DecodeSettings:
             score=cast(Score, message.score),
             remasking=cast(Remasking, message.remasking),
             denoising_steps=message.denoising_steps,
+            entropy_bound=message.entropy_bound,
             **{name: getattr(message, name) for name in _CANVAS_KNOBS if message.HasField(name)},
         )
 

@@ -10,6 +10,7 @@ import pytest
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.cli.status import as_json, as_text, main
 from effuse.v1 import model_pb2 as pb
+from effuse.v1.generation_pb2 import ALGORITHM_BLOCK_DIFFUSION, DecodingParams, SamplingParams
 
 PREFILL = pb.Worker(
     worker_id="prefill-0", role=pb.WORKER_ROLE_PREFILL, state=pb.WORKER_STATE_READY, model="m",
@@ -48,6 +49,35 @@ def test_a_fleet_that_cannot_answer_says_so() -> None:
     draining.state = pb.WORKER_STATE_DRAINING
     for workers in ([], [PREFILL], [PREFILL, draining]):
         assert as_text(workers).splitlines()[-1].endswith("no worker can answer a request")
+
+
+def test_where_defaults_are_from() -> None:
+    model = pb.Model(
+        name="m",
+        block_size=4,
+        defaults=pb.ModelDefaults(
+            sampling=SamplingParams(temperature=0.6, top_p=0.95, top_k=20),
+            decoding=DecodingParams(algorithm=ALGORITHM_BLOCK_DIFFUSION),
+            max_tokens=768,
+            sources=[
+                pb.DefaultSource(knob=knob, source=source)
+                for source, knobs in {
+                    "generation_config.json": ("temperature", "top_k", "max_tokens"),
+                    "SDAR's generate.py": ("algorithm", "block_size"),
+                    "--a-flag": ("top_p",),
+                    "another version": ("a knob that is not known here",),
+                }.items()
+                for knob in knobs
+            ],
+        ),
+    )
+    *_, first, second, third, fourth, _ = as_text([DECODE], [model]).splitlines()
+    assert first == (
+        "m took temperature 0.6, top_k 20 and max_tokens 768 from generation_config.json"
+    )
+    assert second == "m took algorithm block_diffusion and block_size 4 from SDAR's generate.py"
+    assert third == "m took top_p 0.95 from --a-flag"
+    assert fourth == "m took a knob that is not known here from another version"
 
 
 def test_json_holds_every_field() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -46,6 +47,13 @@ class Up:
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.child.pid).children(recursive=True)
 
+    def end_lines(self) -> list[str]:
+        """What a command that has ended had said."""
+        self._reader.join()
+        assert self.child.stdout is not None
+        self.child.stdout.close()
+        return [self._lines.get_nowait() for _ in range(self._lines.qsize())]
+
     def end(self) -> int:
         self.child.send_signal(signal.SIGTERM)
         status = self.child.wait(DEADLINE_S)
@@ -74,6 +82,7 @@ def up(model: Path) -> Iterator[Up]:
 
 
 def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
+    up.wait_for("^took algorithm block_diffusion, .* from SDAR's generate.py$")
     ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
     assert int(ready[1]) > 0
     processes = up.processes()
@@ -112,6 +121,16 @@ def test_every_gpu_of_the_machine_is_used(
         assert sorted(seen) == ["0", "1"]
     finally:
         assert up.end() == 0
+
+
+def test_what_is_not_served_is_refused_in_a_line(tmp_path: Path) -> None:
+    """Before any process is started, and without the weights, which are not there."""
+    named = {"model_type": "rnd1", "architectures": ["RND1LM"]}
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    up = Up(tmp_path)
+    assert up.child.wait(DEADLINE_S) == 2
+    (line,) = up.end_lines()
+    assert line.startswith("effuse up: ") and "'rnd1' (RND1LM) is not served" in line
 
 
 def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Path) -> None:

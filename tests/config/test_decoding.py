@@ -128,7 +128,7 @@ def test_every_name_has_its_number_on_the_wire(
     ("name", "told"),
     [
         ("temperature", f"from {decoding.TEMPERATURE.low} to {decoding.TEMPERATURE.high:g}."),
-        ("max_tokens", f"Default {decoding.DEFAULT_MAX_TOKENS},"),
+        ("max_tokens", f"Default: the model's, or {decoding.DEFAULT_MAX_TOKENS};"),
         ("window", f"{decoding.WINDOW.low} to {decoding.WINDOW.high}. Default {GOOD.window}."),
         ("confidence_threshold", "Default 0.9."),
         ("block_add_threshold", "Default 0.1."),

@@ -12,7 +12,7 @@ from effuse.decode_worker.sequence import Block, HostCandidates
 
 
 @pytest.mark.parametrize(
-    ("masks", "steps", "shares"),
+    ("size", "steps", "shares"),
     [
         (8, 4, [2, 2, 2, 2, 2]),
         (8, 3, [3, 3, 2, 2]),
@@ -21,12 +21,28 @@ from effuse.decode_worker.sequence import Block, HostCandidates
         (4, 1, [4, 4]),
     ],
 )
-def test_a_block_is_split_as_evenly_as_possible(masks: int, steps: int, shares: list[int]) -> None:
-    found = [
-        block_diffusion.step_share(Block(0, 8, masks, masks, denoise_count=step), steps)
-        for step in range(len(shares))
-    ]
-    assert found == shares
+def test_a_block_is_split_as_evenly_as_possible(size: int, steps: int, shares: list[int]) -> None:
+    """With masks fewer than that, where a prompt ends in the block, too."""
+    for masks in (size, 1):
+        found = [
+            block_diffusion.step_share(Block(0, size, masks, masks, denoise_count=step), steps)
+            for step in range(len(shares))
+        ]
+        assert found == shares
+
+
+@pytest.mark.parametrize(
+    ("bound", "chosen"),
+    [(0.0, [2]), (0.25, [2]), (0.3125, [2]), (0.35, [0, 2]), (9.0, [0, 1, 2, 3])],
+)
+def test_entropies_add_up_to_less_than_their_bound(bound: float, chosen: list[int]) -> None:
+    """Those of the surest are 0.125, 0.3125, 0.8125 and 1.3125 together, and fp32 holds each."""
+    settings = make_settings("block_diffusion", remasking="entropy_bounded", entropy=bound)
+    assert settings.ranked_by == "neg_entropy"
+    scores = -np.asarray([0.1875, 0.5, 0.125, 0.5], dtype=np.float32)
+    own = HostCandidates(np.arange(4), np.ones(4, np.float32), scores)
+    block = Block(0, 4, masks_at_birth=4, masks_left=4, full=True)
+    assert block_diffusion.choose(block, settings, own).tolist() == chosen
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def settle_with_masks(sequence: Sequence) -> int:
 
 
 def share_without_remainder(block: Block, denoising_steps: int) -> int:
-    return max(1, block.masks_at_birth // denoising_steps)
+    return max(1, (block.end - block.start) // denoising_steps)
 
 
 def emit_uncut(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], denoise.AnswerEnd | None]:
@@ -215,7 +215,7 @@ def test_a_planted_bug_is_noticed(
     owner: object, name: str, bug: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert not all(survives(seed) for seed in range(100))
+    assert not all(survives(seed) for seed in range(300))
 
 
 def survives(seed: int) -> bool:

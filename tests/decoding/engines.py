@@ -12,6 +12,7 @@ import oracle.settings
 import torch
 from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
+from decoding.scripts import ORDERS
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
@@ -258,9 +259,8 @@ def random_requests(
                 block_add_threshold=draw.choice((0.0, 0.1, 0.5)),
                 full_activation_threshold=draw.choice((0.5, 0.95, 1.0)),
                 score=draw.choice(("confidence", "margin", "neg_entropy")),
-                remasking=draw.choice(
-                    ("low_confidence_dynamic", "low_confidence_static", "sequential")
-                ),
+                remasking=draw.choice(ORDERS),
+                entropy_bound=draw.choice((0.0, 0.35, 2.0)),
                 denoising_steps=draw.randint(1, block_size),
             )
         )
@@ -296,4 +296,5 @@ def oracle_settings(request: StartDecode) -> oracle.settings.Settings:
         full_activation_threshold=asked.full_activation_threshold,
         remasking=asked.remasking,
         denoising_steps=asked.denoising_steps,
+        entropy_bound=asked.entropy_bound,
     )

@@ -24,7 +24,7 @@ from effuse.decode_worker.denoise import AnswerEnd
 from effuse.decode_worker.device_slots import Record, apply_record, slot_row
 from effuse.decode_worker.sequence import BlockPhase, Sequence
 from effuse.decode_worker.sequence import HostCandidates as Proposed
-from effuse.kernels.sampling import Candidates
+from effuse.kernels.sampling import Candidates, ScoreCode
 from effuse.kernels.step_rows import StepRows
 from effuse.kernels.step_slots import Control, RecordColumn, SlotLayout, SlotTable, Status
 from effuse.models.packing import pack_parts
@@ -249,6 +249,7 @@ class Lockstep:
             keep_boundary=plan.num_stored > 0,
             denoise_counts=plan.denoise_counts.tolist(),
             sampling=seat.sampling,
+            score=ScoreCode.named(seat.case.settings.ranked_by),
         )
 
     def _check_packed(self, parts: list[Part], taken: list[int], used: int) -> None:

@@ -114,10 +114,14 @@ class Replay:
         if settings.algorithm == "d2f":
             return above or (ranked[:1] if number in self.full else [])
         steps = settings.denoising_steps
-        shares = [self.born(number) // steps] * steps
-        for step in range(self.born(number) % steps):
+        size = self.case.block_size
+        shares = [size // steps] * steps
+        for step in range(size % steps):
             shares[step] += 1
         share = max(1, shares[min(count, steps - 1)])
+        if settings.remasking == "entropy_bounded":
+            sums = [-sum(proposals[p][2] for p in ranked[: n + 1]) for n in range(len(ranked))]
+            return ranked[: max(1, sum(total < settings.entropy_bound for total in sums))]
         if settings.remasking == "sequential":
             return sorted(proposals)[:share]
         dynamic = settings.remasking == "low_confidence_dynamic"

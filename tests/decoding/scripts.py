@@ -17,7 +17,12 @@ STOP_ID = 7
 MASK_ID = 3
 VOCAB = 50
 BY_BLOCKS: tuple[Algorithm, ...] = ("d2f", "block_diffusion")  # the others denoise a canvas
-ORDERS: tuple[Remasking, ...] = ("low_confidence_dynamic", "low_confidence_static", "sequential")
+ORDERS: tuple[Remasking, ...] = (
+    "low_confidence_dynamic",
+    "low_confidence_static",
+    "sequential",
+    "entropy_bounded",
+)  # of block diffusion
 CONFIDENCES = (0.05, 0.2, 0.5, 0.5, 0.7, 0.9, 0.95, 1.0)
 
 
@@ -41,7 +46,7 @@ class Script:
         easy = 0.95 if stretch < self.boldness else 0.15
         upper = draw.random() < easy
         confidence = draw.choice(CONFIDENCES[half:] if upper else CONFIDENCES[:half])
-        return token, confidence, draw.choice((0.1, 0.2, 0.3))
+        return token, confidence, draw.choice((-0.3, -0.2, -0.1))
 
     def candidates(self, positions: list[int], denoise_counts: list[int]) -> HostCandidates:
         rows = [self.propose(*pair) for pair in zip(positions, denoise_counts, strict=True)]
@@ -62,6 +67,7 @@ def make_settings(
     score: Score = "confidence",
     remasking: Remasking = "low_confidence_dynamic",
     steps: int = 4,
+    entropy: float = 0.35,
 ) -> DecodeSettings:
     """Settings with the published defaults, to be varied by name."""
     return DecodeSettings(
@@ -73,6 +79,7 @@ def make_settings(
         score=score,
         remasking=remasking,
         denoising_steps=steps,
+        entropy_bound=entropy,
     )
 
 
@@ -106,6 +113,7 @@ def random_case(seed: int) -> Case:
             full=draw.choice((0.0, 0.5, 0.8, 0.95, 1.0)),
             remasking=draw.choice(ORDERS),
             steps=draw.randint(1, block_size),
+            entropy=draw.choice((0.0, 0.35, 1.05)),
         ),
         script=Script(seed, draw.choice((0.0, 0.02, 0.1)), draw.choice((0.1, 0.4, 0.9))),
     )

@@ -15,6 +15,7 @@ from effuse.cli.fleet import Fleet
 from effuse.client.chat import Chat
 from effuse.v1 import generation_pb2 as pb
 
+WIDE = pb.DecodingParams(algorithm=pb.ALGORITHM_D2F, window=9)
 GENERATE = "/effuse.v1.GenerationService/Generate"
 
 
@@ -102,7 +103,9 @@ CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
         "window",
     ),
     "window wider than a decode worker's": (
-        changed(lambda r: setattr(r.decoding, "window", 9)),
+        changed(
+            lambda r: r.decoding.MergeFrom(pb.DecodingParams(algorithm=pb.ALGORITHM_D2F, window=9))
+        ),
         grpc.StatusCode.INVALID_ARGUMENT,
         "max_window 8, got 9",
     ),

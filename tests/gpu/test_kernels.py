@@ -80,16 +80,18 @@ def test_heads_and_pages(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", sampling.CASES)
+@pytest.mark.parametrize("name", sampling.CASES | sampling.TOP_K_FIRST)
 def test_sampling_equals_reference(name: str, dtype: torch.dtype) -> None:
-    sampling.check([sampling.CASES[name]], OPS, dtype, vocab_size=97)
-    sampling.check([sampling.CASES[name]], triton_kernels(CUDA, max_chunk=64), dtype, 303)
+    case = (sampling.CASES | sampling.TOP_K_FIRST)[name]
+    sampling.check([case], OPS, dtype, vocab_size=97)
+    sampling.check([case], triton_kernels(CUDA, max_chunk=64), dtype, 303)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sampling_of_all_settings_over_a_released_vocabulary(dtype: torch.dtype) -> None:
-    one_row_each = [replace(case, rows=1) for case in sampling.CASES.values()]
-    sampling.check(one_row_each, OPS, dtype, vocab_size=152_064)
+    for cases in (sampling.CASES, sampling.TOP_K_FIRST):
+        one_row_each = [replace(case, rows=1) for case in cases.values()]
+        sampling.check(one_row_each, OPS, dtype, vocab_size=152_064)
 
 
 def test_last_rows_are_gathered_and_boundaries_exchanged() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from operators import sampling
 from operators.paths import public
-from operators.sampling import CASES, MASK, Case
+from operators.sampling import CASES, MASK, TOP_K_FIRST, Case
 from torch import Tensor
 
 from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence, sample_confidence_ref
@@ -17,13 +17,14 @@ OPS = public(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | TOP_K_FIRST)
 def test_equals_reference(name: str, dtype: torch.dtype) -> None:
-    sampling.check([CASES[name]], OPS, dtype, vocab_size=97)
+    sampling.check([(CASES | TOP_K_FIRST)[name]], OPS, dtype, vocab_size=97)
 
 
-def test_rows_of_all_settings_in_one_call() -> None:
-    sampling.check(list(CASES.values()), OPS, torch.float32, vocab_size=301)
+@pytest.mark.parametrize("cases", [CASES, TOP_K_FIRST], ids=["top_p_first", "top_k_first"])
+def test_rows_of_all_settings_in_one_call(cases: dict[str, Case]) -> None:
+    sampling.check(list(cases.values()), OPS, torch.float32, vocab_size=301)
 
 
 def test_a_released_vocabulary() -> None:
@@ -46,6 +47,10 @@ def test_no_rows() -> None:
         pytest.param(Case(temperature=0.6), id="temperature"),
         pytest.param(Case(temperature=1.5, top_k=3), id="top_k"),
         pytest.param(Case(temperature=1.0, top_p=0.8), id="top_p"),
+        pytest.param(Case(temperature=1.0, top_p=0.7, top_k=3), id="top_p_and_top_k"),
+        pytest.param(
+            Case(temperature=1.0, top_p=0.7, top_k=3, top_k_first=True), id="top_k_and_top_p"
+        ),
     ],
 )
 def test_draws_follow_the_filtered_distribution(case: Case) -> None:
@@ -55,7 +60,8 @@ def test_draws_follow_the_filtered_distribution(case: Case) -> None:
         [Case(case.temperature, case.top_p, case.top_k, rows=draws)],
         torch.Generator().manual_seed(1),
     )
-    found = sample_confidence(logits.expand(draws, -1), settings, MASK)
+    rows = logits.expand(draws, -1)
+    found = sample_confidence(rows, settings, MASK, top_k_first=case.top_k_first)
     expected = filtered_probabilities(logits, case)
     counts = found.token.bincount(minlength=len(logits))
     assert not counts[expected == 0].any()
@@ -69,6 +75,8 @@ def test_draws_follow_the_filtered_distribution(case: Case) -> None:
 def filtered_probabilities(logits: Tensor, case: Case) -> Tensor:
     values = (logits.double() / case.temperature).index_fill(0, torch.tensor([MASK]), -torch.inf)
     order = values.argsort(descending=True)
+    if case.top_k_first:
+        values[order[case.top_k :]] = -torch.inf
     probability = values.softmax(0)
     keep: list[int] = []
     mass = 0.0

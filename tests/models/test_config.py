@@ -134,12 +134,7 @@ def test_newer_spelling_of_the_rotary_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("release", "key", "value", "message"),
     [
-        (
-            "sdar",
-            "model_type",
-            "llama",
-            "'llama' is not served; accepted: sdar, sdar_moe, Dream, llada, llada2_moe",
-        ),
+        ("sdar", "model_type", "llama", "'llama' (SDARForCausalLM) is not served: accepted: sdar"),
         ("sdar", "attention_bias", True, "true is not supported; accepted: missing or false"),
         ("sdar", "num_experts", 128, "128 is not supported"),
         ("sdar", "hidden_act", "gelu", 'accepted: "silu"'),
@@ -154,6 +149,7 @@ def test_newer_spelling_of_the_rotary_base(tmp_path: Path) -> None:
         ("sdar", "tie_word_embeddings", "yes", "expected true or false"),
         ("sdar", "eos_token_id", ["a"], "expected a token id or a list of them"),
         ("dream", "attention_bias", False, "accepted: missing or true"),
+        ("dream", "head_dim", 64, "accepted: missing or 128"),
         ("dream", "use_mrope", True, "accepted: missing or false"),
         ("llada", "alibi", True, "accepted: missing or false"),
         ("llada", "block_type", "sequential", 'accepted: "llama"'),
@@ -179,6 +175,7 @@ def test_unsupported_values_name_the_key(
         ("sdar", "rope_theta"),
         ("sdar", "tie_word_embeddings"),
         ("sdar", "eos_token_id"),
+        ("llada", "eos_token_id"),
         ("dream", "mask_token_id"),
         ("dream", "num_key_value_heads"),
         ("llada", "mlp_hidden_size"),
@@ -199,7 +196,7 @@ def test_missing_keys_are_named(tmp_path: Path, release: str, key: str) -> None:
         ({"eos_token_id": [5, -1]}, "eos_token_id -1 lies outside"),
         ({"eos_token_id": 151666}, "mask_token_id 151666 is an eos_token_id too"),
         ({"num_key_value_heads": 5}, "28 attention heads cannot share 5 KV heads"),
-        ({"head_dim": 3}, "head_dim 3 is odd"),
+        ({"hidden_size": 28 * 3}, "head_dim 3 is odd"),
     ],
 )
 def test_numbers_that_do_not_fit(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -219,6 +216,76 @@ def test_files_that_hold_no_object(tmp_path: Path, content: bytes, message: str)
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "classes", "missing"),
+    [
+        ("rnd1", ["RND1LM"], "layers with a mixture of experts would be needed"),
+        ("llada", ["LLaDAOtherModelLM"], "llada (LLaDAMoEModelLM, LLaDAMoEModel)"),
+        ("diffusion_gemma", ["DiffusionGemmaForBlockDiffusion"], "a canvas of random tokens"),
+        ("Dream", ["DreamForCausalLM"], "SDAR's blocks and no shift of logits would be needed"),
+        ("qwen3", ["Qwen3ForCausalLM"], "accepted: sdar (SDARForCausalLM), sdar_moe"),
+    ],
+)
+def test_what_is_not_served_is_named_before_all_else(
+    tmp_path: Path, model_type: str, classes: list[str], missing: str
+) -> None:
+    write(tmp_path, {"model_type": model_type, "architectures": classes, "eos_token_id": "none"})
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_dir(tmp_path)
+    said = str(caught.value)
+    assert f"model_type: {model_type!r} ({classes[0]}) is not served: " in said and missing in said
+    assert "\n" not in said
+
+
+def test_a_family_is_known_without_its_class(tmp_path: Path) -> None:
+    write(tmp_path, {key: value for key, value in SDAR_8B.items() if key != "architectures"})
+    assert ModelConfig.from_dir(tmp_path).architecture == "sdar"
+
+
+def test_sdar_heads_are_128_wide_where_nothing_is_stated(tmp_path: Path) -> None:
+    config = {key: value for key, value in SDAR_8B.items() if key != "head_dim"}
+    read = ModelConfig.from_dir(write(tmp_path, config | {"hidden_size": 2560}))
+    assert read.head_dim == 128  # and not 2560 / 32
+
+
+END = {"content": "<end>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"generation_config.json": {"eos_token_id": [7, 8]}}, (7, 8)),
+        ({"generation_config.json": {"eos_token_id": 7}}, (7,)),
+        (
+            {"tokenizer_config.json": {"eos_token": "<end>", "added_tokens_decoder": {"9": END}}},
+            (9,),
+        ),
+        (
+            {
+                "generation_config.json": {},
+                "tokenizer_config.json": {"eos_token": END},
+                "tokenizer.json": {"added_tokens": [{"id": 3, "content": "<a>"}, {"id": 4} | END]},
+            },
+            (4,),
+        ),
+    ],
+)
+def test_end_ids_of_other_files(
+    tmp_path: Path, files: dict[str, object], ids: tuple[int, ...]
+) -> None:
+    write(tmp_path, {key: value for key, value in SDAR_8B.items() if key != "eos_token_id"})
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == ids
+
+
+def test_an_end_without_an_id_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {key: value for key, value in SDAR_8B.items() if key != "eos_token_id"})
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: eos_token: '<end>' has no"):
         ModelConfig.from_dir(tmp_path)
 
 

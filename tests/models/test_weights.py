@@ -68,6 +68,14 @@ def test_dtype_by_name(tmp_path: Path) -> None:
         select_dtype("int8", path)
 
 
+def test_a_dtype_that_is_not_stated_is_that_of_the_weights(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "llada", dtype=torch.bfloat16, shards=2)
+    config = json.loads((path / "config.json").read_text())
+    del config["dtype"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert select_dtype("auto", path) is torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [

@@ -113,11 +113,13 @@ def launch_attention(shape: Shape, *, distinct: bool = False, hopper: bool = Fal
     launch(q, k, v, *pages, batch, scale=0.1, out=torch.empty_like(q))
 
 
-def launch_sampling(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+def launch_sampling(
+    rows: int, vocab_size: int, dtype: torch.dtype, *, top_k_first: bool = False
+) -> None:
     fp32, int32 = meta(rows, dtype=FP32), meta(rows, dtype=INT32)
     counters = (meta(rows, dtype=INT64), int32, int32, int32)
     logits, score = meta(rows, vocab_size, dtype=dtype), meta(rows, dtype=torch.int8)
-    sampling_triton.launch(logits, fp32, fp32, int32, counters, score, 5)
+    sampling_triton.launch(logits, fp32, fp32, int32, counters, score, 5, top_k_first=top_k_first)
 
 
 def launch_rotary(*, stores: bool, rotary_dim: int = 128) -> None:
@@ -208,6 +210,8 @@ def sampling_variants() -> Variants:
     modules = [sampling_filters_triton, sampling_triton]
     yield "dream_bf16", device_code(modules, lambda: launch_sampling(2048, 152_064, BF16))
     yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
+    sdar = partial(launch_sampling, 2048, 151_936, BF16, top_k_first=True)
+    yield "sdar_bf16", device_code(modules, sdar)
 
 
 def digest_variants() -> Variants:

@@ -48,11 +48,12 @@ def plan(
     step_plan_triton.launch(table, control, rows, num_rows, page_size, mask_token_id, shift)
 
 
-def sample(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
+def sample(logits: Tensor, s: RowSampling, mask_token_id: int, *, top_k_first: bool) -> Candidates:
     counters = (s.seed, s.position, s.denoise_count, s.answer_index)
     settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
     shape = sampling_shape(logits.shape[1], 128)
-    return Candidates(*sampling_triton.launch(logits, *settings, mask_token_id, shape))
+    found = sampling_triton.launch(logits, *settings, mask_token_id, shape, top_k_first=top_k_first)
+    return Candidates(*found)
 
 
 def batch_of(step: device_step.DeviceStep, num_rows: int, max_context: int) -> AttentionBatch:

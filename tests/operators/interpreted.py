@@ -87,7 +87,7 @@ def sampling_checks() -> Iterator[tuple[str, Check]]:
     for name in PLAIN:
         # Two chunks of 32 to a segment.
         yield name, partial(check_sampling, name, OPS, 300)
-    for name in FILTERED:
+    for name in [*FILTERED, *sampling.TOP_K_FIRST]:
         yield name, partial(check_sampling, name, FILTER_OPS, 70)
     yield "gumbel_of_every_kind_of_uniform", check_gumbel
 
@@ -132,7 +132,8 @@ GROUPS = {
 
 
 def check_sampling(name: str, ops: Operators, vocab_size: int) -> None:
-    sampling.check([replace(sampling.CASES[name], rows=1)], ops, torch.float32, vocab_size)
+    case = (sampling.CASES | sampling.TOP_K_FIRST)[name]
+    sampling.check([replace(case, rows=1)], ops, torch.float32, vocab_size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

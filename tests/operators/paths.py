@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,20 @@ from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
 
 Pair = tuple[Tensor, Tensor]
+
+
+class Sample(Protocol):
+    """`sample_confidence` or what stands for it."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        sampling: RowSampling,
+        mask_token_id: int,
+        /,
+        *,
+        top_k_first: bool = False,
+    ) -> Candidates: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +67,7 @@ class Operators:
     swiglu: Callable[[Tensor], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     load_kv: Callable[[Tensor, Tensor, Tensor], Pair]
-    sample_confidence: Callable[[Tensor, RowSampling, int], Candidates]
+    sample_confidence: Sample
 
 
 def public(device: torch.device) -> Operators:
@@ -122,11 +137,15 @@ def triton_kernels(device: torch.device, *, max_chunk: int = 8192) -> Operators:
         k_cache, v_cache, slots = cache
         return rotary_triton.launch(q, k, table, positions, (v, k_cache, v_cache, slots))
 
-    def sample_confidence(logits: Tensor, s: RowSampling, mask_token_id: int) -> Candidates:
+    def sample_confidence(
+        logits: Tensor, s: RowSampling, mask_token_id: int, *, top_k_first: bool = False
+    ) -> Candidates:
         counters = (s.seed, s.position, s.denoise_count, s.answer_index)
         settings = (s.temperature, s.top_p, s.top_k, counters, s.score)
         shape = sampling_shape(logits.shape[1], max_chunk)
-        found = sampling_triton.launch(logits, *settings, mask_token_id, shape)
+        found = sampling_triton.launch(
+            logits, *settings, mask_token_id, shape, top_k_first=top_k_first
+        )
         return Candidates(*found)
 
     return Operators(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Case:
     score: ScoreCode = ScoreCode.CONFIDENCE
     logits: str = "normal"
     rows: int = 4
+    top_k_first: bool = False
 
 
 CASES = {
@@ -56,6 +57,29 @@ CASES = {
     "top_p_and_top_k": Case(top_p=0.8, top_k=7, temperature=1.5, score=ScoreCode.NEG_ENTROPY),
     "filters_with_minus_inf": Case(top_p=0.9, top_k=9, temperature=1, logits="half_minus_inf"),
 }
+TOP_K_FIRST = {
+    f"{name}_top_k_first": replace(case, top_k_first=True)
+    for name, case in CASES.items()
+    if name.startswith(("greedy", "top_", "filters_"))
+} | {
+    "top_k_first_as_sdar": Case(top_p=0.95, top_k=20, temperature=0.6, top_k_first=True),
+    "top_k_first_keeps_less": Case(
+        top_p=0.7, top_k=4, score=ScoreCode.NEG_ENTROPY, top_k_first=True
+    ),
+    "top_k_first_in_equals": Case(
+        top_p=0.5, top_k=11, logits="all_equal", score=ScoreCode.NEG_ENTROPY, top_k_first=True
+    ),
+    "top_k_first_among_ties": Case(
+        top_p=0.6, top_k=9, logits="ties", score=ScoreCode.NEG_ENTROPY, top_k_first=True
+    ),
+    "top_k_first_of_fewer": Case(
+        top_p=0.8, top_k=5, logits="one_finite", temperature=1, top_k_first=True
+    ),
+    "top_k_first_with_minus_inf": Case(
+        top_p=0.8, top_k=60, logits="half_minus_inf", top_k_first=True
+    ),
+}
+"""The order of SDAR, a property of a whole call and not of a row."""
 
 
 def check(cases: list[Case], ops: Operators, dtype: torch.dtype, vocab_size: int) -> None:
@@ -64,8 +88,10 @@ def check(cases: list[Case], ops: Operators, dtype: torch.dtype, vocab_size: int
     logits = torch.cat([make_logits(case, vocab_size, generator) for case in cases]).to(dtype)
     sampling = make_sampling(cases, generator)
     poisoned = logits.to(ops.device)
-    found = ops.sample_confidence(poisoned, to_device(sampling, ops.device), MASK)
-    wanted = sample_confidence_ref(logits, sampling, MASK)
+    (first,) = {case.top_k_first for case in cases}
+    settings = to_device(sampling, ops.device)
+    found = ops.sample_confidence(poisoned, settings, MASK, top_k_first=first)
+    wanted = sample_confidence_ref(logits, sampling, MASK, top_k_first=first)
     assert torch.equal(poisoned.cpu(), logits), "the logits were written to"
     assert found.token.dtype == torch.int64
     assert found.token.tolist() == wanted.token.tolist()

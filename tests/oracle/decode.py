@@ -173,7 +173,12 @@ def _dense(model: RawModel, settings: Settings, *, origin: int, block_size: int)
         rows: torch.Tensor = logits(model, token_ids, visible(len(token_ids), origin, block_size))
         return {
             position: candidate(
-                rows[position - model.shifts], settings, model.mask_token_id, position, count
+                rows[position - model.shifts],
+                settings,
+                model.mask_token_id,
+                position,
+                count,
+                top_k_first=model.family == "sdar",
             )
             for position, count in wanted.items()
         }

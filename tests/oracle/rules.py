@@ -113,6 +113,8 @@ def choose(block: Block, candidates: dict[int, Candidate], settings: Settings) -
     ]
     if settings.algorithm == "d2f":
         return above or (best(candidates, 1) if block.full else [])
+    if settings.remasking == "entropy_bounded":
+        return within_entropy(candidates, settings.entropy_bound)
     share = step_share(block, settings)
     if settings.remasking == "sequential":
         return sorted(candidates)[:share]
@@ -126,10 +128,22 @@ def best(candidates: dict[int, Candidate], count: int) -> list[int]:
     return sorted(candidates, key=lambda p: (-candidates[p].score, p))[:count]
 
 
+def within_entropy(candidates: dict[int, Candidate], bound: float) -> list[int]:
+    """Positions of the lowest entropies, as many as together stay below the bound in fp32, and one
+    at least. Scores are negative entropies."""
+    ranked = best(candidates, len(candidates))
+    total, below = 0.0, 0
+    for position in ranked:
+        total -= candidates[position].score
+        below += bool(total < np.float32(bound))
+    return ranked[: max(below, 1)]
+
+
 def step_share(block: Block, settings: Settings) -> int:
     """How many tokens of the block the schedule wants in this step."""
-    steps = settings.denoising_steps or block.end - block.start
-    shares = [block.births // steps + (t < block.births % steps) for t in range(steps)]
+    size = block.end - block.start
+    steps = settings.denoising_steps or size
+    shares = [size // steps + (t < size % steps) for t in range(steps)]
     return max(shares[min(block.denoise_count, steps - 1)], 1)
 
 

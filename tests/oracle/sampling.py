@@ -56,13 +56,19 @@ def forbid(row: Tensor, mask_token_id: int) -> Tensor:
 
 
 def candidate(
-    row: Tensor, settings: Settings, mask_token_id: int, position: int, denoise_count: int
+    row: Tensor,
+    settings: Settings,
+    mask_token_id: int,
+    position: int,
+    denoise_count: int,
+    *,
+    top_k_first: bool = False,
 ) -> Candidate:
     """Candidate for one position from its logits [V]."""
     row = forbid(row, mask_token_id)
     if settings.temperature > 0:
         row = row / settings.temperature
-    kept = _filtered(row, settings)
+    kept = _filtered(row, settings, top_k_first)
     probability = kept.softmax(dim=-1)
     if settings.temperature > 0:
         noise = gumbel(
@@ -79,11 +85,14 @@ def candidate(
     return Candidate(token, confidence, _score(probability, confidence, settings))
 
 
-def _filtered(row: Tensor, settings: Settings) -> Tensor:
-    """-inf for what top-p, then top-k drop; equal logits count in the order of their ids."""
+def _filtered(row: Tensor, settings: Settings, top_k_first: bool) -> Tensor:
+    """-inf for what top-p, then top-k drop, or top-k and then top-p of the rest; equal logits count
+    in the order of their ids."""
     if settings.top_p >= 1 and settings.top_k == 0:
         return row
     order = sorted(range(len(row)), key=lambda token: (-float(row[token]), token))
+    if top_k_first and settings.top_k > 0:
+        order = order[: settings.top_k]
     probability = row[order].softmax(dim=-1)
     keep = len(order)
     if settings.top_p < 1:
@@ -101,10 +110,11 @@ def _first_largest(row: Tensor) -> int:
 
 
 def _score(probability: Tensor, confidence: float, settings: Settings) -> float:
-    if settings.score == "margin":
+    score = "neg_entropy" if settings.remasking == "entropy_bounded" else settings.score
+    if score == "margin":
         first, second = probability.sort(descending=True).values[:2].tolist()
         return float(first - second)
-    if settings.score == "neg_entropy":
+    if score == "neg_entropy":
         held = probability[probability > 0]
         return float((held * held.log()).sum())
     return confidence

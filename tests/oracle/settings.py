@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Score = Literal["confidence", "margin", "neg_entropy"]
-Remasking = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
+Remasking = Literal[
+    "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class Settings:
     full_activation_threshold: float = 0.95
     remasking: Remasking = "low_confidence_dynamic"
     denoising_steps: int | None = None
+    entropy_bound: float = 0.35
     tokens_per_step: int = 1
 
 

@@ -154,15 +154,15 @@ def case_full_counts_masks_at_birth() -> None:
 
 
 def case_schedule_spreads_masks_evenly() -> None:
-    """Five masks over three steps are 2, 2, 1; a sixth step would still write one."""
+    """Eight positions over three steps are 3, 3, 2, also where a prompt has three of them."""
     knobs: Knobs = {"algorithm": "block_diffusion", "denoising_steps": 3, "max_tokens": 5}
     static = run([], prompt=range(3), origin=0, block=8, remasking="sequential", **knobs)
-    assert [list(step.writes) for step in static.steps] == [[3, 4], [5, 6], [7]]
+    assert [list(step.writes) for step in static.steps] == [[3, 4, 5], [6, 7]]
     scores = {3: (13, 0.1), 4: (14, 0.4), 5: (15, 0.2), 6: (16, 0.45), 7: (17, 0.3)}
     best = run(
         [scores] * 3, prompt=range(3), origin=0, block=8, remasking="low_confidence_static", **knobs
     )
-    assert [list(step.writes) for step in best.steps] == [[6, 4], [7, 5], [3]]
+    assert [list(step.writes) for step in best.steps] == [[6, 4, 7], [5, 3]]
 
 
 def case_dynamic_takes_all_that_pass_if_they_suffice() -> None:
@@ -174,6 +174,14 @@ def case_dynamic_takes_all_that_pass_if_they_suffice() -> None:
     assert list(none_passes.steps[0].writes) == [3]
     short = run([sure(5), {}], **knobs)
     assert [sorted(step.writes) for step in short.steps] == [[3, 5], [4, 6]]
+
+
+def case_entropies_are_bounded_together() -> None:
+    knobs: Knobs = {"algorithm": "block_diffusion", "denoising_steps": 4, "max_tokens": 4}
+    scores = {3: (13, -0.25), 4: (14, -0.5), 5: (15, -0.125), 6: (16, -0.5)}
+    for bound, writes in ((0.0, [5]), (0.375, [5]), (0.4, [5, 3]), (1.0, [5, 3, 4])):
+        found = run([scores], remasking="entropy_bounded", entropy_bound=bound, **knobs)
+        assert list(found.steps[0].writes) == writes
 
 
 def case_block_diffusion_has_one_block_in_flight() -> None:

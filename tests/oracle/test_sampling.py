@@ -85,6 +85,17 @@ def test_filters_renormalise(knobs: dict[str, float], confidence: float) -> None
     assert found.confidence == pytest.approx(confidence, abs=1e-6)
 
 
+def test_top_p_is_of_what_top_k_left_where_that_comes_first() -> None:
+    """0.4 is less than 0.55 of all, so that one more is kept, and more than 0.55 of the 0.7 that
+    two hold.
+    """
+    row = torch.tensor([math.log(p) for p in (0.4, 0.3, 0.2, 0.1)] + [50.0])
+    for top_k_first, confidence in ((False, 0.4 / 0.7), (True, 1.0)):
+        settings = Settings(top_p=0.55, top_k=2)
+        found = candidate(row, settings, MASK, 5, 0, top_k_first=top_k_first)
+        assert found.confidence == pytest.approx(confidence, abs=1e-6)
+
+
 def test_temperature_comes_before_top_p() -> None:
     """At temperature 0.5 the square of the odds: 0.64 / 0.68 alone reaches 0.9."""
     found = draw([0.8, 0.1, 0.1, 1e-9], temperature=0.5, top_p=0.9)

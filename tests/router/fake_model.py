@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord
 from effuse.router.chat_template import ChatTemplate
 from effuse.router.detokenizer import AnswerText
@@ -64,7 +65,9 @@ def model_info(name: str = "fake") -> ModelInfo:
         mask_token_id=MASK,
         eos_token_ids=(EOS,),
         prompt_attention="causal_blocks",
-        default_algorithm="d2f",
+        defaults=DecodingDefaults(
+            settings=DecodeSettings(algorithm="d2f", denoising_steps=BLOCK_SIZE)
+        ),
     )
 
 

@@ -244,6 +244,10 @@ def test_models_are_listed_and_described() -> None:
         found = (await fleet.models.GetModel(model_pb2.GetModelRequest(name="b"))).model
         assert (found.decode_workers, found.prefill_workers, found.mask_token_id) == (1, 1, MASK)
         assert found.default_algorithm == pb.ALGORITHM_D2F
+        defaults = found.defaults
+        assert (defaults.decoding.algorithm, defaults.decoding.window) == (pb.ALGORITHM_D2F, 4)
+        assert not defaults.decoding.HasField("denoising_steps")  # which is not D2F's
+        assert defaults.sampling.HasField("temperature") and defaults.max_tokens == 256
         unknown = fleet.models.GetModel(model_pb2.GetModelRequest(name="d"))
         assert type(await failure(unknown)) is errors.NotFound
         several = await failure(ask(fleet))

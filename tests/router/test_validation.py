@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from router.fake_model import BLOCK_SIZE, EOS, MASK, MAX_MODEL_LEN, PAD, VOCAB_SIZE, model_info
 
+from effuse.config.decoding import DecodeSettings, DecodingDefaults, Sampling
+from effuse.placement.records import ModelInfo
 from effuse.protos.errors import InvalidRequest
 from effuse.router.findings import Findings, check_model_name, check_request_id
 from effuse.router.validation import Asked, fit, validate
@@ -131,8 +133,8 @@ BAD: dict[str, tuple[Change, str, str]] = {
     ),
     "87 length with d2f": (decoding(block_length=8), "decoding.block_length", "unset with d2f"),
     "87 an order of another algorithm": (
-        decoding(algorithm=2, remasking=5), "decoding.remasking",
-        "low_confidence_static, sequential with block_diffusion, got random"
+        decoding(algorithm=2, remasking=6), "decoding.remasking",
+        "sequential, entropy_bounded with block_diffusion, got random"
     ),
     "88 a canvas of a block-causal model": (
         decoding(algorithm=3), "decoding.algorithm", "d2f or block_diffusion for a model whose"
@@ -220,6 +222,45 @@ def test_defaults_are_resolved() -> None:
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0, 1, 0)
     assert asked.stop_token_ids == (EOS,)
     assert asked.max_tokens is None
+
+
+def sdar_like() -> ModelInfo:
+    return msgspec.structs.replace(
+        model_info(),
+        defaults=DecodingDefaults(
+            settings=DecodeSettings(
+                algorithm="block_diffusion", denoising_steps=2, confidence_threshold=0.85
+            ),
+            sampling=Sampling(temperature=0.5, top_p=0.75, top_k=20),
+            max_tokens=100,
+        ),
+    )
+
+
+def test_a_models_own_defaults_are_taken_one_by_one() -> None:
+    request = good()
+    asked = validate(request, sdar_like(), is_stream=True)
+    assert asked.settings == sdar_like().defaults.settings
+    assert asked.sampling == sdar_like().defaults.sampling
+    assert fit(10, asked.max_tokens, sdar_like()) == 100
+    sampling(temperature=0.0, seed=3)(request)
+    decoding(denoising_steps=1, remasking=3)(request)
+    stopping(max_tokens=120)(request)
+    asked = validate(request, sdar_like(), is_stream=True)
+    assert asked.sampling == Sampling(temperature=0.0, top_p=0.75, top_k=20, seed=3)
+    assert (asked.settings.denoising_steps, asked.settings.remasking) == (1, "sequential")
+    assert asked.settings.confidence_threshold == pytest.approx(0.85)
+    assert fit(10, asked.max_tokens, sdar_like()) == 120
+
+
+def test_another_algorithm_takes_its_own_defaults() -> None:
+    request = good()
+    decoding(algorithm=1)(request)
+    settings = validate(request, sdar_like(), is_stream=True).settings
+    assert settings == DecodeSettings(algorithm="d2f", denoising_steps=BLOCK_SIZE)
+    decoding(denoising_steps=2)(request)
+    with pytest.raises(InvalidRequest, match=r"decoding\.denoising_steps"):
+        validate(request, sdar_like(), is_stream=True)
 
 
 def test_what_is_set_is_kept_zeros_too() -> None:
@@ -321,7 +362,7 @@ def test_settings_of_a_canvas_are_resolved() -> None:
     settings = validate(request, BIDIRECTIONAL, is_stream=True).settings
     assert (settings.remasking, settings.block_length) == ("low_confidence", BLOCK_SIZE)
     assert (settings.steps, settings.cfg_scale, settings.is_canvas) == (0, 0.0, True)
-    decoding(remasking=5, block_length=64, steps=7, cfg_scale=1.5, logits_eos_inf=True)(request)
+    decoding(remasking=6, block_length=64, steps=7, cfg_scale=1.5, logits_eos_inf=True)(request)
     settings = validate(request, BIDIRECTIONAL, is_stream=True).settings
     assert (settings.remasking, settings.block_length, settings.steps) == ("random", 64, 7)
     assert (settings.cfg_scale, settings.logits_eos_inf) == (1.5, True)

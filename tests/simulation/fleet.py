@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Load, ModelInfo, Role, WorkerRecord, encode
 from effuse.worker.messages import CoreEvent
@@ -52,7 +53,9 @@ def record_of(
             mask_token_id=MASK,
             eos_token_ids=(),
             prompt_attention=model.prompt_attention,
-            default_algorithm="d2f",
+            defaults=DecodingDefaults(
+                settings=DecodeSettings(algorithm="d2f", denoising_steps=BLOCK)
+            ),
         ),
         capacity=Capacity(
             total_pages=sizes.prefill_pages if role == "prefill" else sizes.decode_pages,

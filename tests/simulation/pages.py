@@ -17,7 +17,8 @@ from effuse.kvtransfer.digest import DigestJob, PieceDigests
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import PagePool, PageState
-from effuse.models.config import Architecture, ModelConfig
+from effuse.models.config import ModelConfig
+from effuse.models.families import Architecture
 from effuse.models.part import Part, PartResult
 
 from .clock import Action, Clock, Violation

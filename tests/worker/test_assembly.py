@@ -39,7 +39,7 @@ def test_every_layer_of_a_forward_is_a_sign_of_life(tmp_path: Path, role: Role) 
     hours = count(step=3600.0)
     pulse = Pulse(told.append, now=lambda: next(hours))  # each layer takes long enough to be told
     config = WorkerConfig(model=path, device="cpu", num_pages=4)
-    parts = assemble(config, "life-1", role, "d2f", pulse)
+    parts = assemble(config, "life-1", role, None, pulse)
     assert [beat.marks for beat in told] == list(range(1, parts.model.config.num_layers + 1))
     warm_up(parts.runner, 8)
     assert len(told) == 2 * parts.model.config.num_layers

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 
+from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load, ModelInfo
 from effuse.worker.config import WorkerConfig
@@ -38,7 +39,7 @@ MODEL = ModelInfo(
     mask_token_id=1,
     eos_token_ids=(2,),
     prompt_attention="causal_blocks",
-    default_algorithm="d2f",
+    defaults=DecodingDefaults(settings=DecodeSettings(algorithm="d2f", denoising_steps=4)),
 )
 ONE = AttemptId("r", 1, "t1")
 START = StartPrefill(attempt=ONE, prompt_token_ids=(1, 2))

@@ -23,6 +23,7 @@ class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMASKING_LOW_CONFIDENCE_DYNAMIC: _ClassVar[Remasking]
     REMASKING_LOW_CONFIDENCE_STATIC: _ClassVar[Remasking]
     REMASKING_SEQUENTIAL: _ClassVar[Remasking]
+    REMASKING_ENTROPY_BOUNDED: _ClassVar[Remasking]
     REMASKING_LOW_CONFIDENCE: _ClassVar[Remasking]
     REMASKING_RANDOM: _ClassVar[Remasking]
 
@@ -72,6 +73,7 @@ REMASKING_UNSPECIFIED: Remasking
 REMASKING_LOW_CONFIDENCE_DYNAMIC: Remasking
 REMASKING_LOW_CONFIDENCE_STATIC: Remasking
 REMASKING_SEQUENTIAL: Remasking
+REMASKING_ENTROPY_BOUNDED: Remasking
 REMASKING_LOW_CONFIDENCE: Remasking
 REMASKING_RANDOM: Remasking
 SCORE_UNSPECIFIED: Score
@@ -172,7 +174,7 @@ class StoppingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class DecodingParams(_message.Message):
-    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache")
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +192,7 @@ class DecodingParams(_message.Message):
     EPS_FIELD_NUMBER: _ClassVar[int]
     ALG_TEMP_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
     algorithm: Algorithm
     window: int
     confidence_threshold: float
@@ -207,7 +210,8 @@ class DecodingParams(_message.Message):
     eps: float
     alg_temp: float
     cache: Cache
-    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ...) -> None: ...
+    entropy_bound: float
+    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ..., entropy_bound: _Optional[float] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "drafts")

@@ -27,7 +27,7 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 
 class Model(_message.Message):
-    __slots__ = ("name", "architecture", "block_size", "max_model_len", "vocab_size", "mask_token_id", "eos_token_ids", "default_algorithm", "decode_workers", "prefill_workers", "has_chat_template")
+    __slots__ = ("name", "architecture", "block_size", "max_model_len", "vocab_size", "mask_token_id", "eos_token_ids", "default_algorithm", "decode_workers", "prefill_workers", "defaults", "has_chat_template")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Model(_message.Message):
     DEFAULT_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
@@ -49,8 +50,29 @@ class Model(_message.Message):
     default_algorithm: _generation_pb2.Algorithm
     decode_workers: int
     prefill_workers: int
+    defaults: ModelDefaults
     has_chat_template: bool
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_algorithm: _Optional[_Union[_generation_pb2.Algorithm, str]] = ..., decode_workers: _Optional[int] = ..., prefill_workers: _Optional[int] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_algorithm: _Optional[_Union[_generation_pb2.Algorithm, str]] = ..., decode_workers: _Optional[int] = ..., prefill_workers: _Optional[int] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
+
+class ModelDefaults(_message.Message):
+    __slots__ = ("sampling", "decoding", "max_tokens", "sources")
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DECODING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    sampling: _generation_pb2.SamplingParams
+    decoding: _generation_pb2.DecodingParams
+    max_tokens: int
+    sources: _containers.RepeatedCompositeFieldContainer[DefaultSource]
+    def __init__(self, sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[_generation_pb2.DecodingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[DefaultSource, _Mapping]]] = ...) -> None: ...
+
+class DefaultSource(_message.Message):
+    __slots__ = ("knob", "source")
+    KNOB_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    knob: str
+    source: str
+    def __init__(self, knob: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")

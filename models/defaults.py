@@ -1,0 +1,121 @@
+"""What a checkpoint decodes with where a request leaves a knob out, and where each value is from.
+
+A flag goes first, then generation_config.json, then the family's own code (`families.py`); what
+none of them says is effuse's own, and greedy. Reads files of a few hundred bytes and no weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+
+from effuse.config.decoding import (
+    MAX_TOKENS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Algorithm,
+    Bounds,
+    DecodeSettings,
+    DecodingDefaults,
+    Sampling,
+)
+from effuse.models.config import ModelConfig
+from effuse.models.config_keys import ConfigKeys
+from effuse.models.families import family_of
+
+GENERATION_CONFIG: Final = "generation_config.json"
+_ALGORITHMS: Final[tuple[Algorithm, ...]] = get_args(Algorithm)
+_SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
+
+
+def read_defaults(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    algorithm: Algorithm | None = None,
+    adapted: bool = False,
+) -> DecodingDefaults:
+    """The defaults of a checkpoint whose config.json was read as `config`.
+
+    `algorithm` is one that somebody asked for, `adapted` whether an adapter is merged into the
+    weights. Raises CheckpointError for a value of generation_config.json that cannot be used,
+    naming its key.
+    """
+    path = directory / GENERATION_CONFIG
+    keys = ConfigKeys.read(path) if path.exists() else ConfigKeys(path, {})
+    sources: dict[str, str] = {}
+    family = family_of(config.architecture)
+    stated_size = ConfigKeys.read(directory / "config.json").values.get("block_size")
+    if stated_size is None and config.block_size == family.block_size:
+        sources["block_size"] = f"{family.origin}, as config.json states none"
+    settings = _settings(keys, config, algorithm, adapted, sources)
+    sampling, max_tokens = _sampling(keys), _number(keys, "max_new_tokens", MAX_TOKENS)
+    stated = {} if max_tokens is None else {"max_tokens": int(max_tokens)}
+    sources |= dict.fromkeys([*sampling, *stated], GENERATION_CONFIG)
+    return DecodingDefaults(
+        settings=settings,
+        sampling=Sampling(**sampling),
+        sources=tuple(sources.items()),
+        **stated,
+    )
+
+
+def _settings(
+    keys: ConfigKeys,
+    config: ModelConfig,
+    asked: Algorithm | None,
+    adapted: bool,
+    sources: dict[str, str],
+) -> DecodeSettings:
+    """The algorithm and its knobs; what they are from is added to `sources`."""
+    family = family_of(config.architecture)
+    own, source = family.algorithm, family.origin
+    if asked is not None:
+        own, source = asked, "--default-algorithm"
+    elif keys.values.get("algorithm") is not None:
+        own, source = _algorithm(keys), GENERATION_CONFIG
+    elif adapted:
+        own, source = family.adapted_algorithm, "the adapter"
+    sources["algorithm"] = source
+    settings = DecodeSettings(algorithm=own, denoising_steps=config.block_size)
+    if own != family.algorithm:
+        return settings
+    knobs = {"confidence_threshold": family.confidence_threshold}
+    if own == "block_diffusion":
+        knobs |= {"denoising_steps": config.block_size}
+    sources |= dict.fromkeys(knobs, family.origin)
+    return msgspec.structs.replace(settings, **knobs)
+
+
+def _algorithm(keys: ConfigKeys) -> Algorithm:
+    """A key of ours: which algorithm a checkpoint was tuned for, where that is not its family's."""
+    stated = keys.text("algorithm")
+    for known in _ALGORITHMS:
+        if stated == known:
+            return known
+    accepted = ", ".join(_ALGORITHMS)
+    raise keys.error("algorithm", f"expected one of {accepted}, found {stated!r}")
+
+
+def _sampling(keys: ConfigKeys) -> dict[str, Any]:
+    """What the file says of sampling; without sampling, by its own word, decoding is greedy."""
+    if keys.values.get("do_sample") is False:
+        return {"temperature": 0.0}
+    found = {name: _number(keys, name, bounds) for name, bounds in _SAMPLING.items()}
+    stated = {name: value for name, value in found.items() if value is not None}
+    if keys.values.get("do_sample") is True:
+        stated.setdefault("temperature", 1.0)  # as transformers reads it
+    return stated
+
+
+def _number(keys: ConfigKeys, key: str, bounds: Bounds) -> float | None:
+    value = keys.values.get(key)
+    if value is None:
+        return None
+    kinds = int if bounds.is_whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or value not in bounds:
+        raise keys.error(key, f"expected {bounds.form}, found {value!r}")
+    return value

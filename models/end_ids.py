@@ -1,0 +1,63 @@
+"""Which token ids end an answer, as a checkpoint's files say it.
+
+config.json and generation_config.json name ids, and all that they name count. Where neither does,
+tokenizer_config.json names the end by its text, and the tokenizer's own list has its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
+
+
+def end_ids(
+    directory: Path, config: ConfigKeys, otherwise: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """At least one id, those of config.json first; `otherwise` where no file names one. Raises
+    CheckpointError naming the files where there is none then, either."""
+    named = [*config.token_ids("eos_token_id", required=False)]
+    path = directory / "generation_config.json"
+    if path.exists():
+        named += ConfigKeys.read(path).token_ids("eos_token_id", required=False)
+    if not named:
+        named += _of_tokenizer(directory) or otherwise
+    if not named:
+        raise config.error(
+            "eos_token_id",
+            "missing; expected a token id here or in generation_config.json, "
+            "or an eos_token in tokenizer_config.json",
+        )
+    return tuple(dict.fromkeys(named))
+
+
+def _of_tokenizer(directory: Path) -> list[int]:
+    """The id of tokenizer_config.json's eos_token; empty where it names none."""
+    path = directory / "tokenizer_config.json"
+    if not path.exists():
+        return []
+    config = read_json_object(path)
+    stated = config.get("eos_token")
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    if text is None:
+        return []
+    for token, content in _added_tokens(directory, config):
+        if content == text:
+            return [token]
+    raise CheckpointError(
+        f"{path}: eos_token: {text!r} has no id in added_tokens_decoder or in tokenizer.json"
+    )
+
+
+def _added_tokens(directory: Path, config: dict[str, object]) -> Iterator[tuple[int, object]]:
+    """Ids and texts of the tokens that stand beside the vocabulary."""
+    decoder = config.get("added_tokens_decoder")
+    for token, entry in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(entry, dict) and str(token).isdecimal():
+            yield int(token), entry.get("content")
+    path = directory / "tokenizer.json"
+    added = read_json_object(path).get("added_tokens") if path.exists() else None
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("id"), int):
+            yield entry["id"], entry.get("content")

@@ -1,0 +1,152 @@
+"""The families of published checkpoints: which are served, what is missing for the others.
+
+A family is known by what its config.json calls itself, and that is read before anything else. Here
+are tables and no reading of sizes: a family that is served has a reader in `config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from effuse.config.decoding import Algorithm
+from effuse.models.config_keys import ConfigKeys
+
+Architecture = Literal["sdar", "dream", "llada", "sdar_moe", "llada2_moe", "llada_moe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family that is served, with what its authors' code takes where no file says otherwise."""
+
+    architecture: Architecture
+    model_types: tuple[str, ...]  # as config.json writes them, in lower case
+    classes: tuple[str, ...]  # what config.json's `architectures` may name
+    block_size: int  # of a checkpoint that states none
+    algorithm: Algorithm  # of a checkpoint that states none and has no adapter
+    adapted_algorithm: Algorithm  # with an adapter: those published for the family are D2F's
+    confidence_threshold: float
+    top_k_first: bool  # and top-p of what is kept; else the other way round
+    has_experts: bool = False
+    end_ids: tuple[int, ...] = ()  # of a checkpoint whose files name none
+    origin: str  # where these values are from, as people are told
+
+
+# generate.py of github.com/JetAstra/SDAR; the evaluation of D2F (arXiv 2508.09192), in whose blocks
+# Dream and LLaDA are decoded.
+FAMILIES: Final = (
+    Family(
+        architecture="sdar",
+        model_types=("sdar",),
+        classes=("SDARForCausalLM",),
+        block_size=4,
+        algorithm="block_diffusion",
+        adapted_algorithm="block_diffusion",
+        confidence_threshold=0.85,
+        top_k_first=True,
+        origin="SDAR's generate.py",
+    ),
+    Family(
+        architecture="sdar_moe",
+        has_experts=True,
+        model_types=("sdar_moe",),
+        classes=("SDARMoeForCausalLM",),
+        block_size=4,
+        algorithm="block_diffusion",
+        adapted_algorithm="block_diffusion",
+        confidence_threshold=0.85,
+        top_k_first=True,
+        origin="SDAR's generate.py",
+    ),
+    Family(
+        architecture="llada2_moe",
+        has_experts=True,
+        model_types=("llada2_moe",),
+        classes=("LLaDA2MoeModelLM",),
+        block_size=32,
+        algorithm="block_diffusion",
+        adapted_algorithm="block_diffusion",
+        confidence_threshold=0.95,
+        top_k_first=True,
+        end_ids=(156892,),
+        origin="LLaDA2's generate",
+    ),
+    Family(
+        architecture="dream",
+        model_types=("dream",),
+        classes=("DreamModel",),
+        block_size=32,
+        algorithm="d2f",
+        adapted_algorithm="d2f",
+        confidence_threshold=0.9,
+        top_k_first=False,
+        origin="D2F's evaluation",
+    ),
+    Family(
+        architecture="llada",
+        model_types=("llada",),
+        classes=("LLaDAModelLM",),
+        block_size=32,
+        algorithm="d2f",
+        adapted_algorithm="d2f",
+        confidence_threshold=0.9,
+        top_k_first=False,
+        origin="D2F's evaluation",
+    ),
+    Family(
+        architecture="llada_moe",
+        has_experts=True,
+        model_types=("llada", "lladamoe"),
+        classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
+        block_size=32,
+        algorithm="d2f",
+        adapted_algorithm="d2f",
+        confidence_threshold=0.9,
+        top_k_first=False,
+        end_ids=(156892,),
+        origin="D2F's evaluation",
+    ),
+)
+
+_EXPERTS: Final = "layers with a mixture of experts"
+_MANY_PARTS: Final = "an input of images beside text"
+MISSING: Final[Mapping[str, str]] = {
+    "RND1LM": _EXPERTS,
+    "DiffusionGemmaForBlockDiffusion": (
+        f"a canvas of random tokens that is denoised by renoising, and {_EXPERTS}"
+    ),
+    "Fast_dLLM_QwenForCausalLM": "blocks of 32 whose parts of 8 are refined by themselves",
+    "DreamForCausalLM": "Dream's layers with SDAR's blocks and no shift of logits",
+    "StableDiffcoderForCausalLM": "Llama's layers with block diffusion",
+    "NemotronLabsDiffusionModel": "Ministral's layers, which scale queries by their position",
+    "WeDLMForCausalLM": "causal attention over positions that are put in another order",
+    "MMadaModelLM": _MANY_PARTS,
+}
+"""What is missing for families that are known and not served, by the class that config.json
+names."""
+
+
+def family_of(architecture: Architecture) -> Family:
+    """The family whose config.json was read."""
+    return next(family for family in FAMILIES if family.architecture == architecture)
+
+
+def find_family(keys: ConfigKeys) -> Family:
+    """The family that a config.json names. Raises CheckpointError in one line that names the model
+    and what is missing; nothing but `model_type` and `architectures` was read then."""
+    model_type = keys.text("model_type")
+    classes = keys.strings("architectures", required=False)
+    has_experts = bool(keys.values.get("num_experts"))
+    for family in FAMILIES:
+        if model_type.lower() not in family.model_types:
+            continue
+        if not set(classes).isdisjoint(family.classes):
+            return family
+        if not classes and family.has_experts == has_experts:
+            return family
+    missing = next((MISSING[name] for name in classes if name in MISSING), None)
+    called = f"{model_type!r} ({', '.join(classes)})" if classes else repr(model_type)
+    served = ", ".join(f"{one.model_types[0]} ({', '.join(one.classes)})" for one in FAMILIES)
+    why = f"{missing} would be needed" if missing else f"accepted: {served}"
+    raise keys.error("model_type", f"{called} is not served: {why}")

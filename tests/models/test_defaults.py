@@ -1,0 +1,144 @@
+"""What requests take of a checkpoint by default, and that each value names where it is from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import Architecture, write_tiny_checkpoint
+
+import effuse.models
+from effuse.config.decoding import Algorithm, DecodingDefaults
+from effuse.models.config import ModelConfig
+from effuse.models.config_keys import CheckpointError
+from effuse.models.defaults import read_defaults
+
+# As it was published with SDAR-8B-Chat.
+SDAR_GENERATION = {
+    "bos_token_id": 151643,
+    "do_sample": True,
+    "eos_token_id": [7, 8],
+    "pad_token_id": 151643,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "transformers_version": "4.51.0",
+}
+GENERATION, SDAR = "generation_config.json", "SDAR's generate.py"
+
+
+def defaults(
+    path: Path,
+    architecture: Architecture = "sdar",
+    generation: object = None,
+    *,
+    algorithm: Algorithm | None = None,
+    adapted: bool = False,
+) -> DecodingDefaults:
+    write_tiny_checkpoint(path, architecture, block_size=8)
+    if generation is not None:
+        (path / GENERATION).write_text(json.dumps(generation))
+    config = ModelConfig.from_dir(path)
+    return read_defaults(path, config, algorithm=algorithm, adapted=adapted)
+
+
+def test_sdar_decodes_as_its_authors_do(tmp_path: Path) -> None:
+    found = defaults(tmp_path, "sdar", SDAR_GENERATION)
+    settings, sampling = found.settings, found.sampling
+    assert (settings.algorithm, settings.denoising_steps) == ("block_diffusion", 8)
+    assert settings.remasking == "low_confidence_dynamic"
+    assert settings.confidence_threshold == pytest.approx(0.85)
+    assert sampling.temperature == pytest.approx(0.6) and sampling.top_p == pytest.approx(0.95)
+    assert (sampling.top_k, sampling.seed, found.max_tokens) == (20, 0, 256)
+    assert dict(found.sources) == {
+        **dict.fromkeys(("algorithm", "confidence_threshold", "denoising_steps"), SDAR),
+        **dict.fromkeys(("temperature", "top_p", "top_k"), GENERATION),
+    }
+
+
+@pytest.mark.parametrize("architecture", ["dream", "llada"])
+def test_others_decode_with_d2f_and_greedily(tmp_path: Path, architecture: Architecture) -> None:
+    found = defaults(tmp_path, architecture)
+    assert (found.settings.algorithm, found.settings.window) == ("d2f", 4)
+    assert (found.sampling.temperature, found.sampling.top_p, found.sampling.top_k) == (0, 1, 0)
+    assert dict(found.sources)["algorithm"] == "D2F's evaluation"
+
+
+def test_the_bundled_model_says_that_it_is_d2fs() -> None:
+    path = Path(next(iter(effuse.models.__path__))) / "bundled"
+    found = read_defaults(path, ModelConfig.from_dir(path))
+    assert found.settings.algorithm == "d2f" and found.sampling.temperature == 0
+    assert found.settings.confidence_threshold == pytest.approx(0.9)  # D2F's and not SDAR's
+    assert found.sources == (("algorithm", GENERATION),)
+
+
+def test_who_goes_first(tmp_path: Path) -> None:
+    stated = {"algorithm": "d2f"}
+    asked = defaults(tmp_path, "sdar", stated, algorithm="block_diffusion", adapted=True)
+    assert asked.settings.algorithm == "block_diffusion"
+    assert dict(asked.sources)["algorithm"] == "--default-algorithm"
+    assert dict(asked.sources)["confidence_threshold"] == SDAR
+    assert defaults(tmp_path, "sdar", stated).settings.algorithm == "d2f"
+    adapted = defaults(tmp_path, "dream", {}, adapted=True)
+    assert adapted.settings.algorithm == "d2f"
+    assert dict(adapted.sources)["algorithm"] == "the adapter"
+
+
+@pytest.mark.parametrize(
+    ("generation", "temperature"),
+    [
+        ({"do_sample": False, "temperature": 0.7, "top_k": 50}, 0.0),
+        ({"do_sample": True}, 1.0),
+        ({"temperature": 0.25}, 0.25),
+        ({"temperature": None, "top_p": None, "top_k": None}, 0.0),
+    ],
+)
+def test_sampling_as_the_file_says(
+    tmp_path: Path, generation: dict[str, object], temperature: float
+) -> None:
+    found = defaults(tmp_path, "sdar", generation)
+    assert found.sampling.temperature == temperature and found.sampling.top_k == 0
+
+
+def test_the_length_of_an_answer(tmp_path: Path) -> None:
+    found = defaults(tmp_path, "dream", {"max_new_tokens": 768})
+    assert found.max_tokens == 768 and ("max_tokens", GENERATION) in found.sources
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("temperature", -1, "expected a number from 0.001 to 100, or 0 for greedy, found -1"),
+        ("top_p", 1.5, "expected a number above 0, at most 1, found 1.5"),
+        ("top_k", 2.5, "expected an integer from 0"),
+        ("top_k", True, "found True"),
+        ("max_new_tokens", 0, "expected an integer from 1"),
+        ("algorithm", "ar", "expected one of d2f, block_diffusion"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key}: ") as caught:
+        defaults(tmp_path, "sdar", {key: value})
+    assert message in str(caught.value)
+
+
+def test_a_block_size_that_is_not_stated_is_told(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "sdar", block_size=8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["block_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_defaults(tmp_path, ModelConfig.from_dir(tmp_path))
+    assert found.settings.denoising_steps == 4
+    assert dict(found.sources)["block_size"] == f"{SDAR}, as config.json states none"
+    other = read_defaults(tmp_path, ModelConfig.from_dir(tmp_path, block_size=16))
+    assert "block_size" not in dict(other.sources)
+
+
+def test_a_models_values_are_for_its_own_algorithm(tmp_path: Path) -> None:
+    found = defaults(tmp_path, "sdar")
+    assert found.settings_of("block_diffusion", 8) == found.settings
+    other = found.settings_of("d2f", 8)
+    assert other.algorithm == "d2f" and other.confidence_threshold == pytest.approx(0.9)
