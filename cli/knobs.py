@@ -4,12 +4,17 @@ import argparse
 from collections.abc import Callable
 
 from effuse.cli.arguments import text, whole
-from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES, Params
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES, Params
 from effuse.config.decoding import (
+    ALG_TEMP,
+    BLOCK_LENGTH,
+    CFG_SCALE,
     DENOISING_STEPS,
     ENTROPY,
+    EPS,
     MAX_TOKENS,
     SEED,
+    STEPS,
     TEMPERATURE,
     THRESHOLD,
     TOP_K,
@@ -56,13 +61,33 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="force progress here",
     )
     add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
-    add("--remasking", choices=REMASKINGS, help="order of filling (block diffusion)")
+    add("--remasking", choices=REMASKINGS, help="order of filling")
     add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N",
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
     add("--parse-special-tokens", action="store_true", default=None,
         help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
+    _add_canvas_knobs(parser)
+
+
+def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
+    """Flags of algorithms that denoise prompt and answer as one canvas."""
+    add = parser.add_argument
+    add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
+        help="tokens that are denoised together (LLaDA, Fast-dLLM)")  # fmt: skip
+    add("--steps", type=within(STEPS), metavar="N",
+        help="forward passes of the whole answer; 0 takes one a token (LLaDA, Dream)")  # fmt: skip
+    add("--cfg-scale", type=within(CFG_SCALE), metavar="S", help="guidance; 0 is none (LLaDA)")
+    add("--logits-eos-inf", action="store_true", default=None,
+        help="never write an end of sequence (LLaDA)")  # fmt: skip
+    add("--confidence-eos-eot-inf", action="store_true", default=None,
+        help="write ends of sequence last (LLaDA)")  # fmt: skip
+    add("--alg", choices=ALGS, help="what is written at a step (Dream)")
+    add("--eps", type=within(EPS), metavar="T", help="where time ends that begins at 1 (Dream)")
+    add("--alg-temp", type=within(ALG_TEMP), metavar="T",
+        help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
+    add("--cache", choices=CACHES, help="what a block does not compute again (Fast-dLLM)")
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
@@ -102,5 +127,14 @@ def params_from(found: argparse.Namespace) -> Params:
         remasking=found.remasking,
         denoising_steps=found.denoising_steps,
         entropy_bound=found.entropy_bound,
+        block_length=found.block_length,
+        steps=found.steps,
+        cfg_scale=found.cfg_scale,
+        logits_eos_inf=found.logits_eos_inf,
+        confidence_eos_eot_inf=found.confidence_eos_eot_inf,
+        alg=found.alg,
+        eps=found.eps,
+        alg_temp=found.alg_temp,
+        cache=found.cache,
         parse_special_tokens=found.parse_special_tokens,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from effuse.client.chat import Chat
-from effuse.config.decoding import Algorithm, Remasking, Score
+from effuse.config.decoding import Alg, Algorithm, Cache, Remasking, Score
 from effuse.v1 import generation_pb2 as pb
 
 Value = TypeVar("Value")
@@ -17,12 +17,28 @@ Prompt = str | Chat | Sequence[int]
 ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "d2f": pb.ALGORITHM_D2F,
     "block_diffusion": pb.ALGORITHM_BLOCK_DIFFUSION,
+    "llada": pb.ALGORITHM_LLADA,
+    "dream": pb.ALGORITHM_DREAM,
+    "fast_dllm": pb.ALGORITHM_FAST_DLLM,
 }
 REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
     "low_confidence_static": pb.REMASKING_LOW_CONFIDENCE_STATIC,
     "sequential": pb.REMASKING_SEQUENTIAL,
     "entropy_bounded": pb.REMASKING_ENTROPY_BOUNDED,
+    "low_confidence": pb.REMASKING_LOW_CONFIDENCE,
+    "random": pb.REMASKING_RANDOM,
+}
+ALGS: Final[Mapping[Alg, pb.Alg]] = {
+    "origin": pb.ALG_ORIGIN,
+    "maskgit_plus": pb.ALG_MASKGIT_PLUS,
+    "topk_margin": pb.ALG_TOPK_MARGIN,
+    "entropy": pb.ALG_ENTROPY,
+}
+CACHES: Final[Mapping[Cache, pb.Cache]] = {
+    "none": pb.CACHE_NONE,
+    "prefix": pb.CACHE_PREFIX,
+    "dual": pb.CACHE_DUAL,
 }
 SCORES: Final[Mapping[Score, pb.Score]] = {
     "confidence": pb.SCORE_CONFIDENCE,
@@ -51,9 +67,18 @@ class Params:
     block_add_threshold: float | None = None
     full_activation_threshold: float | None = None
     score: Score | None = None
-    remasking: Remasking | None = None  # (block diffusion)
+    remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
     entropy_bound: float | None = None  # in nats (block diffusion, entropy_bounded)
+    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM)
+    steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
+    cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
+    logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)
+    confidence_eos_eot_inf: bool | None = None  # write ends of sequence last (LLaDA)
+    alg: Alg | None = None  # what is written at a step (Dream)
+    eps: float | None = None  # where time ends that begins at 1 (Dream)
+    alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
+    cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
 
@@ -97,6 +122,15 @@ def make_request(
             remasking=_named("remasking", params.remasking, REMASKINGS),
             denoising_steps=params.denoising_steps,
             entropy_bound=params.entropy_bound,
+            block_length=params.block_length,
+            steps=params.steps,
+            cfg_scale=params.cfg_scale,
+            logits_eos_inf=params.logits_eos_inf,
+            confidence_eos_eot_inf=params.confidence_eos_eot_inf,
+            alg=_named("alg", params.alg, ALGS),
+            eps=params.eps,
+            alg_temp=params.alg_temp,
+            cache=_named("cache", params.cache, CACHES),
         ),
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
     )

@@ -13,14 +13,26 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-Algorithm = Literal["d2f", "block_diffusion"]
+Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm"]
 """How blocks are denoised."""
 Remasking = Literal[
-    "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded"
+    "low_confidence_dynamic",
+    "low_confidence_static",
+    "sequential",
+    "entropy_bounded",
+    "low_confidence",
+    "random",
 ]
-"""In which order block diffusion fills masks."""
+"""In which order block diffusion (the first four) and LLaDA (the last two) fill masks."""
+Alg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
+"""What Dream writes at a step: masks by lot, or the best ones by this."""
+Cache = Literal["none", "prefix", "dual"]
+"""What Fast-dLLM keeps of the forward that begins a block: what is before it, and behind it."""
 Score = Literal["confidence", "margin", "neg_entropy"]
 """By what the best mask is chosen where none passes the threshold."""
+
+CANVAS_ALGORITHMS: Final[frozenset[Algorithm]] = frozenset({"llada", "dream", "fast_dllm"})
+"""Those that denoise prompt and answer as one canvas, on a decode worker alone."""
 
 
 class SettingError(ValueError):
@@ -76,6 +88,11 @@ WINDOW: Final = Bounds(1, 64)
 THRESHOLD: Final = Bounds(0.0, 1.0)
 DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
 ENTROPY: Final = Bounds(0.0, 1000.0)  # nats; a block of 64 that knows nothing has about 800
+BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
+STEPS: Final = Bounds(0, 65536, note="; 0 takes one a token")
+CFG_SCALE: Final = Bounds(0.0, 100.0)
+EPS: Final = Bounds(0.0, 1.0)
+ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot")
 
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
 
@@ -106,7 +123,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How blocks are denoised; the knobs of D2F (arXiv 2508.09192) and SDAR, by the names of
+    """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR, LLaDA
+    (arXiv 2502.09992), Dream (arXiv 2508.15487) and Fast-dLLM (arXiv 2505.22618), by the names of
     worker.proto's DecodeSettings.
 
     Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
@@ -122,6 +140,15 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
     entropy_bound: float = 0.35  # nats of masks that are written together (entropy_bounded)
+    block_length: int = 32  # tokens of a canvas that are denoised together
+    steps: int = 0  # forwards that a canvas is spread over, by blocks; 0 takes one a token
+    cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
+    logits_eos_inf: bool = False  # an end-of-sequence id is never written
+    confidence_eos_eot_inf: bool = False  # end-of-sequence ids are written last
+    alg: Alg = "origin"
+    eps: float = 1e-3  # where time ends that begins at 1
+    alg_temp: float = 0.0  # temperature at which the best masks are drawn by lot; 0 draws none
+    cache: Cache = "none"
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -133,6 +160,11 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def ranked_by(self) -> Score:
         """The score that masks need: entropy_bounded adds up entropies, whatever was asked for."""
         return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
+
+    @property
+    def is_canvas(self) -> bool:
+        """Whether prompt and answer are denoised as one canvas that sees all of itself."""
+        return self.algorithm in CANVAS_ALGORITHMS
 
     @property
     def most_active(self) -> int:
@@ -159,7 +191,12 @@ class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
         """The knobs of `algorithm`: a model's values are for its own one, and for that alone."""
         if algorithm == self.settings.algorithm:
             return self.settings
-        return DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
+        settings = DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
+        if not settings.is_canvas:
+            return settings
+        return msgspec.structs.replace(
+            settings, block_length=block_size, remasking="low_confidence"
+        )
 
 
 _SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K, "seed": SEED}
@@ -171,11 +208,18 @@ _SETTINGS: Final = {
     "full_activation_threshold": THRESHOLD,
     "denoising_steps": DENOISING_STEPS,
     "entropy_bound": ENTROPY,
+    "block_length": BLOCK_LENGTH,
+    "steps": STEPS,
+    "cfg_scale": CFG_SCALE,
+    "eps": EPS,
+    "alg_temp": ALG_TEMP,
 }
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "algorithm": get_args(Algorithm),
     "score": get_args(Score),
     "remasking": get_args(Remasking),
+    "alg": get_args(Alg),
+    "cache": get_args(Cache),
 }
 
 

@@ -2,7 +2,8 @@
 
 `open_step` appends and activates and says which rows the forward takes; `apply_step` writes what
 the algorithm chooses, settles blocks in order and says which tokens became final. No torch, no I/O.
-The rules are those of arXiv 2508.09192 (D2F) and of SDAR (block diffusion).
+The rules are those of arXiv 2508.09192 (D2F) and of SDAR (block diffusion). Algorithms that denoise
+prompt and answer as one canvas have steps of their own (`canvas.py`).
 """
 
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class StepPlan:
     num_stored: int
     candidates: IntArray  # absolute positions of all masks, ascending
     denoise_counts: npt.NDArray[np.int64]  # parallel to candidates
+    num_behind: int = 0  # cached tokens behind the rows
+    unstored: range = range(0)  # positions that are left out of the stored ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ def rules_of(settings: DecodeSettings) -> Rules:
             return d2f
         case "block_diffusion":
             return block_diffusion
+        case "llada" | "dream" | "fast_dllm":
+            raise ValueError(f"{settings.algorithm} denoises a canvas: `canvas.py`")
 
 
 def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
@@ -101,7 +106,7 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
 
 def may_append(sequence: Sequence) -> bool:
     """True while blocks remain and no stop id was written."""
-    return sequence.in_flight_end < sequence.last_block_end and not sequence.stop_seen
+    return sequence.may_grow and not sequence.stop_seen
 
 
 def apply_step(

@@ -1,7 +1,7 @@
 """Runs denoise steps on the device: launches one, then reads what became of the one before.
 
 Here requests move into device slots, get pages before the device needs them, and are followed
-through records, one step behind. Prompts are fed from the host, beside the steps.
+through records, one step behind. Prompts and canvases are fed from the host, beside the steps.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,8 @@ class DeviceExecutor:
     runs_ahead = True
 
     def __init__(self, prompts: HostExecutor, stepper: DeviceStepper) -> None:
-        """`prompts` runs what is prefilled; a stepper has as many slots as requests hold pages."""
+        """`prompts` runs what is fed from the host; a stepper has as many slots as requests hold
+        pages."""
         self.counters = prompts.counters
         self._prompts = prompts
         self._stepper = stepper
@@ -63,11 +64,11 @@ class DeviceExecutor:
 
     def launch(self, shares: Sequence[Share]) -> bool:
         """As in `Executor`; requests that were granted rows once take part until they end."""
-        prompts = [share for share in shares if share.request.num_to_prefill]
+        from_host = [share for share in shares if share.request.runs_from_host]
         for share in shares:
-            if not share.request.num_to_prefill:
+            if not share.request.runs_from_host:
                 self._bring_up(share.request)
-        has_prompts = self._prompts.launch(prompts)
+        has_prompts = self._prompts.launch(from_host)
         self._results += self._prompts.read()
         if not self._residents:
             return has_prompts

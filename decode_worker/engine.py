@@ -302,8 +302,7 @@ class DecodeEngine:
 
     def _note_prefilled(self, request: DecodeRequest) -> None:
         """Says once that a locally prefilled prompt is complete."""
-        sequence = request.sequence
-        if not request.is_verified and sequence.committed_len >= sequence.first_block_start:
+        if not request.is_verified and request.has_prompt:
             self._verify(request, 0, 0, 0.0)
 
     def _verify(self, request: DecodeRequest, num_bytes: int, pages: int, handoff_s: float) -> None:

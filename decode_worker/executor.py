@@ -6,11 +6,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
-from effuse.decode_worker import denoise
+from effuse.decode_worker import canvas, denoise
+from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
@@ -152,24 +154,29 @@ class HostExecutor:
         return False
 
     def _run(self, shares: Sequence[Share]) -> list[StepResult]:
-        parts = [_part_of(share) for share in shares]
+        parts = [_parts_of(share) for share in shares]
+        flat = [part for of_share in parts for part in of_share]
         self.counters.steps += 1
-        self.counters.rows += sum(len(part.token_ids) for part in parts)
+        self.counters.rows += sum(len(part.token_ids) for part in flat)
         try:
-            results = self._guard.run(lambda: self._forward.run(parts), len(parts))
+            results = self._guard.run(lambda: self._forward.run(flat), len(shares))
         except ForwardFailed as failure:
             return [Broken(share.request, str(failure), is_retryable=True) for share in shares]
+        firsts = accumulate(map(len, parts[:-1]), initial=0)
         return [
-            _apply(share.request, part, result)
-            for share, part, result in zip(shares, parts, results, strict=True)
+            _apply(share.request, flat[first], results[first])
+            for share, first in zip(shares, firsts, strict=True)
         ]
 
 
-def _part_of(share: Share) -> Part:
+def _parts_of(share: Share) -> list[Part]:
+    """What the forward runs for a request; the first one's results are the request's."""
     request = share.request
+    if request.settings.is_canvas:
+        return canvas_parts(request)
     if request.num_to_prefill:
-        return prefill_part(request, share.num_rows)
-    return denoise_part(request, request.open_step())
+        return [prefill_part(request, share.num_rows)]
+    return [denoise_part(request, request.open_step())]
 
 
 def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult:
@@ -177,13 +184,22 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
     if result.boundary is not None:
         request.boundary = result.boundary
     if request.num_to_prefill:
-        request.sequence.store(part.num_stored)
+        if request.settings.is_canvas:
+            request.cache_of = request.canvas_step().block_start
+        else:
+            request.sequence.store(part.num_stored)
         return Prefilled(request)
     candidates = _candidates_of(result)
     if not candidates.is_finite():
         return Broken(request, NOT_FINITE, is_retryable=False)
     plan = request.close_step()
-    outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
+    if request.settings.is_canvas:
+        step = request.canvas_step()
+        if plan.num_stored:
+            request.cache_of = step.block_start
+        outcome = canvas.apply_step(step, plan, candidates)
+    else:
+        outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
     return Denoised(request, outcome)
 
 

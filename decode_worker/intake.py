@@ -33,7 +33,10 @@ class Intake:
             sampling=message.sampling,
             writer=message.writer,
             drafts=message.drafts,
+            eos_token_ids=self.model.eos_token_ids,
+            shifts=self.model.shift_logits,
         )
+        self._check_canvas(request)
         _check_window(request, self.limits)
         _check_stops(request, self.limits)
         check_fits(request.footprint(), self.limits)
@@ -45,6 +48,15 @@ class Intake:
                 f"denoising_steps must be at most the block size {self.limits.block_size}, "
                 f"got {settings.denoising_steps}"
             )
+
+    def _check_canvas(self, request: DecodeRequest) -> None:
+        name = request.settings.algorithm
+        if not request.settings.is_canvas:
+            return
+        if self.model.prompt_attention != "bidirectional":
+            raise RequestError(f"{name} needs a model whose prompt attends to all of itself")
+        if request.writer is not None:
+            raise RequestError(f"{name} computes prompt and answer together: no prefill worker")
 
     def _sequence(self, message: StartDecode) -> Sequence:
         prompt = message.prompt_token_ids
@@ -63,6 +75,7 @@ class Intake:
             block_size=self.limits.block_size,
             mask_token_id=self.model.mask_token_id,
             stopping=message.stopping,
+            is_canvas=message.settings.is_canvas,
         )
 
     def _check_length(self, prompt_len: int, max_tokens: int) -> None:
@@ -83,6 +96,8 @@ class Intake:
 
 
 def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:
+    if request.settings.is_canvas:
+        return  # all its blocks are in flight at once, in no slot of a device
     most_active = request.settings.most_active
     if most_active > limits.max_window:
         raise RequestError(

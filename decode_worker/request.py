@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from effuse.config.decoding import DecodeSettings, Sampling
-from effuse.decode_worker import denoise
+from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
-from effuse.decode_worker.sequence import Sequence
+from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
+from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import AttemptId, PageRef
 
 
@@ -29,7 +30,10 @@ class DecodeRequest:
     sampling: Sampling
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
+    eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
+    shifts: bool = False  # the model predicts a position from the row before it
     pages: list[PageRef] = field(default_factory=list)
+    cache_of: int | None = None  # start of the generation block that a canvas' pages surround
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
     plan: StepPlan | None = None  # of the step that is opened and not yet applied
     is_verified: bool = False  # the prompt's KV was complete once
@@ -42,8 +46,36 @@ class DecodeRequest:
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens before the blocks in flight whose KV is not stored: prompt and settled text."""
-        return self.sequence.in_flight_start - self.sequence.committed_len
+        """Rows to run before the next denoise step: tokens before the blocks in flight whose KV is
+        not stored, prompt and settled text. All of a canvas that has lost its cache, or none."""
+        if not self.settings.is_canvas:
+            return self.sequence.in_flight_start - self.sequence.committed_len
+        step = self.canvas_step()
+        lacks_cache = self.settings.cache != "none" and not self.has_cache
+        return self.sequence.mask_end if lacks_cache and canvas.is_begun(step) else 0
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether pages hold what surrounds the canvas' current generation block."""
+        return self.cache_of is not None and self.cache_of == self.canvas_step().block_start
+
+    def canvas_step(self) -> CanvasStep:
+        """What decides the canvas' coming step."""
+        canvas.append_blocks(self.sequence)
+        return CanvasStep(self.sequence, self.settings, self.position_noise, self.shifts)
+
+    @property
+    def runs_from_host(self) -> bool:
+        """Whether the host feeds its next forward, also where others denoise on a device."""
+        return self.settings.is_canvas or self.num_to_prefill > 0
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether nothing of the prompt is left to be computed before the first denoise step."""
+        return (
+            self.settings.is_canvas
+            or self.sequence.committed_len >= self.sequence.first_block_start
+        )
 
     @property
     def needs_remote(self) -> bool:
@@ -53,7 +85,10 @@ class DecodeRequest:
     def open_step(self) -> StepPlan:
         """The plan of the coming denoise step; the same one until it is applied."""
         if self.plan is None:
-            self.plan = denoise.open_step(self.sequence, self.settings)
+            if self.settings.is_canvas:
+                self.plan = canvas.open_step(self.canvas_step(), has_cache=self.has_cache)
+            else:
+                self.plan = denoise.open_step(self.sequence, self.settings)
         return self.plan
 
     def close_step(self) -> StepPlan:
@@ -65,6 +100,8 @@ class DecodeRequest:
 
     def pages_to_begin(self, limits: DecodeLimits) -> int:
         """Pages it needs before its first forward here, or before its writer may push."""
+        if self.settings.is_canvas:
+            return limits.pages_for(canvas.num_cached(self.canvas_step()))
         if self.needs_remote:
             return limits.pages_for(self.sequence.first_block_start)
         return limits.pages_for(self.sequence.in_flight_start)
@@ -75,6 +112,8 @@ class DecodeRequest:
         With `runs_ahead` a second step is launched before this one is read, and pages are wanted
         for both.
         """
+        if self.settings.is_canvas:
+            return self._canvas_demand(limits)
         to_prefill = self.num_to_prefill
         if to_prefill:
             return Demand(
@@ -96,9 +135,25 @@ class DecodeRequest:
             pages_wanted=limits.pages_for(end),
         )
 
+    def _canvas_demand(self, limits: DecodeLimits) -> Demand:
+        """A canvas takes part with all rows of its step, or not at all."""
+        rows = self.num_to_prefill
+        if not rows:
+            plan = self.open_step()
+            rows = (plan.end - plan.start) * self._passes
+        return Demand(
+            rows=rows,
+            whole=True,
+            least=0,
+            pages_held=len(self.pages),
+            pages_wanted=limits.pages_for(canvas.num_cached(self.canvas_step())),
+        )
+
     def preempt(self) -> None:
         """Forgets the stored KV; tokens, flags and counters stay."""
         self.pages.clear()
+        if self.settings.is_canvas:
+            self.cache_of = self.plan = None  # a plan that read the cache
         self.boundary = None
         self.sequence.drop_kv()
         self.preemptions += 1
@@ -106,6 +161,8 @@ class DecodeRequest:
     def footprint(self) -> Footprint:
         """The most it can ever need."""
         sequence = self.sequence
+        if self.settings.is_canvas:
+            return canvas.footprint(self.canvas_step(), self._passes)
         num_blocks = (sequence.last_block_end - sequence.first_block_start) // sequence.block_size
         return Footprint(
             prompt_len=sequence.prompt_len,
@@ -115,6 +172,15 @@ class DecodeRequest:
             most_rows=min(self.settings.most_active + 1, num_blocks) * sequence.block_size,
             first_chunk=sequence.origin,
         )
+
+    def position_noise(self, positions: IntArray, step: int) -> FloatArray:
+        """The `PositionNoise` of its seed."""
+        return position_noise(self.sampling.seed, positions, step, 0)
+
+    @property
+    def _passes(self) -> int:
+        """Sequences that a step forwards: with guidance, one beside it whose prompt is masked."""
+        return 2 if self.settings.cfg_scale else 1
 
     def _smallest_chunk(self) -> int:
         """A bidirectional prompt goes in one piece; what follows it, block by block."""

@@ -6,6 +6,7 @@ and when a block settles is decided in `denoise.py`. Masks are a bitmap; no id i
 one. Positions are absolute throughout.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,12 +15,15 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from effuse.config.decoding import Stopping
+from effuse.config.decoding import DecodeSettings, Stopping
 from effuse.worker import messages
 
 IntArray = npt.NDArray[np.int64]
 IndexArray = npt.NDArray[np.intp]
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+PositionNoise = Callable[[IntArray, int], FloatArray]
+"""A uniform number in (0, 1) for each of these positions at this step; always the same one."""
 
 _MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the randomness' counter
 
@@ -95,6 +99,7 @@ class Sequence:
         "blocks",
         "committed_len",
         "final_len",
+        "mask_end",
         "mask_token_id",
         "masked",
         "origin",
@@ -113,7 +118,9 @@ class Sequence:
         block_size: int,
         mask_token_id: int,
         stopping: Stopping,
+        is_canvas: bool = False,
     ) -> None:
+        """On a canvas the last block holds no mask past the answer's end: all would see it."""
         if not prompt:
             raise RequestError("the prompt must hold at least one token")
         self.prompt_len = len(prompt)
@@ -121,6 +128,7 @@ class Sequence:
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.stopping = stopping
+        self.mask_end = self.answer_end if is_canvas else self.last_block_end
         self.blocks: list[Block] = []
         self.committed_len = 0  # leading tokens whose KV is stored
         self.final_len = self.first_block_start  # leading tokens that can no longer change
@@ -141,6 +149,7 @@ class Sequence:
         block_size: int,
         mask_token_id: int,
         stopping: Stopping,
+        is_canvas: bool = False,
     ) -> Self:
         """Goes on where another attempt stood after a commit: its final tokens and its frontier.
 
@@ -152,12 +161,15 @@ class Sequence:
             block_size=block_size,
             mask_token_id=mask_token_id,
             stopping=stopping,
+            is_canvas=is_canvas,
         )
         sequence._restore_committed(committed)
         for snapshot in frontier:
             sequence._restore_block(snapshot)
         if sequence.blocks and not sequence.blocks[0].masks_left:
             raise RequestError("the first block of the frontier holds no mask: it is not in flight")
+        if is_canvas and (committed or frontier) and sequence.may_grow:
+            raise RequestError("the frontier of a canvas holds all blocks that are not final")
         return sequence
 
     @property
@@ -196,6 +208,11 @@ class Sequence:
         return self.blocks[-1].end if self.blocks else self.final_len
 
     @property
+    def may_grow(self) -> bool:
+        """Whether blocks are left to append."""
+        return self.in_flight_end < self.last_block_end
+
+    @property
     def num_settled_tokens(self) -> int:
         """Tokens of SETTLED blocks: the coming forward stores their KV."""
         return self.final_len - self.in_flight_start
@@ -214,9 +231,10 @@ class Sequence:
         start = self.in_flight_end
         end = start + self.block_size
         assert end <= self.last_block_end, "no block is left to append"
-        num_masks = end - max(start, self.prompt_len)
+        first, last = max(start, self.prompt_len), min(end, self.mask_end)
+        num_masks = last - first
         block = Block(start, end, masks_at_birth=num_masks, masks_left=num_masks)
-        self.masked[end - num_masks : end] = True
+        self.masked[first:last] = True
         self.blocks.append(block)
         return block
 
@@ -295,3 +313,39 @@ class Sequence:
         self.write(block, written + block.start, tokens)
         block.full = snapshot.full
         block.denoise_count = snapshot.denoise_count
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasStep:
+    """What decides a step of a canvas, beside what the forward proposes."""
+
+    sequence: Sequence
+    settings: DecodeSettings
+    noise: PositionNoise
+    shifts: bool = False  # the model predicts a position from the row before it
+
+    @property
+    def number(self) -> int:
+        """Steps before it: each block counts them all, and the last one is in flight to the end."""
+        return self.sequence.blocks[-1].denoise_count
+
+    @property
+    def block_start(self) -> int:
+        """Where the first generation block begins that holds a mask; blocks cut the answer into
+        runs of `block_length`."""
+        prompt_len, length = self.sequence.prompt_len, self.settings.block_length
+        first = int(self.sequence.masked.argmax())
+        return prompt_len + (first - prompt_len) // length * length
+
+    @property
+    def block_end(self) -> int:
+        """Where that block ends."""
+        return min(self.block_start + self.settings.block_length, self.sequence.mask_end)
+
+    def masks(self) -> IntArray:
+        """Positions of all masks that are left, ascending."""
+        return np.flatnonzero(self.sequence.masked)
+
+    def drawn(self, positions: IntArray) -> FloatArray:
+        """This step's uniform numbers in (0, 1), one for each position."""
+        return self.noise(positions, self.number)

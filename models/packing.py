@@ -111,9 +111,11 @@ def _positions(part: Part, count: int) -> Integers:
 def _slots(part: Part, page_size: int) -> Integers:
     slots = np.full(len(part.token_ids), -1, dtype=np.int64)
     if part.num_stored:
-        positions = _positions(part, part.num_stored)
+        places = _positions(part, part.num_stored)
+        rows = np.arange(part.num_stored)
+        rows[part.unstored.start :] += len(part.unstored)
         pages = np.asarray(part.pages, np.int64)
-        slots[: part.num_stored] = pages[positions // page_size] * page_size + positions % page_size
+        slots[rows] = pages[places // page_size] * page_size + places % page_size
     return slots
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from effuse.config.decoding import Sampling
 from effuse.kernels.sampling import ScoreCode
+from effuse.kernels.sampling_llada import LladaDraw
 
 GREEDY: Final = Sampling()
 
@@ -19,9 +20,9 @@ class Part:
     """One sequence's rows in a forward: positions start .. start + len(token_ids) - 1."""
 
     token_ids: Sequence[int]
-    start: int  # equals the number of cached tokens, which all rows see
-    pages: Sequence[int]  # cover positions [0, start + num_stored)
-    num_stored: int  # the first num_stored rows have their K and V stored
+    start: int  # equals the number of cached tokens before the rows, which all rows see
+    pages: Sequence[int]  # cover as many tokens as are cached and stored, in their order
+    num_stored: int  # the first num_stored rows, but `unstored`, have their K and V stored
     block_origin: int
     candidates: Sequence[int] = ()  # absolute positions that want a candidate
     denoise_counts: Sequence[int] = ()  # parallel to candidates: forwards that denoised its block
@@ -30,6 +31,10 @@ class Part:
     sampling: Sampling = GREEDY
     score: ScoreCode = ScoreCode.CONFIDENCE
     answer_index: int = 0  # tells answers apart that have a seed in common
+    draw: LladaDraw | None = None  # how LLaDA draws; takes the place of sampling and score
+    num_behind: int = 0  # tokens behind the rows that are cached right after those before them
+    unstored: range = range(0)  # rows that are passed over in storing
+    guidance: float = 0.0  # above 0 its logits are led away from those of the part that follows
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,16 @@ which rows to run and what becomes of candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kernels.sampling import RowSampling, sample_confidence
+from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
+from effuse.kernels.sampling_llada import sample_llada
+from effuse.models.config import ModelConfig
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import PackedParts, join_aligned, pack_parts
 from effuse.models.part import Part, PartResult
@@ -91,7 +93,7 @@ class ModelRunner:
             return self._graphs.run(parts, packed)
         attention = make_attention_batch(
             [len(part.token_ids) for part in parts],
-            [part.start for part in parts],
+            [part.start + part.num_behind for part in parts],
             [part.pages for part in parts],
             [part.block_origin for part in parts],
             block_size=self._block_size,
@@ -122,13 +124,10 @@ class ModelRunner:
                 for _, vector in packed.boundary_candidates
             ]
             rows = rows.index_copy(0, at, torch.stack(vectors))
+        logits, sampling = self.model.logits(rows), self._sampling(packed)
         config = self.model.config
-        candidates = sample_confidence(
-            self.model.logits(rows),
-            self._sampling(packed),
-            config.mask_token_id,
-            top_k_first=config.top_k_first,
-        )
+        draw = _sample_by_part if any(part.draw is not None for part in parts) else _sample_all
+        candidates = draw(parts, logits, sampling, config)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
@@ -174,3 +173,44 @@ def _results(
         )
         candidate = span.stop
     return results
+
+
+def _sample_all(
+    parts: Sequence[Part], logits: Tensor, sampling: RowSampling, config: ModelConfig
+) -> Candidates:
+    """Candidates for ``logits`` [R, V] of parts that are all drawn in the same way."""
+    return sample_confidence(logits, sampling, config.mask_token_id, top_k_first=config.top_k_first)
+
+
+def _sample_by_part(
+    parts: Sequence[Part], logits: Tensor, sampling: RowSampling, config: ModelConfig
+) -> Candidates:
+    """Candidates for the rows of ``logits`` [R, V], which are those of the parts in their order.
+
+    A part with guidance s takes u + (s + 1) * (c - u), where c are its own logits and u those of
+    the part that follows, whose candidates are the same positions.
+    """
+    drawn, first = [], 0
+    for part in parts:
+        end = first + len(part.candidates)
+        if end == first:
+            continue
+        rows = logits[first:end]
+        if part.guidance:
+            free = logits[end : end + len(rows)].float()
+            rows = free + (part.guidance + 1) * (rows.float() - free)
+        of_part = _rows_of(sampling, slice(first, end))
+        if part.draw is None:
+            drawn.append(_sample_all([part], rows, of_part, config))
+        else:
+            where = of_part.position, of_part.denoise_count
+            drawn.append(sample_llada(rows, part.draw, *where))
+        first = end
+    columns = ([getattr(one, field.name) for one in drawn] for field in fields(Candidates))
+    return Candidates(*(torch.cat(column) for column in columns))
+
+
+def _rows_of(sampling: RowSampling, rows: slice) -> RowSampling:
+    return RowSampling(
+        **{field.name: getattr(sampling, field.name)[rows] for field in fields(sampling)}
+    )

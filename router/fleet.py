@@ -106,11 +106,12 @@ class RoutedFleet:
         *,
         holder: Holder | None = None,
         alone: Collection[Role] = (),
+        on_decode_only: bool = False,
     ) -> AttemptNeeds:
         """What an attempt asks of the fleet, as things stand."""
         return AttemptNeeds(
             model=model,
-            mode=self._mode,
+            mode="local" if on_decode_only else self._mode,
             fingerprint=fingerprint,
             excluded=excluded,
             broken=self.standing.broken_pairs(),

@@ -36,7 +36,7 @@ from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
-from effuse.router.validation import fit, validate
+from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
 Response = TypeVar("Response")
@@ -74,16 +74,7 @@ def accept(
         router.admission.check()
         request_id = _request_id(message)
         router.requests.check_id(request_id)
-        model = router.catalogue.find(message.model if message.HasField("model") else None)
-        tokenizer = router.tokenizer
-        asked = validate(
-            message,
-            model,
-            tokenizer.reserved_ids,
-            is_stream=is_stream,
-            takes_chats=tokenizer.has_chat_template,
-            chat_end_ids=tokenizer.chat_end_ids,
-        )
+        asked = router.resolve(message, is_stream=is_stream)
     except EffuseError as error:
         router.metrics.refused.labels(error.code.name).inc()
         raise
@@ -216,6 +207,7 @@ class Handler:
             request.fingerprint if request.token_ids else None,
             holder=request.holder if alone else None,
             alone=alone,
+            on_decode_only=request.asked.settings.is_canvas,
         )
 
     def _look_again_s(self) -> float:

@@ -31,6 +31,8 @@ from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import life_of, live_workers
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
+from effuse.router.validation import Asked, validate
+from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
 FLUSH_S: Final = 1.0
@@ -75,6 +77,20 @@ class Router:
         """Brings the queue in step with the decode workers that are live now."""
         _, decode = live_workers(self.fleet.candidates())
         self.admission.fit_seats(decode)
+
+    def resolve(self, message: pb.GenerateRequest, *, is_stream: bool) -> Asked:
+        """What a client's message asks for, every setting resolved; raises `EffuseError` with all
+        that can be said against it."""
+        tokenizer = self.tokenizer
+        return validate(
+            message,
+            self.catalogue.find(message.model if message.HasField("model") else None),
+            tokenizer.reserved_ids,
+            is_stream=is_stream,
+            decode_prefills=self.fleet.mode != "remote",
+            takes_chats=tokenizer.has_chat_template,
+            chat_end_ids=tokenizer.chat_end_ids,
+        )
 
     # What engines die of.
 

@@ -7,25 +7,33 @@ before the prompt is tokenised. Not here: its input (`inputs.py`), whether the m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
 
 from effuse.client.chat import Chat
-from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
 from effuse.config.decoding import (
+    ALG_TEMP,
+    BLOCK_LENGTH,
+    CANVAS_ALGORITHMS,
+    CFG_SCALE,
     DENOISING_STEPS,
     ENTROPY,
+    EPS,
     MAX_TOKENS,
+    STEPS,
     TEMPERATURE,
     THRESHOLD,
     TOP_K,
     TOP_P,
     WINDOW,
     Algorithm,
+    Bounds,
     DecodeSettings,
+    Remasking,
     Sampling,
 )
 from effuse.placement.records import ModelInfo
@@ -37,8 +45,12 @@ MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
 ALGORITHM_NAMES: Final = tuple(pb.Algorithm.keys())
 SCORE_NAMES: Final = tuple(pb.Score.keys())
 REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
+ALG_NAMES: Final = tuple(pb.Alg.keys())
+CACHE_NAMES: Final = tuple(pb.Cache.keys())
 _ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
 _SCORES: Final = {number: name for name, number in SCORES.items()}
+_CACHES: Final = {number: name for name, number in CACHES.items()}
+_ALGS: Final = {number: name for name, number in ALGS.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
@@ -51,8 +63,28 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
         "confidence_threshold",
         "entropy_bound",
     },
+    "llada": {
+        "remasking",
+        "block_length",
+        "steps",
+        "cfg_scale",
+        "logits_eos_inf",
+        "confidence_eos_eot_inf",
+    },
+    "dream": {"steps", "alg", "eps", "alg_temp"},
+    "fast_dllm": {"confidence_threshold", "block_length", "cache"},
 }
 """Fields of DecodingParams that each algorithm uses."""
+ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
+    "block_diffusion": (
+        "low_confidence_dynamic",
+        "low_confidence_static",
+        "sequential",
+        "entropy_bounded",
+    ),
+    "llada": ("low_confidence", "random"),
+}
+"""Values of `remasking` that each algorithm knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +112,7 @@ def validate(
     reserved_ids: Collection[int] = (),
     *,
     is_stream: bool,
+    decode_prefills: bool = True,
     takes_chats: bool = True,
     chat_end_ids: Collection[int] = (),
 ) -> Asked:
@@ -87,7 +120,8 @@ def validate(
 
     `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding.
     `takes_chats`: whether there is a chat template for the model. `chat_end_ids`: what ends an
-    answer in it, beside the model's end-of-sequence ids."""
+    answer in it, beside the model's end-of-sequence ids.
+    `decode_prefills`: whether decode workers may compute prompts themselves."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
@@ -95,6 +129,7 @@ def validate(
     _check_sampling(request.sampling, model, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
+    _check_canvas(request.sampling, algorithm, model, decode_prefills, findings)
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
@@ -175,18 +210,30 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
     findings.choice("decoding.algorithm", decoding.algorithm, ALGORITHM_NAMES)
     findings.choice("decoding.score", decoding.score, SCORE_NAMES)
     findings.choice("decoding.remasking", decoding.remasking, REMASKING_NAMES)
+    findings.choice("decoding.alg", decoding.alg, ALG_NAMES)
+    findings.choice("decoding.cache", decoding.cache, CACHE_NAMES)
     for name in THRESHOLDS:  # one that is not set reads as 0, which is in range
         findings.number(f"decoding.{name}", getattr(decoding, name), THRESHOLD)
-    if decoding.HasField("window"):
-        findings.number("decoding.window", decoding.window, WINDOW)
-    findings.number("decoding.entropy_bound", decoding.entropy_bound, ENTROPY)
-    if decoding.HasField("denoising_steps"):
-        bounds = replace(DENOISING_STEPS, high=model.block_size, note=", the model's block size")
-        findings.number("decoding.denoising_steps", decoding.denoising_steps, bounds)
+    for name, bounds in (
+        ("window", WINDOW),
+        ("denoising_steps", _up_to_block_size(DENOISING_STEPS, model)),
+        ("block_length", BLOCK_LENGTH),
+        ("steps", STEPS),
+        ("cfg_scale", CFG_SCALE),
+        ("eps", EPS),
+        ("alg_temp", ALG_TEMP),
+        ("entropy_bound", ENTROPY),
+    ):
+        if decoding.HasField(name):
+            findings.number(f"decoding.{name}", getattr(decoding, name), bounds)
     default = model.defaults.settings.algorithm
     algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, default)
     _check_conflicts(decoding, algorithm, findings)
     return algorithm
+
+
+def _up_to_block_size(bounds: Bounds, model: ModelInfo) -> Bounds:
+    return replace(bounds, high=model.block_size, note=", the model's block size")
 
 
 def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings: Findings) -> None:
@@ -195,6 +242,35 @@ def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings
         if knob.name != "algorithm" and knob.name not in KNOBS[algorithm]:
             form = f"it unset with {algorithm}, which does not use it"
             findings.add(f"decoding.{knob.name}", form, "a value")
+    known, asked = ORDERS.get(algorithm), _REMASKINGS.get(decoding.remasking)
+    if known and asked and asked not in known:
+        form = f"one of {', '.join(known)} with {algorithm}"
+        findings.add("decoding.remasking", form, asked)
+
+
+def _check_canvas(
+    sampling: pb.SamplingParams,
+    algorithm: Algorithm,
+    model: ModelInfo,
+    decode_prefills: bool,
+    findings: Findings,
+) -> None:
+    """What algorithms ask of model and fleet that denoise prompt and answer as one canvas."""
+    # LLaDA's loop, and Fast-dLLM's but for Dream, draw from all tokens.
+    if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture != "dream"):
+        for name in ("top_p", "top_k"):
+            if sampling.HasField(name):
+                form = f"it unset with {algorithm}, which does not use it"
+                findings.add(f"sampling.{name}", form, "a value")
+    if algorithm not in CANVAS_ALGORITHMS:
+        return
+    others = " or ".join(name for name in _ALGORITHMS.values() if name not in CANVAS_ALGORITHMS)
+    if model.prompt_attention != "bidirectional":
+        form = f"{others} for a model whose prompt does not attend to all of itself"
+        findings.add("decoding.algorithm", form, algorithm)
+    elif not decode_prefills:
+        form = f"{others}, as this fleet prefills on prefill workers alone (--prefill remote)"
+        findings.add("decoding.algorithm", form, algorithm)
 
 
 def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:
@@ -214,6 +290,10 @@ def _resolve_settings(
         knobs["score"] = _SCORES[decoding.score]
     if decoding.remasking:
         knobs["remasking"] = _REMASKINGS[decoding.remasking]
+    if decoding.alg:
+        knobs["alg"] = _ALGS[decoding.alg]
+    if decoding.cache:
+        knobs["cache"] = _CACHES[decoding.cache]
     defaults = model.defaults.settings_of(algorithm, model.block_size)
     return msgspec.structs.replace(defaults, **knobs)
 

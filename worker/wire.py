@@ -7,7 +7,7 @@ model or the pool is not decided here.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 from effuse.config.decoding import (
     Algorithm,
@@ -34,6 +34,17 @@ from effuse.worker.messages import BlockState, Resume
 _MOST_ID_CHARS = 128
 _MOST_ADDRESS_CHARS = 300
 _MOST_PLACE_CHARS = 256
+_CANVAS_KNOBS: Final = (
+    "block_length",
+    "steps",
+    "cfg_scale",
+    "logits_eos_inf",
+    "confidence_eos_eot_inf",
+    "alg",
+    "eps",
+    "alg_temp",
+    "cache",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +196,7 @@ def settings(message: pb.DecodeSettings) -> DecodeSettings:
             remasking=cast(Remasking, message.remasking),
             denoising_steps=message.denoising_steps,
             entropy_bound=message.entropy_bound,
+            **{name: getattr(message, name) for name in _CANVAS_KNOBS if message.HasField(name)},
         )
 
 

@@ -33,7 +33,10 @@ def test_every_flag_reaches_its_field() -> None:
         *("--top-k", "4", "--seed", "18446744073709551615", "--algorithm", "block_diffusion"),
         *("--window", "2", "--confidence-threshold", "0.75", "--block-add-threshold", "0.5"),
         *("--full-activation-threshold", "1", "--score", "margin"),
-        *("--remasking", "sequential", "--denoising-steps", "6", "--parse-special-tokens"),
+        *("--remasking", "sequential", "--denoising-steps", "6", "--block-length", "8"),
+        *("--steps", "16", "--cfg-scale", "1.5", "--logits-eos-inf", "--confidence-eos-eot-inf"),
+        *("--alg", "entropy", "--eps", "0.25", "--alg-temp", "0.5", "--cache", "dual"),
+        "--parse-special-tokens",
     )
     request = make_request("p", knobs, request_id="r", drafts=True)
     assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
@@ -53,6 +56,15 @@ def test_every_flag_reaches_its_field() -> None:
         score=generation_pb2.SCORE_MARGIN,
         remasking=generation_pb2.REMASKING_SEQUENTIAL,
         denoising_steps=6,
+        block_length=8,
+        steps=16,
+        cfg_scale=1.5,
+        logits_eos_inf=True,
+        confidence_eos_eot_inf=True,
+        alg=generation_pb2.ALG_ENTROPY,
+        eps=0.25,
+        alg_temp=0.5,
+        cache=generation_pb2.CACHE_DUAL,
     )
 
 

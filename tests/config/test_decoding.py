@@ -11,11 +11,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
 from effuse.config import decoding
 from effuse.config.decoding import (
+    Alg,
     Algorithm,
     Bounds,
+    Cache,
     DecodeSettings,
     Remasking,
     Sampling,
@@ -109,6 +111,8 @@ def test_fields_have_the_names_of_the_wire() -> None:
         (Algorithm, ALGORITHMS, generation_pb2.Algorithm),
         (Remasking, REMASKINGS, generation_pb2.Remasking),
         (Score, SCORES, generation_pb2.Score),
+        (Alg, ALGS, generation_pb2.Alg),
+        (Cache, CACHES, generation_pb2.Cache),
     ],
 )
 def test_every_name_has_its_number_on_the_wire(
@@ -129,6 +133,10 @@ def test_every_name_has_its_number_on_the_wire(
         ("confidence_threshold", "Default 0.9."),
         ("block_add_threshold", "Default 0.1."),
         ("full_activation_threshold", "Default 0.95."),
+        ("steps", f"At most {decoding.STEPS.high}. Default {GOOD.steps},"),
+        ("cfg_scale", f"Default {GOOD.cfg_scale:g}."),
+        ("eps", "Default 0.001."),
+        ("alg_temp", f"Default {GOOD.alg_temp:g}."),
     ],
 )
 def test_clients_are_told_the_bounds_and_defaults_that_hold(name: str, told: str) -> None:

@@ -7,12 +7,11 @@ are in test_traps_engine.py. The fourth is about a prefix cache, and there is no
 from __future__ import annotations
 
 import random
-from typing import get_args
 
 import numpy as np
 import pytest
 from decoding.invariants import decode, make_sequence
-from decoding.scripts import MASK_ID, STOP_ID, Case, Script, make_settings
+from decoding.scripts import BY_BLOCKS, MASK_ID, STOP_ID, Case, Script, make_settings
 
 from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker import block_diffusion, d2f, denoise
@@ -87,7 +86,7 @@ def test_trap_06_a_written_mask_id_is_a_token_not_a_mask() -> None:
     assert outcome.finish is AnswerEnd.LENGTH and outcome.tokens == (MASK_ID,) * 4
 
 
-@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+@pytest.mark.parametrize("algorithm", BY_BLOCKS)
 def test_trap_07_thresholds_are_strict(algorithm: Algorithm) -> None:
     """Confidence 1.0 does not pass a threshold of 1.0; the float32 next above 0.9 passes 0.9."""
     rules = d2f if algorithm == "d2f" else block_diffusion

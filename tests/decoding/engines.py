@@ -288,6 +288,8 @@ _PLAIN_IDS = [i for i in range(VOCAB_SIZE) if i not in (EOS_TOKEN_ID, MASK_TOKEN
 def oracle_settings(request: StartDecode) -> oracle.settings.Settings:
     """The same request in the oracle's terms."""
     asked, sampling = request.settings, request.sampling
+    assert asked.algorithm == "d2f" or asked.algorithm == "block_diffusion"
+    assert asked.remasking != "low_confidence" and asked.remasking != "random"
     return oracle.settings.Settings(
         algorithm=asked.algorithm,
         max_tokens=request.stopping.max_tokens,

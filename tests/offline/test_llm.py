@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from checkpoints import Architecture
+from decoding.published import published_runs, write_published
 
 import effuse
 from effuse.cli.fleet import Fleet, FleetConfig
@@ -125,3 +127,15 @@ def test_a_batch_that_is_given_up_leaves_nothing(llm: effuse.LLM) -> None:
 def test_a_checkpoint_that_is_none_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         effuse.LLM(tmp_path_factory.mktemp("empty"))
+
+
+@pytest.mark.parametrize("architecture", ["llada", "dream"])
+def test_an_untuned_model_answers_as_its_authors_have_it(
+    architecture: Architecture, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write_published(tmp_path_factory.mktemp("untuned") / "m", architecture, 1, block_size=8)
+    known = [*published_runs(architecture)[:24], *published_runs("fast_dllm")]
+    runs = [run for run in known if (run.architecture, run.checkpoint) == (architecture, 1)]
+    with effuse.LLM(path, device="cpu", max_num_seqs=8) as llm:
+        answers = llm.generate([run.prompt for run in runs], [run.params() for run in runs])
+    assert [list(answer.token_ids) for answer in answers] == [run.tokens for run in runs]

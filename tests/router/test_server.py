@@ -352,3 +352,22 @@ def test_metrics_are_served_as_prometheus_text() -> None:
         assert "effuse_num_requests_running 0.0" in text
 
     run(body, metrics_port=0)
+
+
+@pytest.mark.parametrize("mode", ["auto", "remote"])
+def test_a_canvas_goes_to_a_decode_worker_alone_or_is_refused(mode: str) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        for worker in fleet.workers:
+            seeing = msgspec.structs.replace(worker.record.model, prompt_attention="bidirectional")
+            worker.record = msgspec.structs.replace(worker.record, model=seeing)
+        await fleet.announce()
+        canvas = pb.DecodingParams(algorithm=pb.ALGORITHM_LLADA)
+        if mode == "auto":
+            assert (await ask(fleet, decoding=canvas)).stats.prefill_worker == ""
+            assert (await ask(fleet)).stats.prefill_worker == "p0"
+            return
+        error = await failure(ask(fleet, decoding=canvas))
+        assert isinstance(error, errors.InvalidRequest) and "--prefill remote" in error.message
+        assert not fleet.decode[0].served and not fleet.prefill[0].served
+
+    run(body, prefill=mode)

@@ -131,6 +131,14 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "87 window with block diffusion": (
         decoding(algorithm=2, window=2), "decoding.window", "unset with block_diffusion"
     ),
+    "87 length with d2f": (decoding(block_length=8), "decoding.block_length", "unset with d2f"),
+    "87 an order of another algorithm": (
+        decoding(algorithm=2, remasking=6), "decoding.remasking",
+        "sequential, entropy_bounded with block_diffusion, got random"
+    ),
+    "88 a canvas of a block-causal model": (
+        decoding(algorithm=3), "decoding.algorithm", "d2f or block_diffusion for a model whose"
+    ),
 }  # fmt: skip
 
 

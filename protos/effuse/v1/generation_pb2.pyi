@@ -13,6 +13,9 @@ class Algorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ALGORITHM_UNSPECIFIED: _ClassVar[Algorithm]
     ALGORITHM_D2F: _ClassVar[Algorithm]
     ALGORITHM_BLOCK_DIFFUSION: _ClassVar[Algorithm]
+    ALGORITHM_LLADA: _ClassVar[Algorithm]
+    ALGORITHM_DREAM: _ClassVar[Algorithm]
+    ALGORITHM_FAST_DLLM: _ClassVar[Algorithm]
 
 class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -21,6 +24,8 @@ class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMASKING_LOW_CONFIDENCE_STATIC: _ClassVar[Remasking]
     REMASKING_SEQUENTIAL: _ClassVar[Remasking]
     REMASKING_ENTROPY_BOUNDED: _ClassVar[Remasking]
+    REMASKING_LOW_CONFIDENCE: _ClassVar[Remasking]
+    REMASKING_RANDOM: _ClassVar[Remasking]
 
 class Score(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -28,6 +33,21 @@ class Score(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SCORE_CONFIDENCE: _ClassVar[Score]
     SCORE_MARGIN: _ClassVar[Score]
     SCORE_NEG_ENTROPY: _ClassVar[Score]
+
+class Alg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ALG_UNSPECIFIED: _ClassVar[Alg]
+    ALG_ORIGIN: _ClassVar[Alg]
+    ALG_MASKGIT_PLUS: _ClassVar[Alg]
+    ALG_TOPK_MARGIN: _ClassVar[Alg]
+    ALG_ENTROPY: _ClassVar[Alg]
+
+class Cache(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_UNSPECIFIED: _ClassVar[Cache]
+    CACHE_NONE: _ClassVar[Cache]
+    CACHE_PREFIX: _ClassVar[Cache]
+    CACHE_DUAL: _ClassVar[Cache]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -46,15 +66,29 @@ class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ALGORITHM_UNSPECIFIED: Algorithm
 ALGORITHM_D2F: Algorithm
 ALGORITHM_BLOCK_DIFFUSION: Algorithm
+ALGORITHM_LLADA: Algorithm
+ALGORITHM_DREAM: Algorithm
+ALGORITHM_FAST_DLLM: Algorithm
 REMASKING_UNSPECIFIED: Remasking
 REMASKING_LOW_CONFIDENCE_DYNAMIC: Remasking
 REMASKING_LOW_CONFIDENCE_STATIC: Remasking
 REMASKING_SEQUENTIAL: Remasking
 REMASKING_ENTROPY_BOUNDED: Remasking
+REMASKING_LOW_CONFIDENCE: Remasking
+REMASKING_RANDOM: Remasking
 SCORE_UNSPECIFIED: Score
 SCORE_CONFIDENCE: Score
 SCORE_MARGIN: Score
 SCORE_NEG_ENTROPY: Score
+ALG_UNSPECIFIED: Alg
+ALG_ORIGIN: Alg
+ALG_MASKGIT_PLUS: Alg
+ALG_TOPK_MARGIN: Alg
+ALG_ENTROPY: Alg
+CACHE_UNSPECIFIED: Cache
+CACHE_NONE: Cache
+CACHE_PREFIX: Cache
+CACHE_DUAL: Cache
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -140,7 +174,7 @@ class StoppingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class DecodingParams(_message.Message):
-    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "entropy_bound")
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +183,15 @@ class DecodingParams(_message.Message):
     SCORE_FIELD_NUMBER: _ClassVar[int]
     REMASKING_FIELD_NUMBER: _ClassVar[int]
     DENOISING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    CFG_SCALE_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_EOS_INF_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_EOS_EOT_INF_FIELD_NUMBER: _ClassVar[int]
+    ALG_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    ALG_TEMP_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
     algorithm: Algorithm
     window: int
@@ -158,8 +201,17 @@ class DecodingParams(_message.Message):
     score: Score
     remasking: Remasking
     denoising_steps: int
+    block_length: int
+    steps: int
+    cfg_scale: float
+    logits_eos_inf: bool
+    confidence_eos_eot_inf: bool
+    alg: Alg
+    eps: float
+    alg_temp: float
+    cache: Cache
     entropy_bound: float
-    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., entropy_bound: _Optional[float] = ...) -> None: ...
+    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ..., entropy_bound: _Optional[float] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "drafts")

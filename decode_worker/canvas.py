@@ -1,0 +1,154 @@
+"""One step of a canvas: prompt and answer, masks included, in a forward that sees all of itself.
+
+As models like LLaDA and Dream were trained, and so nothing of it can be cached exactly: what each
+position computes depends on every mask that is left. Two pure functions around the forward, as in
+`denoise.py`; which masks are proposed and written is an algorithm's own. Blocks here are what is
+sent at once: all are in flight from the first step on, each counts every step, and those without
+masks settle from the left.
+
+Fast-dLLM caches all the same: what surrounds a generation block keeps the K and V of the forward
+that began the block, before it (prefix) or on both sides (dual), where pages hold what is behind
+the block right after what is before it. Those who lose the cache fill it again from the canvas as
+it was then, on which it depends alone.
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from effuse.config.decoding import DecodeSettings
+from effuse.decode_worker import dream, fast_dllm, llada
+from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
+from effuse.decode_worker.scheduler import Footprint
+from effuse.decode_worker.sequence import (
+    Block,
+    CanvasStep,
+    HostCandidates,
+    IndexArray,
+    IntArray,
+    Sequence,
+)
+
+
+class CanvasRules(Protocol):
+    """What an algorithm decides; masks are absolute positions, ascending."""
+
+    def proposals(self, step: CanvasStep) -> IntArray:
+        """Masks that want a token; there may be none."""
+        ...
+
+    def choose(self, step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
+        """Indices of the proposals for `masks` that are written."""
+        ...
+
+
+def rules_of(settings: DecodeSettings) -> CanvasRules:
+    """The rules of the settings' algorithm. Raises ValueError where it denoises no canvas."""
+    match settings.algorithm:
+        case "llada":
+            return llada
+        case "dream":
+            return dream
+        case "fast_dllm":
+            return fast_dllm
+        case other:
+            raise ValueError(f"{other} denoises no canvas")
+
+
+def open_step(step: CanvasStep, *, has_cache: bool) -> StepPlan:
+    """Plans the forward of a step; one that could not run may be opened again.
+
+    has_cache: whether pages hold what surrounds the current generation block.
+    """
+    masks = rules_of(step.settings).proposals(step)
+    plan = StepPlan(
+        start=0,
+        end=step.sequence.mask_end,
+        num_stored=0,
+        candidates=masks,
+        denoise_counts=np.full(len(masks), step.number, dtype=np.int64),
+    )
+    if step.settings.cache == "none":
+        return plan
+    return _cached(plan, step) if has_cache else _filling(plan, step)
+
+
+def append_blocks(sequence: Sequence) -> None:
+    """Puts all blocks in flight, where they are not."""
+    while sequence.may_grow:
+        sequence.append_block().full = True
+
+
+def is_begun(step: CanvasStep) -> bool:
+    """Whether the current generation block holds tokens: its cache was filled before these."""
+    return not bool(step.sequence.masked[step.block_start : step.block_end].all())
+
+
+def open_refill(step: CanvasStep) -> StepPlan:
+    """Plans the forward that fills a lost cache, and proposes nothing."""
+    nothing = np.empty(0, dtype=np.int64)
+    plan = StepPlan(0, step.sequence.mask_end, 0, candidates=nothing, denoise_counts=nothing)
+    return _filling(plan, step)
+
+
+def num_cached(step: CanvasStep) -> int:
+    """Tokens whose K and V the current generation block's steps read from pages."""
+    match step.settings.cache:
+        case "none":
+            return 0
+        case "prefix":
+            return step.block_start
+        case "dual":
+            return step.sequence.mask_end - (step.block_end - step.block_start)
+
+
+def apply_step(step: CanvasStep, plan: StepPlan, candidates: HostCandidates) -> StepOutcome:
+    """Writes what the algorithm chooses, and settles blocks in ascending order."""
+    assert len(candidates) == len(plan.candidates)
+    chosen = rules_of(step.settings).choose(step, plan.candidates, candidates)
+    written = _write(step.sequence, plan.candidates[chosen], candidates.tokens[chosen])
+    for block in step.sequence.blocks:
+        block.denoise_count += 1
+    return settle_step(step.sequence, written, num_semi_writes=0)
+
+
+def footprint(step: CanvasStep, passes: int) -> Footprint:
+    """The most that a canvas ever needs: `passes` times all of its rows at once, and pages for all
+    but its last generation block where it has a cache."""
+    sequence, length = step.sequence, step.settings.block_length
+    last = (sequence.stopping.max_tokens - 1) % length + 1
+    return Footprint(
+        prompt_len=sequence.prompt_len,
+        max_tokens=sequence.stopping.max_tokens,
+        most_cached=0 if step.settings.cache == "none" else sequence.mask_end - last,
+        most_rows=sequence.mask_end * passes,
+        first_chunk=0,
+    )
+
+
+def _filling(plan: StepPlan, step: CanvasStep) -> StepPlan:
+    """The forward over everything, whose K and V around the current generation block are kept."""
+    if step.settings.cache == "prefix":
+        return replace(plan, num_stored=step.block_start)
+    block = range(step.block_start, step.block_end)
+    return replace(plan, num_stored=plan.end - len(block), unstored=block)
+
+
+def _cached(plan: StepPlan, step: CanvasStep) -> StepPlan:
+    """The forward over what is not in the cache."""
+    if step.settings.cache == "prefix":
+        return replace(plan, start=step.block_start)
+    behind = plan.end - step.block_end
+    return replace(plan, start=step.block_start, end=step.block_end, num_behind=behind)
+
+
+def _write(sequence: Sequence, positions: IntArray, tokens: IntArray) -> list[Block]:
+    """Writes tokens at ascending positions; the blocks that lost masks."""
+    written = []
+    for block in sequence.blocks:
+        first, end = np.searchsorted(positions, (block.start, block.end))
+        if first < end:
+            sequence.write(block, positions[first:end], tokens[first:end])
+            written.append(block)
+    return written

@@ -1,0 +1,38 @@
+"""Fast-dLLM's parallel decoding (arXiv 2505.22618): all masks of a block above a threshold at once.
+
+Which masks a step proposes tokens for, and which of them it writes. Pure functions; the order of a
+step and its caches are in `canvas.py`. The rules differ by model as the authors' loops do: models
+that shift their logits by one write the first token of a block from the forward that fills the
+cache, whatever its confidence, and without a cache they know no blocks but a budget that grows by
+`block_length` a step.
+"""
+
+from effuse.decode_worker.sequence import CanvasStep, HostCandidates, IndexArray, IntArray
+
+
+def proposals(step: CanvasStep) -> IntArray:
+    """Masks of the first generation block that holds any."""
+    masks = step.masks()
+    if not step.shifts:
+        return masks[masks < step.block_end]
+    if step.settings.cache == "none":
+        return masks
+    first = masks[:1]
+    return first if first[0] == step.block_start else masks[masks < step.block_end]
+
+
+def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
+    """The best one, and all that are surer than the threshold (strictly)."""
+    best = candidates.best(_budget(step, masks))
+    above = candidates.confidences[best] > step.settings.confidence_threshold
+    written: IndexArray = best[above | (best == candidates.best(1))]
+    return written
+
+
+def _budget(step: CanvasStep, masks: IntArray) -> int:
+    """Most masks that this step may write."""
+    if not step.shifts or step.settings.cache != "none":
+        return len(masks)
+    num_tokens = step.sequence.stopping.max_tokens
+    goal = min(step.settings.block_length * (step.number + 1), num_tokens)
+    return max(1, goal - (num_tokens - len(masks)))

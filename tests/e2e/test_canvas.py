@@ -1,0 +1,85 @@
+"""Canvases in a split fleet: the published loops' tokens over either connector, beside a request
+that is handed over, and the same answer where a decode worker is lost in its midst."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import Architecture
+from decoding.published import Published, published_runs, write_published
+from e2e.client import all_at_once, connect
+from e2e.processes import engine_of
+
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.client.params import Params, make_request
+from effuse.v1 import generation_pb2 as pb
+
+MAX_MODEL_LEN = 256
+
+
+@contextlib.contextmanager
+def canvas_fleet(architecture: Architecture, connector: str, decode: int) -> Iterator[Fleet]:
+    """A fleet of the first published checkpoint, which prefills wherever it can."""
+    with tempfile.TemporaryDirectory(prefix="effuse-canvas-") as home:
+        model = write_published(Path(home) / architecture, architecture, 1, block_size=8)
+        flags = ("--device", "cpu", "--max-model-len", str(MAX_MODEL_LEN))
+        config = FleetConfig(
+            prefill=1, decode=decode, connector=connector, model=model, worker_flags=flags
+        )
+        with Fleet(config) as fleet:
+            yield fleet
+
+
+def message(run: Published, request_id: str | None = None) -> pb.GenerateRequest:
+    """The run as clients ask for it."""
+    return make_request(run.prompt, run.params(), request_id=request_id, token_ids=True)
+
+
+@pytest.mark.parametrize(("architecture", "connector"), [("llada", "zmq"), ("dream", "nixl")])
+def test_tokens_are_those_of_the_published_loops(
+    architecture: Architecture, connector: str
+) -> None:
+    known = [*published_runs(architecture)[:32], *published_runs("fast_dllm")]
+    runs = [run for run in known if (run.architecture, run.checkpoint) == (architecture, 1)]
+    plain = make_request(runs[0].prompt, Params(max_tokens=16, ignore_eos=True))
+    with canvas_fleet(architecture, connector, decode=1) as fleet, connect(fleet.address) as client:
+        *answers, other = all_at_once(client.generate, [*map(message, runs), plain])
+    for run, answer in zip(runs, answers, strict=True):
+        assert list(answer.token_ids) == run.tokens, run
+        assert answer.stats.prefill_worker == "" and answer.stats.kv_bytes == 0
+    assert other.stats.prefill_worker == "prefill-0" and other.stats.connector == connector
+
+
+def test_a_lost_decode_worker_changes_no_token() -> None:
+    """The second attempt goes on from the canvas that the last commit carried."""
+    asked = message(
+        Published(
+            architecture="llada",
+            checkpoint=1,
+            prompt=[7, 8, 9],
+            max_tokens=120,
+            temperature=1.0,
+            seed=5,
+            settings={"algorithm": "llada", "block_length": 16, "remasking": "random"},
+            tokens=[],
+        ),
+        "lost",
+    )
+    with canvas_fleet("llada", "zmq", decode=2) as fleet, connect(fleet.address) as client:
+        events = client.stream(asked)
+        tokens: list[int] = []
+        forwards = 0
+        for event in events:
+            tokens += event.commit.token_ids
+            if not forwards:
+                engine_of(fleet.processes[client.look_up("lost").decode_worker].pid).kill()
+            forwards = event.finished.stats.forward_passes or event.commit.forward_passes
+        attempt = client.attempt_of("lost")
+        asked.request_id = "undisturbed"
+        assert list(client.generate(asked).token_ids) == tokens and len(tokens) == 120
+    assert attempt == 2
+    assert forwards == 120, "steps were done twice"
