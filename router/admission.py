@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from effuse.placement.records import WorkerRecord
-from effuse.protos.errors import Draining, Overloaded
+from effuse.protos.errors import Overloaded
 
 
 def count_seats(decode: Sequence[WorkerRecord], most: int) -> int:
@@ -35,7 +35,6 @@ class Admission:
         self.knows_seats = False  # of a live decode worker
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_draining = False
 
     @property
     def num_running(self) -> int:
@@ -59,15 +58,11 @@ class Admission:
         self.max_running = max_running
         self._admit_next()
 
-    def drain(self) -> None:
-        """Admits nothing from now on; what waits already still gets its turn."""
-        self._is_draining = True
-
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Holds a slot. Waits in the queue; the caller bounds how long.
 
-        Raises `Overloaded` or `Draining` at once, before anything is held."""
+        Raises `Overloaded` at once, before anything is held."""
         self.check()
         await self._take_slot()
         try:
@@ -77,8 +72,6 @@ class Admission:
 
     def check(self) -> None:
         """Raises where a request would be refused now; costs nothing."""
-        if self._is_draining:
-            raise Draining("the router is shutting down; ask another one", retry_after_s=1.0)
         if self._running >= self.max_running and len(self._waiting) >= self.max_waiting:
             raise Overloaded(
                 f"{self._running} requests are running and {len(self._waiting)} are waiting, which "

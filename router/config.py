@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from effuse.config import checks, flags
 from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
 from effuse.router.policy import PrefillMode
+
+END_S: Final = 5.0
+"""What a router takes at most to end after its drain: to tell clients and Redis, and abort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,9 @@ class RouterConfig:
     # The network.
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 50051
+    share_port: Annotated[
+        bool, "let other routers listen on the same port, as one that takes this one's place"
+    ] = False
     metrics_port: Annotated[int | None, "serve Prometheus text here; 0 takes a free one"] = None
     max_message_bytes: Annotated[int, "largest message taken from a client"] = 4 << 20
 
@@ -79,6 +85,11 @@ class RouterConfig:
         checks.redis_url("redis_url", self.redis_url)
         checks.directory("model", self.model)
         check_name("fleet", self.fleet)
+
+    @property
+    def longest_end_s(self) -> float:
+        """Longest that a router takes from SIGTERM to its end."""
+        return self.drain_s + 3 * END_S
 
 
 def parse(argv: Sequence[str]) -> RouterConfig:

@@ -22,6 +22,7 @@ from effuse.protos.errors import (
     Bug,
     Cancelled,
     DeadlineExceeded,
+    Draining,
     EffuseError,
     InvalidRequest,
     Unavailable,
@@ -106,10 +107,9 @@ class Handler:
         router, request = self._router, self._request
         with router.requests.running(request):
             try:
-                async with asyncio.timeout_at(request.deadline), router.admission.slot():
-                    await self._encode_prompt()
-                    reason = await self._run_attempts()
-                    return self._finish(reason)
+                async with asyncio.timeout_at(request.deadline) as limit:
+                    with router.requests.limited_by(limit):
+                        return await self._answer()
             except TimeoutError as error:
                 raise self._end_badly(self._time_is_over()) from error
             except EffuseError as error:
@@ -122,6 +122,12 @@ class Handler:
             finally:
                 if not request.is_ended:  # an exception of ours is on its way to the border
                     self._record_end(Event.FAILED, "INTERNAL")
+
+    async def _answer(self) -> pb.Finished:
+        async with self._router.admission.slot():
+            await self._encode_prompt()
+            reason = await self._run_attempts()
+            return self._finish(reason)
 
     async def _encode_prompt(self) -> None:
         request = self._request
@@ -156,7 +162,7 @@ class Handler:
                     state = "finished"
                     return reason
         except (asyncio.CancelledError, ClientGone, DeadlineExceeded):
-            state = "cancelled"
+            state = "failed" if router.requests.is_cut_off else "cancelled"
             raise
         finally:
             self._close_record(state)
@@ -341,8 +347,13 @@ class Handler:
             labels=request.labels(),
         )
 
-    def _time_is_over(self) -> DeadlineExceeded:
+    def _time_is_over(self) -> EffuseError:
+        """The request's own time, or that of this router."""
         request = self._request
+        if self._router.requests.is_cut_off:
+            why = "this router has ended, and the answer was not; ask again"
+            text = _sentences(why, request.tell_progress())
+            return Draining(text, retry_after_s=RETRY_AFTER_S, labels=request.labels())
         why = f"not answered within {request.limit_s:.3g} s; it was {request.state.value}"
         return DeadlineExceeded(_sentences(why, request.tell_progress()), labels=request.labels())
 

@@ -45,6 +45,8 @@ class KnownRequests:
         self._store = store
         self._now = now
         self._running: dict[str, Request] = {}
+        self._limits: set[asyncio.Timeout] = set()
+        self.is_cut_off = False
         self.idle = asyncio.Event()
         """Set while no request is queued or on workers."""
         self.idle.set()
@@ -74,6 +76,23 @@ class KnownRequests:
                 self.idle.set()
             self._remember(request)
 
+    @contextmanager
+    def limited_by(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """`cut_off` ends what runs here by its own limit."""
+        self._limits.add(limit)
+        if self.is_cut_off:
+            self._end(limit)
+        try:
+            yield
+        finally:
+            self._limits.remove(limit)
+
+    def cut_off(self) -> None:
+        """Has the time of all that runs end now, and of what may come."""
+        self.is_cut_off = True
+        for limit in self._limits:
+            self._end(limit)
+
     def find(self, request_id: str) -> pb.GetRequestResponse | None:
         """A request that runs here or ended a short while ago."""
         request = self._running.get(request_id)
@@ -95,6 +114,10 @@ class KnownRequests:
         except MalformedRecord:
             LOG.warning("the stored placement of %s is malformed", request_id)
         raise NotFound(f"no request {request_id!r} is running or ended a short while ago")
+
+    def _end(self, limit: asyncio.Timeout) -> None:
+        if not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
 
     def _remember(self, request: Request) -> None:
         self._ended.pop(request.id, None)

@@ -17,7 +17,7 @@ from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
-from effuse.router.config import RouterConfig, parse
+from effuse.router.config import END_S, RouterConfig, parse
 from effuse.router.policy import Prospect, live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
@@ -59,11 +59,6 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
     """Serves until `stop` is set and what runs has ended or `drain_s` is over."""
     config = router.config
 
-    async def drain() -> None:
-        """Until the last request has ended the server still answers, if only to refuse."""
-        router.admission.drain()
-        await router.requests.idle.wait()
-
     async with asyncio.TaskGroup() as beside:
         loops = [
             beside.create_task(router.view.run()),
@@ -76,7 +71,10 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
                 server = await _start(router)
                 loops.append(beside.create_task(_follow_fleet(router, server)))
                 loops.append(beside.create_task(_ask_absent(router)))
-                await rpc.serve(server, stop, drain_s=config.drain_s, on_drain=drain)
+                await rpc.serve(
+                    server, stop, drain_s=config.drain_s + END_S,
+                    on_drain=router.drain, closes_first=True,
+                )  # fmt: skip
         await router.flush_placements()
         for loop in loops:
             loop.cancel()
@@ -87,7 +85,8 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
 async def _start(router: Router) -> RpcServer:
     """Listens, not ready yet as far as health goes."""
     config = router.config
-    server = RpcServer(replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes))
+    limits = replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes)
+    server = RpcServer(limits, shares_port=config.share_port)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         GenerationServicer(router), server.server
     )
@@ -95,7 +94,7 @@ async def _start(router: Router) -> RpcServer:
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
     router.port = await server.start(f"{config.host}:{config.port}", (GENERATION, MODELS))
     for role in ROLES:
-        await server.set_serving(role, False)
+        server.set_serving(role, False)
     address = f"{config.host}:{router.port}"
     if config.ready_file is not None:
         rpc.write_ready_file(config.ready_file, address)
@@ -122,7 +121,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         router.count_seats()
         router.fleet.look()
         router.metrics.show_workers(router.fleet.candidates())
-        await _tell_health(router, server)
+        _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
 
@@ -142,7 +141,7 @@ async def _share_refusals(router: Router) -> None:
         await asyncio.sleep(SHARE_S)
 
 
-async def _tell_health(router: Router, server: RpcServer) -> None:
+def _tell_health(router: Router, server: RpcServer) -> None:
     """Tells gRPC health, by service and by role, whether the router can do its work now.
 
     It serves while a decode worker is live that some request could be placed on, with a prefill
@@ -160,7 +159,7 @@ async def _tell_health(router: Router, server: RpcServer) -> None:
         ("prefill", bool(prefill)),
         ("decode", bool(decode)),
     ):
-        await server.set_serving(name, serving)
+        server.set_serving(name, serving)
 
 
 def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:

@@ -75,6 +75,17 @@ class Router:
         _, decode = live_workers(self.fleet.candidates())
         self.admission.fit_seats(decode)
 
+    async def drain(self) -> None:
+        """Returns once no request runs: what is not answered within `drain_s` is told to come
+        again."""
+        try:
+            async with asyncio.timeout(self.config.drain_s):
+                await self.requests.idle.wait()
+        except TimeoutError:
+            LOG.warning("ending %d requests that still run", self.requests.num_running)
+            self.requests.cut_off()
+            await self.requests.idle.wait()  # its caller brings the deadline
+
     # What engines die of.
 
     def check_poison(self, request: Request) -> None:
