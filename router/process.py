@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -30,6 +30,7 @@ MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
+METRICS_S: Final = 1.0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,7 +67,9 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             beside.create_task(_share_refusals(router)),
         ]
         await router.view.first_poll()
-        with _metrics_served(router):
+        with contextlib.ExitStack() as stack:
+            if not _serve_metrics(router, stack):
+                loops.append(beside.create_task(_serve_metrics_later(router, stack)))
             async with router.cleanup.running():
                 server = await _start(router)
                 loops.append(beside.create_task(_follow_fleet(router, server)))
@@ -103,15 +106,28 @@ async def _start(router: Router) -> RpcServer:
     return server
 
 
-@contextlib.contextmanager
-def _metrics_served(router: Router) -> Iterator[None]:
+def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
+    """Serves metrics until the stack is left; False where another router that shares our port still
+    has that of the metrics. Raises OSError where it is taken otherwise."""
     config = router.config
     if config.metrics_port is None:
-        yield
-        return
-    with router.metrics.served(config.host, config.metrics_port) as router.metrics_port:
-        LOG.info("metrics are on %s:%d", config.host, router.metrics_port)
-        yield
+        return True
+    try:
+        served = router.metrics.served(config.host, config.metrics_port)
+        router.metrics_port = stack.enter_context(served)
+    except OSError:
+        if not config.share_port:
+            raise
+        return False
+    LOG.info("metrics are on %s:%d", config.host, router.metrics_port)
+    return True
+
+
+async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> None:
+    """The same, once the other router has ended."""
+    LOG.info("port %s has another router's metrics; ours follow", router.config.metrics_port)
+    while not _serve_metrics(router, stack):  # noqa: ASYNC110  # no port tells that it is free
+        await asyncio.sleep(METRICS_S)
 
 
 async def _follow_fleet(router: Router, server: RpcServer) -> None:

@@ -1,4 +1,4 @@
-"""`effuse up` as a person runs it: ready, a crash survived, gone without a trace."""
+"""`effuse up` as a person runs it: ready, replaced, a crash survived, gone without a trace."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def up(model: Path) -> Iterator[Up]:
         up.end()
 
 
-def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
+def test_what_is_replaced_and_what_dies_is_started_again(up: Up) -> None:
     ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
     assert int(ready[1]) > 0
     processes = up.processes()
@@ -81,6 +81,13 @@ def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
     (worker,) = [one for one in processes if "effuse.decode_worker" in one.cmdline()]
     assert "--max-queue 7" in " ".join(router.cmdline())
     assert "--num-pages 64" in " ".join(worker.cmdline())
+    up.child.send_signal(signal.SIGUSR1)
+    up.wait_for("effuse up: decode-0 was replaced")
+    up.wait_for("effuse up: router was replaced")
+    assert not psutil.wait_procs([router, worker], timeout=DEADLINE_S)[1]
+    processes += up.processes()
+    (router,) = [one for one in up.processes() if "effuse.router" in one.cmdline()]
+    (worker,) = [one for one in up.processes() if "effuse.decode_worker" in one.cmdline()]
     worker.kill()
     up.wait_for(r"effuse up: decode-0 \(pid \d+\) was ended by SIGKILL")
     up.wait_for("effuse up: decode-0 is back")

@@ -47,6 +47,7 @@ def tiny_fleet(
     connector: str,
     prefill: int = 1,
     decode: int = 1,
+    routers: int = 1,
     num_pages: int = 512,
     worker_flags: tuple[str, ...] = (),
     prefill_flags: tuple[str, ...] = (),
@@ -57,6 +58,7 @@ def tiny_fleet(
         config = FleetConfig(
             prefill=prefill,
             decode=decode,
+            routers=routers,
             connector=connector,
             model=tiny_checkpoint(Path(home) / architecture, architecture),
             worker_flags=(
