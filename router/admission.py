@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import Overloaded
 
 
-def count_seats(decode: Sequence[WorkerRecord], most: int) -> int:
-    """Requests that these workers can run at once, `most` at most. Without workers it is `most`:
-    nobody should wait to be told that there are none."""
-    num_seats = sum(record.capacity.max_num_seqs for record in decode)
-    return min(most, num_seats) if num_seats else most
+def count_seats(seats: Sequence[int], most: int) -> int:
+    """Requests that may run at once on live decode workers, each with so many seats for us, `most`
+    at most. Without workers it is `most`: nobody should wait to be told that there are none."""
+    return min(most, sum(seats)) if seats else most
 
 
 class Admission:
@@ -46,10 +44,10 @@ class Admission:
         """Requests in the queue."""
         return len(self._waiting)
 
-    def fit_seats(self, decode: Sequence[WorkerRecord]) -> None:
-        """From now on as many at once as these decode workers have seats."""
-        self.knows_seats = bool(decode)
-        num_seats = count_seats(decode, self.most_running)
+    def fit_seats(self, seats: Sequence[int]) -> None:
+        """From now on as many at once as live decode workers have seats for us."""
+        self.knows_seats = bool(seats)
+        num_seats = count_seats(seats, self.most_running)
         if num_seats != self.max_running:
             self.resize(num_seats)
 

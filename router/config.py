@@ -62,6 +62,9 @@ class RouterConfig:
     recovery_s: Annotated[
         float, "longest that a request waits for a worker that goes on with it"
     ] = 60.0
+    keep_answers_s: Annotated[
+        float, "how long the answer to a request id that a client chose is kept; 0 keeps none"
+    ] = 120.0
     drain_s: Annotated[float, "longest that running requests are waited for at the end"] = 30.0
 
     ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
@@ -80,6 +83,8 @@ class RouterConfig:
             checks.whole(name, getattr(self, name), low, high)
         for name in ("max_request_s", "recovery_s", "drain_s"):
             checks.seconds(name, getattr(self, name))
+        if not 0 <= self.keep_answers_s <= 86400:
+            raise ValueError(f"--keep-answers-s: expected 0 to 86400, got {self.keep_answers_s}")
         if not 0 <= self.retry_share <= 1:
             raise ValueError(f"--retry-share: expected 0 to 1, got {self.retry_share}")
         checks.redis_url("redis_url", self.redis_url)

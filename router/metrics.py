@@ -37,6 +37,10 @@ class Metrics:
             "effuse_refused_poison", "Requests refused since engines died of them",
             registry=self.registry,
         )  # fmt: skip
+        self.repeated = Counter(
+            "effuse_answers_repeated", "Answers given that were kept from before",
+            registry=self.registry,
+        )  # fmt: skip
         self.losses = Counter(
             "effuse_worker_losses", "Attempts lost, by worker", ["worker", "reason"],
             registry=self.registry,

@@ -18,6 +18,7 @@ from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import Prospect, live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
@@ -67,6 +68,8 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             beside.create_task(_share_refusals(router)),
         ]
         await router.view.first_poll()
+        await router.tell_others()  # before the first claim
+        loops.append(beside.create_task(_tell_others(router)))
         with contextlib.ExitStack() as stack:
             if not _serve_metrics(router, stack):
                 loops.append(beside.create_task(_serve_metrics_later(router, stack)))
@@ -79,6 +82,7 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
                     on_drain=router.drain, closes_first=True,
                 )  # fmt: skip
         await router.flush_placements()
+        await router.others.release()
         for loop in loops:
             loop.cancel()
     await router.fleet.close()
@@ -148,6 +152,13 @@ async def _ask_absent(router: Router) -> None:
     while True:
         await router.fleet.ask_absent()
         await asyncio.sleep(FOLLOW_S)
+
+
+async def _tell_others(router: Router) -> None:
+    """Keeps our account of seats in step with other routers, until cancelled."""
+    while True:
+        await router.tell_others()
+        await asyncio.sleep(EXCHANGE_S)
 
 
 async def _share_refusals(router: Router) -> None:

@@ -47,7 +47,7 @@ class Event(Enum):
     VERIFIED = "verified"
     COMMITTED = "committed"
     LOST = "lost"  # the attempt failed in a way that another one may not
-    FINISHED = "finished"
+    FINISHED = "finished"  # also where its answer was kept from before
     FAILED = "failed"
     CANCELLED = "cancelled"  # by the client or by its deadline
 
@@ -57,6 +57,7 @@ ENDED: Final = frozenset({_S.FINISHED, _S.FAILED, _S.CANCELLED})
 
 TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (_S.QUEUED, _E.PLACED): _S.STARTING,
+    (_S.QUEUED, _E.FINISHED): _S.FINISHED,
     (_S.QUEUED, _E.FAILED): _S.FAILED,
     (_S.QUEUED, _E.CANCELLED): _S.CANCELLED,
     (_S.STARTING, _E.RESERVED): _S.PREFILLING,
@@ -119,6 +120,9 @@ class Request:
     arrived: float
     limit_s: float  # longest that it may take
     deadline: float  # on the event loop's clock
+    asked_digest: str = ""  # of the client's message, where the client chose the id
+    is_repeated: bool = False  # the client has asked for it before
+    is_anothers: bool = False  # another router runs it
 
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
@@ -247,6 +251,10 @@ class Request:
             raise IllegalRequestEvent(self.state, Event.FINISHED)
         self.forwards = finished.forward_passes
         self.preemptions += finished.preemptions
+        return self.flush_text()
+
+    def flush_text(self) -> pb.GenerateStreamResponse | None:
+        """No token follows: returns the text that was held back, if there is any."""
         return self._for_client(self.text.num_tokens, [], self.text.flush())
 
     def resumption(self) -> worker_pb2.Resume | None:
