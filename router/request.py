@@ -257,6 +257,20 @@ class Request:
         """No token follows: returns the text that was held back, if there is any."""
         return self._for_client(self.text.num_tokens, [], self.text.flush())
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token can follow those that are final: there are as many as were asked for, or
+        they end within a block, which by these algorithms a stop id does alone."""
+        if self.state is not State.DECODING or not self.token_ids:
+            return False
+        if len(self.token_ids) >= self.max_tokens:
+            return True
+        if self.asked.settings.algorithm not in ("d2f", "block_diffusion"):
+            return False
+        model, prompt_len = self.asked.model, len(self.prompt_token_ids)
+        before = prompt_len if model.prompt_attention == "causal_blocks" else 0
+        return bool((before + len(self.token_ids)) % model.block_size)
+
     def resumption(self) -> worker_pb2.Resume | None:
         """What another attempt needs to go on from here; None where it begins anew."""
         if not self.token_ids:

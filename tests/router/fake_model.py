@@ -51,7 +51,7 @@ def model_info(name: str = "fake") -> ModelInfo:
         vocab_size=VOCAB_SIZE,
         mask_token_id=MASK,
         eos_token_ids=(EOS,),
-        prompt_attention="causal_blocks",
+        prompt_attention="bidirectional",
         default_algorithm="d2f",
     )
 
