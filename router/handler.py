@@ -150,7 +150,7 @@ class Handler:
             await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
         request.status = "OK"
-        router.metrics.repeated.inc()
+        router.metrics.count_repeated()
         return pb.Finished(
             finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
         )

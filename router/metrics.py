@@ -78,6 +78,11 @@ class Metrics:
         self.latency.observe(stats.total_s)
         self.requests.labels("OK").inc()
 
+    def count_repeated(self) -> None:
+        """A request that was answered with what was kept."""
+        self.repeated.inc()
+        self.requests.labels("OK").inc()
+
     def count_failure(self, failure: Failure) -> None:
         """An attempt that failed, where another one may follow."""
         if failure.outcome is not FailureKind.FINAL:

@@ -32,6 +32,7 @@ ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
 METRICS_S: Final = 1.0
+KNOW_S: Final = 10.0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -67,7 +68,7 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             beside.create_task(router.placements.run()),
             beside.create_task(_share_refusals(router)),
         ]
-        await router.view.first_poll()
+        await _know_fleet(router)
         await router.tell_others()  # before the first claim
         loops.append(beside.create_task(_tell_others(router)))
         with contextlib.ExitStack() as stack:
@@ -87,6 +88,17 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             loop.cancel()
     await router.fleet.close()
     router.tokenizer.close()
+
+
+async def _know_fleet(router: Router) -> None:
+    """Returns once Redis was asked who is there. Where another router may end as soon as this one
+    listens, once it has answered, after `KNOW_S` at most."""
+    await router.view.first_poll()
+    if router.config.share_port:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOW_S):
+                while not router.view.is_current:  # noqa: ASYNC110  # it is polled anyway
+                    await asyncio.sleep(FOLLOW_S)
 
 
 async def _start(router: Router) -> RpcServer:
