@@ -190,6 +190,7 @@ class Fleet:
                 longest_s if grace_s is None else grace_s,
             )
         self.processes.clear()
+        self._ended.clear()
         self._spawner.close()
         if self._port is not None:
             self._port.close()

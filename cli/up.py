@@ -292,6 +292,7 @@ def run(fleet: Fleet) -> int:
 def stop(fleet: Fleet) -> None:
     """End the fleet once what runs is answered; told to end a second time, at once."""
     try:
+        print("effuse up: ends once what runs is answered, or at once if told again", flush=True)
         fleet.stop()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -130,3 +130,14 @@ def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Pat
     assert "safetensors" in str(failed.value)
     assert not fleet.processes
     assert not fleet.log_dir.exists()
+
+
+def test_told_to_end_twice_it_does_not_wait_for_what_runs(up: Up) -> None:
+    up.wait_for("effuse is ready on")
+    processes = up.processes()
+    (worker,) = [one for one in processes if "effuse.decode_worker" in one.cmdline()]
+    worker.suspend()  # it cannot end in order
+    up.child.send_signal(signal.SIGTERM)
+    up.wait_for("ends once what runs is answered")
+    assert up.end() == 0
+    assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
