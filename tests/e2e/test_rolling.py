@@ -21,6 +21,7 @@ from effuse.v1 import generation_pb2_grpc
 
 CONCURRENT = 3
 ROUTERS = 2
+THINK_S = 0.05  # which leaves the processes that start some of a small machine
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Load:
                     self.failures.append(f"{error.code().name}: {error.details()}")
                 else:
                     self.answers.append((job, token_ids))
+                self.stop.wait(THINK_S)
 
     def wait_for_answers(self, number: int) -> None:
         """Returns once so many more have come."""
