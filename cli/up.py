@@ -3,6 +3,7 @@
 Flags that are not its own are those of the processes it starts (their `config.py`), checked here
 and passed on to whichever takes them.
 A process that ends by itself is reported and started again, ever more slowly if it keeps ending.
+SIGUSR1 replaces all processes, one after the other, with no request lost.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -35,8 +36,9 @@ _POLL_S = 0.2
 _WELL_S = 60.0  # a process that ran for so long did not fail at its start
 _MOST_PAUSE_S = 60.0
 _ASK_S = 5.0  # the longest that the router may take to describe its models
+_OVER = object()
 # Flags of a process that the fleet itself gives to each of them.
-_GIVEN = {"worker_id", "ready_file", "advertise_host", "connector_host"}
+_GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
 # Both have it, but workers on one machine cannot share a port.
 _ROUTERS_ALONE = {"metrics_port"}
 
@@ -155,6 +157,7 @@ def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) 
     return FleetConfig(
         prefill=found.prefill,
         decode=found.decode,
+        routers=found.routers,
         connector=found.connector,
         model=found.model,
         adapter=found.adapter,
@@ -199,13 +202,15 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--prefill", type=whole(0, 64), default=1, metavar="X",
         help="prefill workers; 0 lets decode workers prefill (default: 1)")  # fmt: skip
     add("--decode", type=whole(1, 64), default=1, metavar="Y", help="decode workers (default: 1)")
+    add("--routers", type=whole(1, 16), default=1, metavar="Z",
+        help="routers, which share the port (default: 1)")  # fmt: skip
     add("--connector", choices=("nixl", "zmq"), default="zmq",
         help="how KV pages move (default: zmq)")  # fmt: skip
     add("--model", type=directory, metavar="DIR", help="checkpoint; the bundled model if absent")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=whole(0, 65535), default=50051,
-        help="the router's port; 0 is any free one (default: 50051)")  # fmt: skip
+        help="the routers' port; 0 is any free one (default: 50051)")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
         help="a running Redis; an embedded one is started if absent")  # fmt: skip
     add("--fleet", metavar="NAME", help="namespace in Redis; a new one if absent")
@@ -235,7 +240,9 @@ def _groups(own: set[str]) -> FlagGroups:
     return FlagGroups(
         every=FlagGroup("flags of every process", WorkerConfig, both),
         router=FlagGroup(
-            "flags of the router", RouterConfig, (router - worker - own) | _ROUTERS_ALONE
+            "flags of the routers",
+            RouterConfig,
+            (router - worker - own - _GIVEN) | _ROUTERS_ALONE,
         ),
         workers=FlagGroup("flags of every worker", WorkerConfig, worker - router - own - _GIVEN),
         prefill=FlagGroup(
@@ -285,22 +292,63 @@ def _words_of(
 
 def run(fleet: Fleet) -> int:
     """Start the fleet, watch over it until it is told to end; the exit status."""
+    rolling = Rolling(fleet)
+    signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
         fleet.start()
         print("\n".join([*taken(fleet), greeting(fleet)]), flush=True)
-        watch_over(fleet)
+        watch_over(fleet, rolling)
     except FleetError as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
     finally:
+        stop(fleet)
+
+
+def stop(fleet: Fleet) -> None:
+    """End the fleet once what runs is answered; told to end a second time, at once."""
+    try:
+        print("effuse up: ends once what runs is answered, or at once if told again", flush=True)
+        fleet.stop()
+    except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        fleet.stop()
+        fleet.stop(grace_s=0)
 
 
-def watch_over(fleet: Fleet) -> NoReturn:
+class Rolling:
+    """Replaces the processes of a fleet one after the other, workers first, when it is asked to."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._is_asked = False
+        self._steps: Iterator[None] | None = None
+
+    def ask(self) -> None:
+        """Has all be replaced, once more if they are being replaced. Safe in a signal's handler."""
+        self._is_asked = True
+
+    def advance(self) -> None:
+        """Does what can be done without waiting."""
+        if self._steps is None and self._is_asked:
+            self._is_asked = False
+            self._steps = self._replace_all()
+        if self._steps is not None and next(self._steps, _OVER) is _OVER:
+            self._steps = None
+
+    def _replace_all(self) -> Iterator[None]:
+        fleet = self._fleet
+        for name in [*fleet.names("prefill"), *fleet.names("decode"), *fleet.names("router")]:
+            while name not in fleet.processes or fleet.processes[name].returncode is not None:
+                yield  # it ended by itself, and is being started again
+            yield from fleet.roll(name)
+            print(f"effuse up: {name} was replaced", file=sys.stderr)
+        print("effuse up: all were replaced", file=sys.stderr)
+
+
+def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
     """Report each process that ends and start it again, side by side, until interrupted."""
     restarts = Restarts()
     starting: set[str] = set()
@@ -318,6 +366,7 @@ def watch_over(fleet: Fleet) -> NoReturn:
             starting.discard(name)
             restarts.back(name, now)
             print(f"effuse up: {name} is back", file=sys.stderr)
+        rolling.advance()
         time.sleep(_POLL_S)
 
 

@@ -51,6 +51,8 @@ class Options:
                 "initialBackoff": "0.1s",
                 "maxBackoff": "2s",
                 "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
+                # A server that stops cancels calls that it has not taken yet; those that the client
+                # itself cancels are over before.
+                "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
             }
         return {"methodConfig": [method]}

@@ -51,6 +51,39 @@ class Keys:
         """What all placement keys begin with."""
         return f"effuse:{{{self.fleet}}}:request:"
 
+    def router(self, router_id: str) -> str:
+        """Key of a router's lease: its record."""
+        return f"{self.router_prefix}{check_name('router id', router_id)}"
+
+    @property
+    def router_prefix(self) -> str:
+        """What all router keys begin with."""
+        return f"effuse:{{{self.fleet}}}:router:"
+
+    @property
+    def routers(self) -> str:
+        """Key of the set of router ids, dead ones included until another router prunes them."""
+        return f"effuse:{{{self.fleet}}}:routers"
+
+    def answer(self, request_id: str) -> str:
+        """Key of a request's answer: a hash of what was asked, as a digest, and the response."""
+        return f"{self.answer_prefix}{request_id}"
+
+    @property
+    def answer_prefix(self) -> str:
+        """What all answer keys begin with."""
+        return f"effuse:{{{self.fleet}}}:answer:"
+
+    @property
+    def answers(self) -> str:
+        """Key of the sorted set of ids of kept answers, by when they run out."""
+        return f"effuse:{{{self.fleet}}}:answers-until"
+
+    @property
+    def answer_sizes(self) -> str:
+        """Key of the hash of their bytes by id, with the sum of all under an empty one."""
+        return f"effuse:{{{self.fleet}}}:answer-bytes"
+
     @property
     def refused(self) -> str:
         """Key of the digests of requests that engines died of: a set sorted by when each one is

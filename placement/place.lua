@@ -1,13 +1,16 @@
 #!lua
 -- Writes a request's placement and its place in the list of running or of ended ones, together.
 -- KEYS: request, running, ended.  ARGV: request id, attempt, router id, state, record, lifetime in
--- ms, most ended ones to keep, what placement keys begin with (they share the slot).
--- While a record says running, no older attempt and no other router overwrites it; an ended one is
--- free for whoever uses the id next. A Redis that is full refuses this script as a whole.
+-- ms, most ended ones to keep, what placement keys and what router keys begin with (they share the
+-- slot).
+-- While a record says running, no older attempt overwrites it, and no other router while the lease of
+-- its own holds; an ended one is free for whoever uses the id next. A Redis that is full refuses this
+-- script as a whole.
 local held = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'router')
 local attempt = tonumber(held[1])
 if attempt then
-  if held[3] ~= ARGV[3] and held[2] == 'running' then
+  local is_anothers = held[3] ~= ARGV[3] and held[2] == 'running'
+  if is_anothers and redis.call('EXISTS', ARGV[9] .. held[3]) == 1 then
     return 'duplicate'
   end
   if held[3] == ARGV[3] and held[2] == 'running' and attempt > tonumber(ARGV[2]) then

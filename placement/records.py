@@ -132,18 +132,35 @@ class PlacedOn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one attempt at a request lives."""
+    """Where one attempt at a request lives, or which router has it before its first."""
 
     request_id: str
-    attempt: int  # from 1; an older attempt never overwrites a newer one
+    attempt: int  # 0 before the first; an older attempt never overwrites a newer one
     transfer_id: str
     router_id: str
     state: PlacementState
     model: str
-    decode: PlacedOn
+    decode: PlacedOn | None = None  # None before the first attempt
     prefill: PlacedOn | None = None  # None where the decode worker prefills for itself
     prompt_tokens: int = 0
     num_tokens: int = 0  # tokens of the answer, known at its end
+
+
+class RoutedLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What a router has on one life of a decode worker."""
+
+    worker_id: str
+    incarnation: str
+    requests: Annotated[int, Meta(ge=0)]
+
+
+class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router tells others of itself."""
+
+    router_id: str
+    address: str  # host:port where clients find it; routers may share one
+    waiting: Annotated[int, Meta(ge=0)] = 0  # requests without a seat
+    loads: tuple[RoutedLoad, ...] = ()
 
 
 # msgspec's own, a string that is not UTF-8, values nested too deeply.
@@ -154,7 +171,7 @@ class MalformedRecord(ValueError):
     """A stored value does not follow its schema."""
 
 
-def encode(record: WorkerRecord | PlacementRecord) -> bytes:
+def encode(record: WorkerRecord | PlacementRecord | RouterRecord) -> bytes:
     """Returns the stored form: JSON, so that a person can read it with any Redis client."""
     return msgspec.json.encode(record)
 
@@ -173,3 +190,11 @@ def decode_placement(value: bytes) -> PlacementRecord:
         return msgspec.json.decode(value, type=PlacementRecord)
     except _UNREADABLE as error:
         raise MalformedRecord(f"placement record: {error}") from error
+
+
+def decode_router(value: bytes) -> RouterRecord:
+    """Reads a router's stored form; raises `MalformedRecord` naming the field at fault."""
+    try:
+        return msgspec.json.decode(value, type=RouterRecord)
+    except _UNREADABLE as error:
+        raise MalformedRecord(f"router record: {error}") from error

@@ -19,7 +19,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from effuse.placement.keys import Keys
-from effuse.placement.records import PlacementRecord, WorkerRecord, encode
+from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
 
 Announcement = Literal["held", "superseded"]
 Placing = Literal["placed", "stale", "duplicate"]
@@ -27,8 +27,11 @@ Placing = Literal["placed", "stale", "duplicate"]
 
 MOST_ENDED = 50_000
 """Placements of ended requests that a fleet keeps, the newest ones; about 50 MB in Redis."""
-_MOST_LOOKUPS = 2  # at once; clients cause them, and must never take the last connection
-_CONNECTIONS = _MOST_LOOKUPS + 3  # the view of the fleet, the writer of placements, refusals
+MOST_ANSWERS = 20_000
+MOST_ANSWER_BYTES = 64 << 20
+"""Answers that a fleet keeps, and their bytes together."""
+_MOST_LOOKUPS = 4  # at once; clients cause them, and must never take the last connection
+_CONNECTIONS = _MOST_LOOKUPS + 4  # the view of the fleet, placements, refusals, other routers
 
 
 class StoreUnavailable(Exception):
@@ -37,6 +40,15 @@ class StoreUnavailable(Exception):
 
 class StoreFull(StoreUnavailable):
     """Redis has reached its `maxmemory` and takes no more placements; it still answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What came of claiming a request id. It is this router's where nothing else is set."""
+
+    response: bytes | None = None  # the kept answer, undecoded
+    elsewhere: bytes | None = None  # the placement of another live router, undecoded
+    lease_s: float = 0.0  # that the other router's lease holds
 
 
 @dataclass(slots=True)
@@ -97,6 +109,9 @@ class Store:
         self._place = self._load_script("place")
         self._running = self._load_script("running")
         self._refused = self._load_script("refused")
+        self._routers = self._load_script("routers")
+        self._claim = self._load_script("claim")
+        self._keep = self._load_script("keep")
 
     async def __aenter__(self) -> Self:
         return self
@@ -134,7 +149,8 @@ class Store:
     async def place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
         """Writes a placement for `lifetime_s`; of ended ones the oldest go beyond `most_ended`.
 
-        Over one that runs, an older attempt or another router's is refused. Raises `StoreFull`
+        Over one that runs, an older attempt or, as long as its own lives, another router's is
+        refused. Raises `StoreFull`
         where Redis has no memory left for it.
         """
         keys = [self.keys.request(record.request_id), self.keys.running, self.keys.ended]
@@ -147,6 +163,7 @@ class Store:
             _ms(lifetime_s),
             self._most_ended,
             self.keys.request_prefix,
+            self.keys.router_prefix,
         ]
         circuit = self.placement_circuit
         answer = await self._run_script(self._place, keys, args, circuit)
@@ -157,16 +174,60 @@ class Store:
 
         Waits for its turn: many at once say nothing against Redis.
         """
-        key = self.keys.request(request_id)
+        return await self._look_up(self.keys.request(request_id), "record")
+
+    async def claim(self, record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
+        """Writes `record`, of a request that is to run, for `lifetime_s`, unless another live
+        router runs it, or an answer to what `digest` stands for is kept under its id.
+
+        Waits for its turn, as `placement` does. Raises `StoreFull` where there is no memory."""
+        keys, name = self.keys, record.request_id
+        args = (name, record.router_id, encode(record), _ms(lifetime_s), digest, keys.router_prefix)
         await self._wait_for_turn()
         try:
-            answer = await self._ask_redis(
-                lambda: cast(Awaitable[object], self._redis.hget(key, "record")),
+            told = await self._run_script(
+                self._claim,
+                [keys.request(name), keys.running, keys.ended, keys.answer(name)],
+                args,
                 self.placement_circuit,
             )
         finally:
             self._lookups.release()
-        return cast(bytes | None, answer)
+        outcome, *rest = cast(list[bytes], told)
+        if outcome == b"answered":
+            return Claim(response=rest[0])
+        if outcome == b"running":
+            return Claim(elsewhere=rest[0], lease_s=int(rest[1]) / 1000)
+        return Claim()
+
+    async def keep_answer(
+        self, request_id: str, digest: str, response: bytes, keep_s: float
+    ) -> None:
+        """Keeps the answer to what `digest` stands for; beyond `MOST_ANSWERS` and
+        `MOST_ANSWER_BYTES` those that run out first go. Raises `StoreFull`."""
+        keys = self.keys
+        args: list[str | bytes | int] = [request_id, digest, response, _ms(keep_s)]
+        args += [MOST_ANSWERS, MOST_ANSWER_BYTES, keys.answer_prefix]
+        of_all = [keys.answer(request_id), keys.answers, keys.answer_sizes]
+        await self._run_script(self._keep, of_all, args, self.placement_circuit)
+
+    async def answer(self, request_id: str) -> bytes | None:
+        """Returns the kept answer of a request, undecoded; None where there is none."""
+        return await self._look_up(self.keys.answer(request_id), "response")
+
+    async def announce_router(self, record: RouterRecord, lease_s: float) -> list[bytes]:
+        """Takes or renews a router's lease; returns the other live routers, undecoded."""
+        keys = self.keys
+        own = [keys.router(record.router_id), keys.routers]
+        args = (record.router_id, encode(record), _ms(lease_s), keys.router_prefix)
+        return cast(list[bytes], await self._run_script(self._routers, own, args))
+
+    async def release_router(self, router_id: str) -> None:
+        """Ends a router's lease: what it ran is nobody's from now on."""
+        key = self.keys.router(router_id)
+        await self._ask_redis(
+            lambda: cast(Awaitable[object], self._redis.delete(key)), self.circuit
+        )
 
     async def running(self) -> list[bytes]:
         """Returns the stored placement of every running request, undecoded."""
@@ -188,6 +249,17 @@ class Store:
             cast(bytes, digest).decode("ascii", "replace"): cast(int, left) / 1000
             for digest, left in pairs
         }
+
+    async def _look_up(self, key: str, field: str) -> bytes | None:
+        await self._wait_for_turn()
+        try:
+            answer = await self._ask_redis(
+                lambda: cast(Awaitable[object], self._redis.hget(key, field)),
+                self.placement_circuit,
+            )
+        finally:
+            self._lookups.release()
+        return cast(bytes | None, answer)
 
     async def _wait_for_turn(self) -> None:
         try:

@@ -1,4 +1,5 @@
-"""Writes placements to Redis beside the requests: a bounded queue, the newest per request.
+"""Writes placements and answers to Redis beside the requests: a bounded queue, the newest per
+request.
 
 `put` never waits and never fails; what does not fit is counted and dropped, oldest first. Records
 of running requests are written again before they expire, so that a dead router's vanish.
@@ -9,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from effuse.placement.records import PlacementRecord
 from effuse.placement.store import Placing, Store, StoreFull, StoreUnavailable
@@ -27,6 +29,19 @@ class WriterTimes:
     linger_s: float = 0.1  # a write waits this long: a request that is over by then is written once
 
 
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """What is kept of a request that ended well."""
+
+    digest: str  # of what was asked
+    response: bytes
+    keep_s: float
+
+
+MOST_PENDING_BYTES: Final = 32 << 20
+"""Of answers that wait to be written."""
+
+
 class PlacementWriter:
     """The only writer of this process's placements."""
 
@@ -39,16 +54,19 @@ class PlacementWriter:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._times = times or WriterTimes()
+        self.times = times or WriterTimes()
         self._most_pending = most_pending
         self._now = now
         self._pending: dict[str, PlacementRecord] = {}
+        self._answers: dict[str, KeptAnswer] = {}  # of pending records
+        self._answer_bytes = 0
         self._renew_at: dict[str, tuple[float, PlacementRecord]] = {}
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self.is_full = False  # Redis said so last
         self.dropped = 0  # records never written
+        self.dropped_answers = 0
         self.refused = 0  # records that Redis held something newer for
 
     def put(self, record: PlacementRecord) -> None:
@@ -57,10 +75,22 @@ class PlacementWriter:
         self._pending.pop(record.request_id, None)
         self._pending[record.request_id] = record
         if len(self._pending) > self._most_pending:
-            self._pending.pop(next(iter(self._pending)))
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            self.dropped_answers += self._take_answer(oldest) is not None
             self.dropped += 1
         self._empty.clear()
         self._wake.set()
+
+    def keep(self, request_id: str, digest: str, response: bytes, keep_s: float) -> None:
+        """Writes an answer for `keep_s`, right before the record of its end, which `put` is to be
+        given next."""
+        self._take_answer(request_id)
+        if self._answer_bytes + len(response) > MOST_PENDING_BYTES:
+            self.dropped_answers += 1
+            return
+        self._answers[request_id] = KeptAnswer(digest, response, keep_s)
+        self._answer_bytes += len(response)
 
     async def run(self) -> None:
         """Writes until cancelled."""
@@ -69,7 +99,7 @@ class PlacementWriter:
             if await self._write_all():
                 await self._wait_for_work(self._until_renewal())
             else:
-                await asyncio.sleep(self._times.retry_s)
+                await asyncio.sleep(self.times.retry_s)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until nothing is pending; False if that took too long."""
@@ -92,6 +122,7 @@ class PlacementWriter:
         while self._pending:
             request_id, record = next(iter(self._pending.items()))
             try:
+                await self._write_answer(request_id)
                 answer = await self._store.place(record, self._lifetime_s(record))
             except StoreUnavailable as error:
                 LOG.debug("placement of %s waits: %s", request_id, error)
@@ -105,6 +136,21 @@ class PlacementWriter:
         self._empty.set()
         return True
 
+    async def _write_answer(self, request_id: str) -> None:
+        """Before its record, so that nobody finds an end without it."""
+        kept = self._answers.get(request_id)
+        if kept is None:
+            return
+        await self._store.keep_answer(request_id, kept.digest, kept.response, kept.keep_s)
+        if self._answers.get(request_id) is kept:
+            self._take_answer(request_id)
+
+    def _take_answer(self, request_id: str) -> KeptAnswer | None:
+        kept = self._answers.pop(request_id, None)
+        if kept is not None:
+            self._answer_bytes -= len(kept.response)
+        return kept
+
     def _note_full(self, why: str) -> None:
         if not self.is_full:
             LOG.warning("placements wait and get lost, requests and leases go on: %s", why)
@@ -117,15 +163,15 @@ class PlacementWriter:
             self.refused += 1
             LOG.warning("placement of %s is %s", record.request_id, answer)
         elif record.state == "running" and record.request_id not in self._pending:
-            self._renew_at[record.request_id] = (self._now() + self._times.renew_s, record)
+            self._renew_at[record.request_id] = (self._now() + self.times.renew_s, record)
 
     def _lifetime_s(self, record: PlacementRecord) -> float:
         running = record.state == "running"
-        return self._times.running_s if running else self._times.finished_s
+        return self.times.running_s if running else self.times.finished_s
 
     def _until_renewal(self) -> float:
         if not self._renew_at:
-            return self._times.renew_s
+            return self.times.renew_s
         due, _ = next(iter(self._renew_at.values()))
         return max(0.0, due - self._now())
 
@@ -135,5 +181,5 @@ class PlacementWriter:
                 await self._wake.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(self._times.linger_s)
+        await asyncio.sleep(self.times.linger_s)
         self._wake.clear()

@@ -19,9 +19,10 @@ from typing import Final
 import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from effuse.protos.health import Health
 from effuse.protos.interceptor import ErrorInterceptor
 
 MIB: Final = 1 << 20
@@ -62,11 +63,14 @@ CALLER_KEEPALIVE: Final = Keepalive(time_s=20.0, timeout_s=20.0, ping_timeout_s=
 Options = list[tuple[str, int]]
 
 
-def server_options(limits: MessageLimits, keepalive: Keepalive) -> Options:
-    """Channel arguments of a server."""
+def server_options(
+    limits: MessageLimits, keepalive: Keepalive, *, shares_port: bool = False
+) -> Options:
+    """Channel arguments of a server. With `shares_port` others that share it, too, may listen on
+    the same port, and each gets a part of the connections."""
     return [
-        # Without this a second server on a taken port starts well and gets half of the calls.
-        ("grpc.so_reuseport", 0),
+        # gRPC's own choice is to share: a second server on a taken port gets half of the calls.
+        ("grpc.so_reuseport", int(shares_port)),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", FLEET_LIMITS.max_message_bytes),
         ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
@@ -152,11 +156,18 @@ class RpcServer:
     Use: construct, add servicers to `.server`, `await start(services)`, then `serve` or `stop`.
     Health knows "" (the process answers) and whatever `set_serving` was told."""
 
-    def __init__(self, limits: MessageLimits, keepalive: Keepalive = CALLER_KEEPALIVE) -> None:
+    def __init__(
+        self,
+        limits: MessageLimits,
+        keepalive: Keepalive = CALLER_KEEPALIVE,
+        *,
+        shares_port: bool = False,
+    ) -> None:
         self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()], options=server_options(limits, keepalive)
+            interceptors=[ErrorInterceptor()],
+            options=server_options(limits, keepalive, shares_port=shares_port),
         )
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         self._serving: dict[str, bool] = {}
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
@@ -170,7 +181,7 @@ class RpcServer:
             [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server, SymbolPool()
         )
         for name in names:
-            await self.set_serving(name, False)
+            self.set_serving(name, False)
         try:
             port = self.server.add_insecure_port(address)
         except RuntimeError as error:
@@ -179,17 +190,15 @@ class RpcServer:
         await self.server.start()
         return port
 
-    async def set_serving(self, service: str, serving: bool) -> None:
+    def set_serving(self, service: str, serving: bool) -> None:
         """Says whether `service` can do its work now."""
-        if self._serving.get(service) == serving:
-            return
-        self._serving[service] = serving
-        status = health_pb2.HealthCheckResponse.ServingStatus
-        await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+        if self._serving.get(service) != serving:
+            self._serving[service] = serving
+            self._health.set(service, serving=serving)
 
-    async def drain(self) -> None:
+    def drain(self) -> None:
         """Says NOT_SERVING for every service, from now on; calls are still taken."""
-        await self._health.enter_graceful_shutdown()
+        self._health.drain()
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets what runs end within `grace_s`, cancels what is left."""
@@ -216,23 +225,32 @@ async def serve(
     *,
     drain_s: float,
     on_drain: Callable[[], Awaitable[None]] | None = None,
+    closes_first: bool = False,
 ) -> None:
     """Serves until `stop` is set, then drains: unhealthy first, `on_drain`, then calls that still
-    run get what is left of `drain_s`."""
+    run get what is left of `drain_s`.
+
+    `closes_first`: before `on_drain` it stops listening and tells callers to connect elsewhere
+    (GOAWAY), and only calls that it has taken go on. For a server in whose place there is another
+    one: callers go there by themselves, and what was on its way is sent again by the library.
+    Without it callers are answered meanwhile, if only to be refused."""
     loop = asyncio.get_running_loop()
+    closing: asyncio.Task[None] | None = None
     grace_s = 0.0
     try:
         # Waits for ever by intent: this is the life of the process.
         await stop.wait()
         until = loop.time() + drain_s
-        await rpc.drain()
+        rpc.drain()
+        if closes_first:
+            closing = asyncio.create_task(rpc.stop(drain_s))
         if on_drain is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await on_drain()
         grace_s = max(0.0, until - loop.time())
     finally:
-        await rpc.stop(grace_s)
+        await (rpc.stop(grace_s) if closing is None else closing)
 
 
 def write_ready_file(path: Path, address: str, **facts: str) -> None:

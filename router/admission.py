@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from effuse.placement.records import WorkerRecord
-from effuse.protos.errors import Draining, Overloaded
+from effuse.protos.errors import Overloaded
 
 
-def count_seats(decode: Sequence[WorkerRecord], most: int) -> int:
-    """Requests that these workers can run at once, `most` at most. Without workers it is `most`:
-    nobody should wait to be told that there are none."""
-    num_seats = sum(record.capacity.max_num_seqs for record in decode)
-    return min(most, num_seats) if num_seats else most
+def count_seats(seats: Sequence[int], most: int) -> int:
+    """Requests that may run at once on live decode workers, each with so many seats for us, `most`
+    at most. Without workers it is `most`: nobody should wait to be told that there are none."""
+    return min(most, sum(seats)) if seats else most
 
 
 class Admission:
@@ -35,7 +33,6 @@ class Admission:
         self.knows_seats = False  # of a live decode worker
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_draining = False
 
     @property
     def num_running(self) -> int:
@@ -47,10 +44,10 @@ class Admission:
         """Requests in the queue."""
         return len(self._waiting)
 
-    def fit_seats(self, decode: Sequence[WorkerRecord]) -> None:
-        """From now on as many at once as these decode workers have seats."""
-        self.knows_seats = bool(decode)
-        num_seats = count_seats(decode, self.most_running)
+    def fit_seats(self, seats: Sequence[int]) -> None:
+        """From now on as many at once as live decode workers have seats for us."""
+        self.knows_seats = bool(seats)
+        num_seats = count_seats(seats, self.most_running)
         if num_seats != self.max_running:
             self.resize(num_seats)
 
@@ -59,15 +56,11 @@ class Admission:
         self.max_running = max_running
         self._admit_next()
 
-    def drain(self) -> None:
-        """Admits nothing from now on; what waits already still gets its turn."""
-        self._is_draining = True
-
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Holds a slot. Waits in the queue; the caller bounds how long.
 
-        Raises `Overloaded` or `Draining` at once, before anything is held."""
+        Raises `Overloaded` at once, before anything is held."""
         self.check()
         await self._take_slot()
         try:
@@ -77,8 +70,6 @@ class Admission:
 
     def check(self) -> None:
         """Raises where a request would be refused now; costs nothing."""
-        if self._is_draining:
-            raise Draining("the router is shutting down; ask another one", retry_after_s=1.0)
         if self._running >= self.max_running and len(self._waiting) >= self.max_waiting:
             raise Overloaded(
                 f"{self._running} requests are running and {len(self._waiting)} are waiting, which "

@@ -75,7 +75,7 @@ class Attempt:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
                 await self._open_prefill(prefill).send_prompt(self._id)
             decode = self._decode = self._open_decode()
-            reason = await self._relay(decode)
+            reason = await self._relay_to_end(decode)
         except (BrokenStream, IllegalRequestEvent, EffuseError) as error:
             self._end_calls_now()
             raise Unfinished(self._failure(error)) from error
@@ -132,6 +132,24 @@ class Attempt:
         return max(0.001, self._request.deadline - asyncio.get_running_loop().time())
 
     # Relaying.
+
+    async def _relay_to_end(self, decode: DecodeCall) -> FinishReason:
+        """The same where the worker is lost after the last token, and before it has said so: there
+        is nothing left to resume."""
+        try:
+            return await self._relay(decode)
+        except EffuseError as error:
+            if not self._request.is_complete:
+                raise
+            failure = self._failure(error)
+            self._router.fleet.standing.note(failure)
+            self._router.metrics.count_failure(failure)
+            if (news := self._request.flush_text()) is not None:
+                await self._client.send(news)
+            self._end_calls()
+            is_long = len(self._request.token_ids) >= self._request.max_tokens
+            is_stopped = self._request.text.is_stopped or not is_long
+            return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
 
     async def _relay(self, decode: DecodeCall) -> FinishReason:
         """Takes what decode says, event by event, to the last one that counts."""

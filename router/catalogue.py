@@ -36,6 +36,7 @@ _ROLES: Final = {
 _STATES: Final = {
     Condition.READY: model_pb2.WORKER_STATE_READY,
     Condition.DRAINING: model_pb2.WORKER_STATE_DRAINING,
+    Condition.STARTING: model_pb2.WORKER_STATE_STARTING,
 }
 
 
@@ -177,7 +178,7 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
 
 
 def describe_worker(record: WorkerRecord, condition: Condition) -> model_pb2.Worker:
-    """What clients are told of a worker; the state of one that is out is not known."""
+    """What clients are told of a worker; the state of one that is lost is not known."""
     load = record.load
     return model_pb2.Worker(
         worker_id=record.worker_id,

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from effuse.config import checks, flags
 from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
 from effuse.router.policy import PrefillMode
+
+END_S: Final = 5.0
+"""What a router takes at most to end after its drain: to tell clients and Redis, and abort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,9 @@ class RouterConfig:
     # The network.
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 50051
+    share_port: Annotated[
+        bool, "let other routers listen on the same port, as one that takes this one's place"
+    ] = False
     metrics_port: Annotated[int | None, "serve Prometheus text here; 0 takes a free one"] = None
     max_message_bytes: Annotated[int, "largest message taken from a client"] = 4 << 20
 
@@ -56,6 +62,9 @@ class RouterConfig:
     recovery_s: Annotated[
         float, "longest that a request waits for a worker that goes on with it"
     ] = 60.0
+    keep_answers_s: Annotated[
+        float, "how long the answer to a request id that a client chose is kept; 0 keeps none"
+    ] = 120.0
     drain_s: Annotated[float, "longest that running requests are waited for at the end"] = 30.0
 
     ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
@@ -74,11 +83,18 @@ class RouterConfig:
             checks.whole(name, getattr(self, name), low, high)
         for name in ("max_request_s", "recovery_s", "drain_s"):
             checks.seconds(name, getattr(self, name))
+        if not 0 <= self.keep_answers_s <= 86400:
+            raise ValueError(f"--keep-answers-s: expected 0 to 86400, got {self.keep_answers_s}")
         if not 0 <= self.retry_share <= 1:
             raise ValueError(f"--retry-share: expected 0 to 1, got {self.retry_share}")
         checks.redis_url("redis_url", self.redis_url)
         checks.directory("model", self.model)
         check_name("fleet", self.fleet)
+
+    @property
+    def longest_end_s(self) -> float:
+        """Longest that a router takes from SIGTERM to its end."""
+        return self.drain_s + 3 * END_S
 
 
 def parse(argv: Sequence[str]) -> RouterConfig:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc.aio
 
-from effuse.placement.records import Role, WorkerRecord
+from effuse.placement.records import Role, RoutedLoad, WorkerRecord
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.calls import is_task_cancelled
@@ -72,9 +72,18 @@ class WorkerChannel:
 
 
 class RoutedFleet:
-    """One per router, used from its event loop. `now` is a monotonic clock in seconds."""
+    """One per router, used from its event loop. `now` is a monotonic clock in seconds; `seats`:
+    how many requests we may have on a decode worker, all that it takes where there is none."""
 
-    def __init__(self, view: View, mode: PrefillMode, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        view: View,
+        mode: PrefillMode,
+        now: Callable[[], float],
+        *,
+        seats: Callable[[WorkerRecord], int] | None = None,
+    ) -> None:
+        self._seats = seats
         self._view = view
         self._mode: PrefillMode = mode
         self.standing = Standing(now)
@@ -194,6 +203,14 @@ class RoutedFleet:
         self._count_in_flight(decode, 0, 0, -num_tokens)
         self.announce_change()
 
+    def loads(self) -> tuple[RoutedLoad, ...]:
+        """What we have on workers now, for other routers."""
+        return tuple(
+            RoutedLoad(worker_id, incarnation, one.requests)
+            for (worker_id, incarnation), one in self._in_flight.items()
+            if one.requests
+        )
+
     # Changes.
 
     def announce_change(self) -> None:
@@ -293,6 +310,7 @@ class RoutedFleet:
             is_full=self.standing.is_full(life),
             is_suspect=life in suspects,
             kept_for=self._kept.get(life),
+            seats=None if self._seats is None else self._seats(record),
         )
 
     def _count_in_flight(

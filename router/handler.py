@@ -9,19 +9,19 @@ attempt (`attempt.py`), choosing workers (`policy.py`), what a failure means (`l
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import secrets
 from typing import Final, TypeVar
 
 import grpc.aio
-import msgspec
 
-from effuse.placement.records import PlacedOn, PlacementRecord, PlacementState, WorkerRecord
 from effuse.protos.errors import (
     Bug,
     Cancelled,
     DeadlineExceeded,
+    Draining,
     EffuseError,
     InvalidRequest,
     Unavailable,
@@ -36,6 +36,7 @@ from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
+from effuse.router.shared_request import SharedRequest
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
@@ -55,6 +56,9 @@ LOOK_S: Final = 1.0
 RETRY_AFTER_S: Final = 1.0
 """What clients are told to wait when no worker is there: about as long as a lease takes to show."""
 
+REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
+"""Metadata of a call that gRPC's own retries send again; who does so himself can set it, too."""
+
 ON_THE_WAY_S: Final = 0.02
 """What a cancellation may take from a client's deadline to here, and still be told from others."""
 
@@ -73,6 +77,7 @@ def accept(
             router.count_seats()
         router.admission.check()
         request_id = _request_id(message)
+        asked_digest = _digest_of(message) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream)
     except EffuseError as error:
@@ -88,6 +93,8 @@ def accept(
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
+        asked_digest=asked_digest,
+        is_repeated=any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ()),
     )
 
 
@@ -97,8 +104,7 @@ class Handler:
     def __init__(self, router: Router, request: Request, client: Recipient) -> None:
         self._router = router
         self._request = request
-        self._client = client
-        self._record: PlacementRecord | None = None  # of the last attempt
+        self._shared = SharedRequest(router, request, client)
 
     async def serve(self) -> pb.Finished:
         """Tells the client the answer and returns what is said at its end; raises `EffuseError`.
@@ -106,10 +112,9 @@ class Handler:
         router, request = self._router, self._request
         with router.requests.running(request):
             try:
-                async with asyncio.timeout_at(request.deadline), router.admission.slot():
-                    await self._encode_prompt()
-                    reason = await self._run_attempts()
-                    return self._finish(reason)
+                async with asyncio.timeout_at(request.deadline) as limit:
+                    with router.requests.limited_by(limit):
+                        return await self._answer()
             except TimeoutError as error:
                 raise self._end_badly(self._time_is_over()) from error
             except EffuseError as error:
@@ -122,6 +127,33 @@ class Handler:
             finally:
                 if not request.is_ended:  # an exception of ours is on its way to the border
                     self._record_end(Event.FAILED, "INTERNAL")
+                self._shared.end(None)
+
+    async def _answer(self) -> pb.Finished:
+        if (kept := await self._shared.claim()) is not None:
+            return await self._repeat(kept)
+        async with self._router.admission.slot():
+            await self._encode_prompt()
+            reason = await self._run_attempts()
+            finished = self._finish(reason)
+            self._shared.end(finished)
+            return finished
+
+    async def _repeat(self, kept: pb.GenerateResponse) -> pb.Finished:
+        """Tells the client an answer that is kept from before."""
+        router, request = self._router, self._request
+        commit = pb.BlockCommit(
+            num_tokens=kept.usage.completion_tokens, text=kept.text, token_ids=kept.token_ids,
+            forward_passes=kept.stats.forward_passes,
+        )  # fmt: skip
+        if commit.num_tokens or commit.text:
+            await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
+        request.apply_event(Event.FINISHED, router.now(), "kept from before")
+        request.status = "OK"
+        router.metrics.count_repeated()
+        return pb.Finished(
+            finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
+        )
 
     async def _encode_prompt(self) -> None:
         request = self._request
@@ -134,23 +166,15 @@ class Handler:
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
         request, router = self._request, self._router
-        state: PlacementState = "failed"
-        try:
-            while True:
-                try:
-                    reason = await self._run_attempt()
-                except Unfinished as unfinished:
-                    await self._prepare_retry(unfinished.failure)
-                else:
-                    request.apply_event(Event.FINISHED, router.now())
-                    router.clear_poison(request)
-                    state = "finished"
-                    return reason
-        except (asyncio.CancelledError, ClientGone, DeadlineExceeded):
-            state = "cancelled"
-            raise
-        finally:
-            self._close_record(state)
+        while True:
+            try:
+                reason = await self._run_attempt()
+            except Unfinished as unfinished:
+                await self._prepare_retry(unfinished.failure)
+            else:
+                request.apply_event(Event.FINISHED, router.now())
+                router.clear_poison(request)
+                return reason
 
     async def _run_attempt(self) -> pb.FinishReason:
         """One attempt; raises `EffuseError`, `ClientGone` or `Unfinished`."""
@@ -240,19 +264,8 @@ class Handler:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
-        attempt = Attempt(self._router, request, placement, self._client, share)
-        self._record = PlacementRecord(
-            request_id=request.id,
-            attempt=request.num_attempts,
-            transfer_id=attempt.transfer_id,
-            router_id=self._router.id,
-            state="running",
-            model=request.asked.model.name,
-            decode=_placed_on(placement.decode),
-            prefill=None if placement.prefill is None else _placed_on(placement.prefill),
-            prompt_tokens=len(request.prompt_token_ids),
-        )
-        self._write_record(self._record)
+        attempt = Attempt(self._router, request, placement, self._shared, share)
+        self._shared.begin_attempt(placement, attempt.transfer_id)
         return attempt
 
     # After an attempt.
@@ -300,19 +313,6 @@ class Handler:
         if failure.outcome is FailureKind.FINAL:
             raise error
 
-    # The placement that Redis knows, written beside the request.
-
-    def _close_record(self, state: PlacementState) -> None:
-        if self._record is not None:
-            num_tokens = self._request.text.num_tokens
-            self._write_record(
-                msgspec.structs.replace(self._record, state=state, num_tokens=num_tokens)
-            )
-
-    def _write_record(self, record: PlacementRecord) -> None:
-        """In the order of calls, once the request has gone on its way."""
-        asyncio.get_running_loop().call_soon(self._router.placements.put, record)
-
     # The end.
 
     def _finish(self, reason: pb.FinishReason) -> pb.Finished:
@@ -335,8 +335,13 @@ class Handler:
             labels=request.labels(),
         )
 
-    def _time_is_over(self) -> DeadlineExceeded:
+    def _time_is_over(self) -> EffuseError:
+        """The request's own time, or that of this router."""
         request = self._request
+        if self._router.requests.is_cut_off:
+            why = "this router has ended, and the answer was not; ask again"
+            text = _sentences(why, request.tell_progress())
+            return Draining(text, retry_after_s=RETRY_AFTER_S, labels=request.labels())
         why = f"not answered within {request.limit_s:.3g} s; it was {request.state.value}"
         return DeadlineExceeded(_sentences(why, request.tell_progress()), labels=request.labels())
 
@@ -373,6 +378,11 @@ def _request_id(message: pb.GenerateRequest) -> str:
     return message.request_id
 
 
+def _digest_of(message: pb.GenerateRequest) -> str:
+    """Of the request as it was sent: the same where a client sends it again."""
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+
+
 def _sentences(*texts: str) -> str:
     return "; ".join(text for text in texts if text)
 
@@ -380,7 +390,3 @@ def _sentences(*texts: str) -> str:
 def _is_ours(error: InvalidRequest) -> bool:
     """Whether the router is at fault for what a worker refuses."""
     return any(v.field.split(".")[0] in OUR_FIELDS for v in error.violations)
-
-
-def _placed_on(record: WorkerRecord) -> PlacedOn:
-    return PlacedOn(worker_id=record.worker_id, incarnation=record.incarnation)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
+from google.protobuf.message import DecodeError
+
 from effuse.placement.records import MalformedRecord, PlacementRecord, decode_placement
 from effuse.placement.store import StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, NotFound, Unavailable
@@ -37,6 +39,9 @@ class StoredPlacements(Protocol):
     async def placement(self, request_id: str) -> bytes | None:
         """The stored placement of a request; raises `StoreUnavailable`."""
 
+    async def answer(self, request_id: str) -> bytes | None:
+        """Its kept answer; raises `StoreUnavailable`."""
+
 
 class KnownRequests:
     """One per router. `now` is a monotonic clock in seconds."""
@@ -45,6 +50,8 @@ class KnownRequests:
         self._store = store
         self._now = now
         self._running: dict[str, Request] = {}
+        self._limits: set[asyncio.Timeout] = set()
+        self.is_cut_off = False
         self.idle = asyncio.Event()
         """Set while no request is queued or on workers."""
         self.idle.set()
@@ -72,7 +79,25 @@ class KnownRequests:
             del self._running[request.id]
             if not self._running:
                 self.idle.set()
-            self._remember(request)
+            if not request.is_anothers:
+                self._remember(request)
+
+    @contextmanager
+    def limited_by(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """`cut_off` ends what runs here by its own limit."""
+        self._limits.add(limit)
+        if self.is_cut_off:
+            self._end(limit)
+        try:
+            yield
+        finally:
+            self._limits.remove(limit)
+
+    def cut_off(self) -> None:
+        """Has the time of all that runs end now, and of what may come."""
+        self.is_cut_off = True
+        for limit in self._limits:
+            self._end(limit)
 
     def find(self, request_id: str) -> pb.GetRequestResponse | None:
         """A request that runs here or ended a short while ago."""
@@ -96,6 +121,27 @@ class KnownRequests:
             LOG.warning("the stored placement of %s is malformed", request_id)
         raise NotFound(f"no request {request_id!r} is running or ended a short while ago")
 
+    async def add_answer(self, described: pb.GetRequestResponse) -> pb.GetRequestResponse:
+        """Adds the answer of a request that ended well, where it is kept and Redis is there."""
+        if described.state != pb.REQUEST_STATE_FINISHED:
+            return described
+        found = pb.GetRequestResponse()
+        found.CopyFrom(described)
+        try:
+            kept = await self._store.answer(described.request_id)
+            if kept is not None:
+                found.answer.MergeFromString(kept)
+        except StoreUnavailable as error:
+            LOG.debug("kept answers cannot be looked up: %s", error)
+        except DecodeError:
+            LOG.warning("the kept answer of %s is malformed", described.request_id)
+            return described
+        return found
+
+    def _end(self, limit: asyncio.Timeout) -> None:
+        if not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
+
     def _remember(self, request: Request) -> None:
         self._ended.pop(request.id, None)
         self._ended[request.id] = (self._now() + REMEMBERED_S, request.describe())
@@ -111,11 +157,15 @@ class KnownRequests:
 
 
 def _describe_stored(record: PlacementRecord) -> pb.GetRequestResponse:
+    state = _STORED_STATES[record.state]
+    if record.state == "running" and record.decode is None:
+        state = pb.REQUEST_STATE_QUEUED
     return pb.GetRequestResponse(
         request_id=record.request_id,
-        state=_STORED_STATES[record.state],
+        state=state,
         attempt=record.attempt,
         prefill_worker=record.prefill.worker_id if record.prefill else "",
-        decode_worker=record.decode.worker_id,
+        decode_worker=record.decode.worker_id if record.decode else "",
         status="OK" if record.state == "finished" else "",
+        router=record.router_id if record.state == "running" else "",
     )

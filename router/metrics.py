@@ -37,6 +37,10 @@ class Metrics:
             "effuse_refused_poison", "Requests refused since engines died of them",
             registry=self.registry,
         )  # fmt: skip
+        self.repeated = Counter(
+            "effuse_answers_repeated", "Answers given that were kept from before",
+            registry=self.registry,
+        )  # fmt: skip
         self.losses = Counter(
             "effuse_worker_losses", "Attempts lost, by worker", ["worker", "reason"],
             registry=self.registry,
@@ -72,6 +76,11 @@ class Metrics:
         self.generation_tokens.inc(usage.completion_tokens)
         self.first_block.observe(stats.first_block_s)
         self.latency.observe(stats.total_s)
+        self.requests.labels("OK").inc()
+
+    def count_repeated(self) -> None:
+        """A request that was answered with what was kept."""
+        self.repeated.inc()
         self.requests.labels("OK").inc()
 
     def count_failure(self, failure: Failure) -> None:

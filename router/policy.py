@@ -65,6 +65,7 @@ class Candidate:
     is_full: bool = False  # it said so a moment ago
     is_suspect: bool = False  # it failed a moment ago
     kept_for: Holder | None = None  # it is to run nothing else
+    seats: int | None = None  # requests that we may have on it; None is all that it takes
 
     @property
     def life(self) -> WorkerLife:
@@ -72,9 +73,14 @@ class Candidate:
         return life_of(self.record)
 
     @property
+    def num_seats(self) -> int:
+        """How many requests we may have on it at once."""
+        return self.record.capacity.max_num_seqs if self.seats is None else self.seats
+
+    @property
     def has_seat(self) -> bool:
         """Whether it can run one more request at once."""
-        return not self.is_full and self.in_flight.requests < self.record.capacity.max_num_seqs
+        return not self.is_full and self.in_flight.requests < self.num_seats
 
     @property
     def may_prefill(self) -> bool:
@@ -171,7 +177,7 @@ def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[Work
 
 def _idle(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The same workers with nothing in them."""
-    return [replace(c, in_flight=InFlight(), is_full=False) for c in candidates]
+    return [replace(c, in_flight=InFlight(), seats=None, is_full=False) for c in candidates]
 
 
 def _may_keep_one(candidates: Sequence[Candidate], need: AttemptNeeds, role: Role) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -17,7 +17,8 @@ from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
-from effuse.router.config import RouterConfig, parse
+from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import Prospect, live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
@@ -30,6 +31,8 @@ MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
+METRICS_S: Final = 1.0
+KNOW_S: Final = 10.0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -59,35 +62,50 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
     """Serves until `stop` is set and what runs has ended or `drain_s` is over."""
     config = router.config
 
-    async def drain() -> None:
-        """Until the last request has ended the server still answers, if only to refuse."""
-        router.admission.drain()
-        await router.requests.idle.wait()
-
     async with asyncio.TaskGroup() as beside:
         loops = [
             beside.create_task(router.view.run()),
             beside.create_task(router.placements.run()),
             beside.create_task(_share_refusals(router)),
         ]
-        await router.view.first_poll()
-        with _metrics_served(router):
+        await _know_fleet(router)
+        await router.tell_others()  # before the first claim
+        loops.append(beside.create_task(_tell_others(router)))
+        with contextlib.ExitStack() as stack:
+            if not _serve_metrics(router, stack):
+                loops.append(beside.create_task(_serve_metrics_later(router, stack)))
             async with router.cleanup.running():
                 server = await _start(router)
                 loops.append(beside.create_task(_follow_fleet(router, server)))
                 loops.append(beside.create_task(_ask_absent(router)))
-                await rpc.serve(server, stop, drain_s=config.drain_s, on_drain=drain)
+                await rpc.serve(
+                    server, stop, drain_s=config.drain_s + END_S,
+                    on_drain=router.drain, closes_first=True,
+                )  # fmt: skip
         await router.flush_placements()
+        await router.others.release()
         for loop in loops:
             loop.cancel()
     await router.fleet.close()
     router.tokenizer.close()
 
 
+async def _know_fleet(router: Router) -> None:
+    """Returns once Redis was asked who is there. Where another router may end as soon as this one
+    listens, once it has answered, after `KNOW_S` at most."""
+    await router.view.first_poll()
+    if router.config.share_port:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOW_S):
+                while not router.view.is_current:  # noqa: ASYNC110  # it is polled anyway
+                    await asyncio.sleep(FOLLOW_S)
+
+
 async def _start(router: Router) -> RpcServer:
     """Listens, not ready yet as far as health goes."""
     config = router.config
-    server = RpcServer(replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes))
+    limits = replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes)
+    server = RpcServer(limits, shares_port=config.share_port)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         GenerationServicer(router), server.server
     )
@@ -97,7 +115,7 @@ async def _start(router: Router) -> RpcServer:
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
     router.port = await server.start(f"{config.host}:{config.port}", (GENERATION, MODELS))
     for role in ROLES:
-        await server.set_serving(role, False)
+        server.set_serving(role, False)
     address = f"{config.host}:{router.port}"
     if config.ready_file is not None:
         rpc.write_ready_file(config.ready_file, address)
@@ -106,15 +124,28 @@ async def _start(router: Router) -> RpcServer:
     return server
 
 
-@contextlib.contextmanager
-def _metrics_served(router: Router) -> Iterator[None]:
+def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
+    """Serves metrics until the stack is left; False where another router that shares our port still
+    has that of the metrics. Raises OSError where it is taken otherwise."""
     config = router.config
     if config.metrics_port is None:
-        yield
-        return
-    with router.metrics.served(config.host, config.metrics_port) as router.metrics_port:
-        LOG.info("metrics are on %s:%d", config.host, router.metrics_port)
-        yield
+        return True
+    try:
+        served = router.metrics.served(config.host, config.metrics_port)
+        router.metrics_port = stack.enter_context(served)
+    except OSError:
+        if not config.share_port:
+            raise
+        return False
+    LOG.info("metrics are on %s:%d", config.host, router.metrics_port)
+    return True
+
+
+async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> None:
+    """The same, once the other router has ended."""
+    LOG.info("port %s has another router's metrics; ours follow", router.config.metrics_port)
+    while not _serve_metrics(router, stack):  # noqa: ASYNC110  # no port tells that it is free
+        await asyncio.sleep(METRICS_S)
 
 
 async def _follow_fleet(router: Router, server: RpcServer) -> None:
@@ -124,7 +155,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         router.count_seats()
         router.fleet.look()
         router.metrics.show_workers(router.fleet.candidates())
-        await _tell_health(router, server)
+        _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
 
@@ -137,6 +168,13 @@ async def _ask_absent(router: Router) -> None:
         await asyncio.sleep(FOLLOW_S)
 
 
+async def _tell_others(router: Router) -> None:
+    """Keeps our account of seats in step with other routers, until cancelled."""
+    while True:
+        await router.tell_others()
+        await asyncio.sleep(EXCHANGE_S)
+
+
 async def _share_refusals(router: Router) -> None:
     """Keeps what is refused in step with other routers, until cancelled."""
     while True:
@@ -144,7 +182,7 @@ async def _share_refusals(router: Router) -> None:
         await asyncio.sleep(SHARE_S)
 
 
-async def _tell_health(router: Router, server: RpcServer) -> None:
+def _tell_health(router: Router, server: RpcServer) -> None:
     """Tells gRPC health, by service and by role, whether the router can do its work now.
 
     It serves while a decode worker is live that some request could be placed on, with a prefill
@@ -162,7 +200,7 @@ async def _tell_health(router: Router, server: RpcServer) -> None:
         ("prefill", bool(prefill)),
         ("decode", bool(decode)),
     ):
-        await server.set_serving(name, serving)
+        server.set_serving(name, serving)
 
 
 def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:

@@ -48,7 +48,7 @@ class Event(Enum):
     VERIFIED = "verified"
     COMMITTED = "committed"
     LOST = "lost"  # the attempt failed in a way that another one may not
-    FINISHED = "finished"
+    FINISHED = "finished"  # also where its answer was kept from before
     FAILED = "failed"
     CANCELLED = "cancelled"  # by the client or by its deadline
 
@@ -58,6 +58,7 @@ ENDED: Final = frozenset({_S.FINISHED, _S.FAILED, _S.CANCELLED})
 
 TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (_S.QUEUED, _E.PLACED): _S.STARTING,
+    (_S.QUEUED, _E.FINISHED): _S.FINISHED,
     (_S.QUEUED, _E.FAILED): _S.FAILED,
     (_S.QUEUED, _E.CANCELLED): _S.CANCELLED,
     (_S.STARTING, _E.RESERVED): _S.PREFILLING,
@@ -120,6 +121,9 @@ class Request:
     arrived: float
     limit_s: float  # longest that it may take
     deadline: float  # on the event loop's clock
+    asked_digest: str = ""  # of the client's message, where the client chose the id
+    is_repeated: bool = False  # the client has asked for it before
+    is_anothers: bool = False  # another router runs it
 
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
@@ -255,7 +259,25 @@ class Request:
             raise IllegalRequestEvent(self.state, Event.FINISHED)
         self.forwards = finished.forward_passes
         self.preemptions += finished.preemptions
+        return self.flush_text()
+
+    def flush_text(self) -> pb.GenerateStreamResponse | None:
+        """No token follows: returns the text that was held back, if there is any."""
         return self._for_client(self.text.num_tokens, [], self.text.flush())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token can follow those that are final: there are as many as were asked for, or
+        they end within a block, which by these algorithms a stop id does alone."""
+        if self.state is not State.DECODING or not self.token_ids:
+            return False
+        if len(self.token_ids) >= self.max_tokens:
+            return True
+        if self.asked.settings.algorithm not in ("d2f", "block_diffusion"):
+            return False
+        model, prompt_len = self.asked.model, len(self.prompt_token_ids)
+        before = prompt_len if model.prompt_attention == "causal_blocks" else 0
+        return bool((before + len(self.token_ids)) % model.block_size)
 
     def resumption(self) -> worker_pb2.Resume | None:
         """What another attempt needs to go on from here; None where it begins anew."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from effuse.placement.fleet import FleetView
-from effuse.placement.records import Role
+from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import EngineLost, Poisonous
@@ -27,8 +27,9 @@ from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import Metrics
+from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
-from effuse.router.policy import life_of, live_workers
+from effuse.router.policy import Condition, life_of
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
@@ -52,12 +53,13 @@ class Router:
     ) -> None:
         self.id = f"router-{secrets.token_hex(6)}"
         self.config = config
-        self._store = store
+        self.store = store
         self.tokenizer = tokenizer
         self.now = now
         self.view = FleetView(store)
         self.placements = PlacementWriter(store)
-        self.fleet = RoutedFleet(self.view, config.prefill, now)
+        self.others = OtherRouters(store, self.id)
+        self.fleet = RoutedFleet(self.view, config.prefill, now, seats=self.others.seats)
         self.catalogue = Catalogue(self.fleet)
         self.admission = Admission(config.max_concurrent_requests, config.max_queue)
         self.requests = KnownRequests(store, now)
@@ -75,8 +77,35 @@ class Router:
 
     def count_seats(self) -> None:
         """Brings the queue in step with the decode workers that are live now."""
-        _, decode = live_workers(self.fleet.candidates())
-        self.admission.fit_seats(decode)
+        candidates = self.fleet.candidates()
+        ready = [c for c in candidates if c.condition is Condition.READY]
+        self.admission.fit_seats([c.num_seats for c in ready if c.record.role == "decode"])
+
+    async def tell_others(self) -> None:
+        """Tells the other routers what runs and waits here, and hears the same of them, of which
+        follows what may run here."""
+        port = self.port or self.config.port
+        address = f"{self.config.host}:{port}" if port else ""  # not known yet
+        own = RouterRecord(
+            router_id=self.id, address=address, waiting=self.admission.num_waiting,
+            loads=self.fleet.loads(),
+        )  # fmt: skip
+        await self.others.exchange(own)
+        before = self.admission.max_running
+        self.count_seats()
+        if self.admission.max_running != before:
+            self.fleet.announce_change()
+
+    async def drain(self) -> None:
+        """Returns once no request runs: what is not answered within `drain_s` is told to come
+        again."""
+        try:
+            async with asyncio.timeout(self.config.drain_s):
+                await self.requests.idle.wait()
+        except TimeoutError:
+            LOG.warning("ending %d requests that still run", self.requests.num_running)
+            self.requests.cut_off()
+            await self.requests.idle.wait()  # its caller brings the deadline
 
     def resolve(self, message: pb.GenerateRequest, *, is_stream: bool) -> Asked:
         """What a client's message asks for, every setting resolved; raises `EffuseError` with all
@@ -145,7 +174,7 @@ class Router:
     async def share_refusals(self) -> None:
         """Tells other routers what is refused, and hears it of them, while Redis answers."""
         try:
-            told = await self._store.share_refusals(self.verdicts.refused(), MOST_KEPT)
+            told = await self.store.share_refusals(self.verdicts.refused(), MOST_KEPT)
         except StoreUnavailable as error:
             LOG.debug("what is refused is not shared: %s", error)
         else:
@@ -171,4 +200,8 @@ class Router:
         gauge("aborts", "Attempts ended on workers, so far", lambda: cleanup.num_aborts)
         gauge("calls_ended_late", "Calls cut off at their end, so far", lambda: cleanup.num_late)
         gauge("placements_dropped", "Placements never written", lambda: self.placements.dropped)
+        gauge(
+            "answers_dropped", "Answers never kept", lambda: self.placements.dropped_answers
+        )  # fmt: skip
+        gauge("other_routers", "Other live routers", lambda: self.others.num_alive)
         gauge("redis_full", "Redis refuses placements for memory", lambda: self.placements.is_full)

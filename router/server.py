@@ -64,9 +64,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: pb.GetRequestRequest,
         context: grpc.aio.ServicerContext[pb.GetRequestRequest, pb.GetRequestResponse],
     ) -> pb.GetRequestResponse:
-        """Where a request is, or how it ended; of other routers what Redis knows."""
+        """Where a request is, or how it ended, with its answer while that is kept; of other routers
+        what Redis knows."""
         findings = Findings()
         check_request_id(request.request_id, findings)
         findings.raise_any()
-        known = self._router.requests.find(request.request_id)
-        return known or await self._router.requests.find_stored(request.request_id)
+        requests = self._router.requests
+        known = requests.find(request.request_id)
+        found = known or await requests.find_stored(request.request_id)
+        return await requests.add_answer(found)

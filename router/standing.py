@@ -19,7 +19,8 @@ from effuse.router.ladder import Failure, FailureKind
 from effuse.router.policy import Condition, Pair, WorkerLife, life_of
 
 SUSPICION_S: Final = 6.0
-"""How long a worker that failed comes after others: a little longer than a lease."""
+"""How long a worker that failed comes after others: longer than its lease (3 s) holds, and than an
+engine that hangs may be silent."""
 
 FULL_S: Final = 0.5
 """How long a worker that is full is left alone, where it does not say."""

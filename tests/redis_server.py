@@ -16,6 +16,7 @@ from effuse.placement.records import (
     ModelInfo,
     PlacedOn,
     PlacementRecord,
+    RouterRecord,
     WorkerRecord,
 )
 
@@ -49,6 +50,7 @@ PLACED = PlacementRecord(
     model="m",
     decode=PlacedOn(worker_id="decode-0", incarnation="life-1"),
 )
+ROUTER = RouterRecord(router_id="router-a", address="10.0.0.9:50051")  # that placed it
 
 
 def worker(**changes: object) -> WorkerRecord:

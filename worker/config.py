@@ -6,7 +6,7 @@ Values that are found at run time (pages in the pool, the port taken) live where
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -19,6 +19,11 @@ Connector = Literal["nixl", "zmq"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVLayoutKind = Literal["unified", "distinct"]
+
+END_S: Final = 10.0
+"""What attempts that are cut off at the end have to leave the engine."""
+STOP_S: Final = 20.0
+"""What an engine that they do not leave has to end, killed if need be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +118,11 @@ class WorkerConfig:
     def runs_graphs(self) -> bool:
         """Whether a GPU may run captured graphs; FlexAttention compiles for lengths it meets."""
         return not self.enforce_eager and self.attention != "flex"
+
+    @property
+    def longest_end_s(self) -> float:
+        """Longest that a worker takes from SIGTERM to its end."""
+        return self.drain_s + 2 * END_S + STOP_S
 
     def reachable_host(self) -> str:
         """Returns the host that others are told: never a wildcard address."""

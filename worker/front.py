@@ -22,7 +22,7 @@ from effuse.protos.errors import Draining
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker import logs, metrics
 from effuse.worker.attempts import Attempts
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import END_S, STOP_S, WorkerConfig
 from effuse.worker.engine_client import new_incarnation
 from effuse.worker.service import WorkerServicer
 from effuse.worker.shell import Shell, WorkerIdentity
@@ -31,9 +31,7 @@ from effuse.worker.supervisor import GaveUp, Supervisor
 LOG = logging.getLogger(__name__)
 
 _WORKER_SERVICE = "effuse.v1.WorkerService"
-_END_S = 10.0  # attempts that are cut off at the end have this long to leave the engine
 _POLL_S = 1.0  # between looks at the fleet
-_STOP_S = 20.0  # an engine that they do not leave has this long to end, killed if need be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +93,14 @@ class Front:
                 self._tasks.create_task(self._follow_changes()),
                 *await self._announce(stack),
             ]
-            drain_s = self._config.drain_s + _END_S + _STOP_S
+            drain_s = self._config.drain_s + END_S + STOP_S
             await rpc.serve(self.server, stop, drain_s=drain_s, on_drain=self._end_all)
             if self._announcer is not None:
                 await self._announcer.release()
             for task in background:
                 task.cancel()
             self.shell.abandon()
-            await asyncio.wait(background, timeout=_END_S)
+            await asyncio.wait(background, timeout=END_S)
 
     def drain(self, deadline_s: float) -> None:
         """Admits nothing more; ends what still runs after `deadline_s`."""
@@ -120,8 +118,8 @@ class Front:
         )
         stack.push_async_callback(self.server.stop, 0.0)
         self.shell.identity = _identity(config, role, port)
-        await self.server.set_serving("", True)
-        await self.server.set_serving(_WORKER_SERVICE, True)
+        self.server.set_serving("", True)
+        self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
         if config.metrics_port is not None:
             scraped = await metrics.serve(config.host, config.metrics_port, self.shell.metrics_text)
@@ -153,7 +151,7 @@ class Front:
             await self._changed.wait()
             self._changed.clear()
             is_ready = self.shell.supervisor.life is not None and not self.shell.is_draining
-            await self.server.set_serving(self._role.service, is_ready)
+            self.server.set_serving(self._role.service, is_ready)
             if self._announcer is not None:
                 self._announcer.changed()
             if is_ready and self._config.ready_file is not None:
@@ -178,10 +176,10 @@ class Front:
             await self._announcer.release()
         if self._supervising is not None:
             self._supervising.cancel()
-            await asyncio.wait({self._supervising}, timeout=_STOP_S)
+            await asyncio.wait({self._supervising}, timeout=STOP_S)
         self.shell.attempts.lose_engine(Draining("this worker has ended", retry_after_s=0.1))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(END_S):
                 await self.shell.attempts.wait_idle()
 
     async def _end_after(self, deadline_s: float) -> None:
@@ -195,7 +193,7 @@ class Front:
                 Draining("this worker is draining and the request took too long", retry_after_s=0.1)
             )
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
+                async with asyncio.timeout(END_S):
                     await attempts.wait_idle()
 
 

@@ -7,6 +7,7 @@ kind is alive at any time. Nobody is waited for otherwise, so several may be awa
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,10 +22,12 @@ from effuse.v1 import generation_pb2 as pb
 
 PATIENCE_S = 180.0  # for a worker to come back: restarts pause up to 60 s
 SEEN_S = 30.0  # for a signal to show
+DRAIN_S = 75.0  # for a worker to end in order
 _LOOK_S = 10.0
 _POLL_S = 0.05
 _MARKER = "chaos:marker"
 _ENGINES = (Kind.ENGINE_KILLED, Kind.ENGINE_PAUSED)
+_LIFE_ENDS = (Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.WORKER_DRAINED)
 
 
 class Injector:
@@ -86,7 +89,7 @@ class Injector:
         running = all_at_once(lambda one: self._standing(one, fault), in_flight, CLIENTS)
         injected = Injected(fault=fault, at_s=time.monotonic(), evidence="", running=running)
         self._ledger.injected.append(injected)
-        if fault.kind in (Kind.ENGINE_KILLED, Kind.FRONT_KILLED) and fault.target in lives:
+        if fault.kind in _LIFE_ENDS and fault.target in lives:
             self._ended.add(lives[fault.target].incarnation)
         with contextlib.suppress(NotThere):  # it ended by itself just now: there is no evidence
             injected.evidence = self._hit(fault)
@@ -114,8 +117,9 @@ class Injector:
         victims = self._victims(fault)
         if fault.kind in PAUSES:
             return self._pause(victims[0], fault)
-        victims[0].kill()
-        _, alive = psutil.wait_procs(victims, timeout=SEEN_S)
+        is_drain = fault.kind is Kind.WORKER_DRAINED
+        victims[0].send_signal(signal.SIGTERM if is_drain else signal.SIGKILL)
+        _, alive = psutil.wait_procs(victims, timeout=DRAIN_S if is_drain else SEEN_S)
         gone = "pid " + ", ".join(str(one.pid) for one in victims) + " gone"
         return gone if not [one for one in alive if one.is_running()] else ""
 
@@ -127,7 +131,7 @@ class Injector:
         if fault.kind in _ENGINES:
             return [engine]
         front = self._subject.front(fault.target)
-        return [front, engine] if fault.kind is Kind.FRONT_KILLED else [front]
+        return [front] if fault.kind is Kind.FRONT_PAUSED else [front, engine]
 
     def _pause(self, victim: psutil.Process, fault: Fault) -> str:
         """A front ends its engine where that shows nothing for too long; nobody else may end."""

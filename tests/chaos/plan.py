@@ -18,6 +18,7 @@ class Kind(Enum):
     ENGINE_PAUSED = "engine paused"
     FRONT_KILLED = "front killed"
     FRONT_PAUSED = "front paused"
+    WORKER_DRAINED = "worker told to end"
     REDIS_KILLED = "Redis killed"
     REDIS_PAUSED = "Redis paused"
     REDIS_EMPTIED = "Redis emptied"
@@ -67,6 +68,7 @@ def _deck(
     workers = [*prefill, *decode]
     cards = [(Kind.ENGINE_KILLED, name) for name in workers]
     cards += [(Kind.FRONT_KILLED, chance.choice(names)) for names in (prefill, decode)]
+    cards.append((Kind.WORKER_DRAINED, chance.choice(workers)))
     cards += [(kind, chance.choice(workers)) for kind in (Kind.ENGINE_PAUSED, Kind.FRONT_PAUSED)]
     cards += [(kind, "redis") for kind in Kind if kind in OF_REDIS]
     chance.shuffle(cards)

@@ -99,12 +99,14 @@ def test_a_killed_engine_is_gone(client: Client) -> None:
         assert injected.recovered_s is None, "its old life was taken for a new one"
 
 
+@pytest.mark.parametrize("kind", [Kind.FRONT_KILLED, Kind.WORKER_DRAINED])
 def test_a_front_whose_engine_outlives_it_is_no_evidence(
-    client: Client, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(injector, "SEEN_S", 0.3)
+    monkeypatch.setattr(injector, "DRAIN_S", 0.3)
     with scene("decode-0", "decode-1") as subject:
-        (injected,) = carry_out(subject, client, killed(Kind.FRONT_KILLED, "decode-0"))
+        (injected,) = carry_out(subject, client, killed(kind, "decode-0"))
         assert not injected.evidence
 
 

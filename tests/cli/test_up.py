@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -14,13 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.cli.up import Restarts, greeting, main, parse, watch_over
+from effuse.cli.commands import (
+    Surroundings,
+    longest_router_end_s,
+    longest_start_s,
+    longest_worker_end_s,
+    member_commands,
+)
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.up import Restarts, Rolling, greeting, main, parse, watch_over
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.router.config import RouterConfig
 from effuse.router.config import parse as router_config
+from effuse.worker.config import WorkerConfig
 
 TWO = ("0", "1")
 
@@ -80,6 +89,17 @@ def test_the_routers_flags_go_to_the_router() -> None:
     assert router_config(config.router_flags).max_concurrent_requests == 4
 
 
+def test_a_fleet_has_as_long_as_its_processes() -> None:
+    """To start and to end, as they are told on their own command lines."""
+    config, _ = parse(["--startup-timeout-s", "900", "--drain-s=75"])
+    assert longest_start_s(config) > 900
+    assert longest_router_end_s(config) > 75
+    assert longest_worker_end_s(config) > 75
+    assert longest_start_s(FleetConfig()) > WorkerConfig().startup_timeout_s
+    assert longest_router_end_s(FleetConfig()) > RouterConfig().drain_s
+    assert longest_worker_end_s(FleetConfig(decode_flags=("--drain-s", "90"))) > 90
+
+
 def test_flags_that_all_have_go_to_all() -> None:
     config, _ = parse(["--log-level", "debug", "--max-request-s=60", "--max-losses", "1"])
     assert config.router_flags == (
@@ -91,7 +111,9 @@ def test_flags_that_all_have_go_to_all() -> None:
 def test_every_flag_of_a_process_is_taken_or_given() -> None:
     """No setting of a router or worker is out of reach for who runs a fleet."""
     shown = set(re.findall(r"--[a-z-]+", _help()))
-    given = {"--worker-id", "--ready-file", "--advertise-host", "--connector-host"}
+    given = {
+        *("--worker-id", "--ready-file", "--advertise-host", "--connector-host", "--share-port"),
+    }
     for config in (RouterConfig, DecodeConfig, PrefillConfig):
         assert {flag_of(one.name) for one in fields(config)} - given <= shown
     assert not given & shown
@@ -121,6 +143,8 @@ def _help() -> str:
             ["--worker-id=mine"],
             "--worker-id=mine: not a flag of `effuse up`, which sets it for each process",
         ),
+        (["--routers", "0"], "expected 1 to 16, got 0"),
+        (["--routers", "2", "--metrics-port", "9"], "several routers on one machine can only"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
         (["--max-losses", "many"], "argument --max-losses: invalid int value: 'many'"),
         (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
@@ -189,10 +213,13 @@ def test_a_gpu_that_is_not_shared_is_used_as_the_flags_say() -> None:
 
 def _memory(fleet: Fleet) -> dict[str, list[str]]:
     """What the fleet itself says of memory to each worker, behind all other flags."""
-    members = {name: words for name, words in fleet._members().items() if name in fleet.gpus}
+    around = Surroundings(
+        fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._ready_file
+    )
     return {
         name: words[-1:] if words[-2] == "--gpu-memory-utilization" else []
-        for name, words in members.items()
+        for name, words in member_commands(fleet.config, around).items()
+        if name in fleet.gpus
     }
 
 
@@ -286,6 +313,14 @@ def test_each_process_is_judged_by_itself() -> None:
     assert restarts.due(0.0) == ["decode-1"]
 
 
+def test_a_port_that_somebody_has_is_refused() -> None:
+    """Routers share theirs, so two fleets would take turns there."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        fleet = Fleet(FleetConfig(port=taken.getsockname()[1]))
+        with pytest.raises(FleetError, match=r"cannot listen on 127\.0\.0\.1:"):
+            fleet.start()
+
+
 def test_a_fleet_without_decode_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="decode must be 1 or more workers, got 0"):
         FleetConfig(decode=0)
@@ -332,7 +367,7 @@ def test_processes_that_end_together_or_once_more_are_started_again(
         assert fleet.processes[name].wait(20) == 1
     monkeypatch.setattr("effuse.cli.up.time", Clock())
     with pytest.raises(KeyboardInterrupt):
-        watch_over(fleet)
+        watch_over(fleet, Rolling(fleet))
     assert told.count("exited with status 1") == 3
     assert told.count("it is started again in 1 s") == 1  # who ended twice
     assert not fleet._ended

@@ -1,4 +1,4 @@
-"""`effuse up` as a person runs it: ready, a crash survived, gone without a trace."""
+"""`effuse up` as a person runs it: ready, replaced, a crash survived, gone without a trace."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def up(model: Path) -> Iterator[Up]:
         up.end()
 
 
-def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
+def test_what_is_replaced_and_what_dies_is_started_again(up: Up) -> None:
     up.wait_for("^took algorithm block_diffusion, .* from SDAR's generate.py$")
     ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
     assert int(ready[1]) > 0
@@ -90,6 +90,13 @@ def test_a_dead_worker_is_reported_and_started_again(up: Up) -> None:
     (worker,) = [one for one in processes if "effuse.decode_worker" in one.cmdline()]
     assert "--max-queue 7" in " ".join(router.cmdline())
     assert "--num-pages 64" in " ".join(worker.cmdline())
+    up.child.send_signal(signal.SIGUSR1)
+    up.wait_for("effuse up: decode-0 was replaced")
+    up.wait_for("effuse up: router was replaced")
+    assert not psutil.wait_procs([router, worker], timeout=DEADLINE_S)[1]
+    processes += up.processes()
+    (router,) = [one for one in up.processes() if "effuse.router" in one.cmdline()]
+    (worker,) = [one for one in up.processes() if "effuse.decode_worker" in one.cmdline()]
     worker.kill()
     up.wait_for(r"effuse up: decode-0 \(pid \d+\) was ended by SIGKILL")
     up.wait_for("effuse up: decode-0 is back")
@@ -142,3 +149,14 @@ def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Pat
     assert "safetensors" in str(failed.value)
     assert not fleet.processes
     assert not fleet.log_dir.exists()
+
+
+def test_told_to_end_twice_it_does_not_wait_for_what_runs(up: Up) -> None:
+    up.wait_for("effuse is ready on")
+    processes = up.processes()
+    (worker,) = [one for one in processes if "effuse.decode_worker" in one.cmdline()]
+    worker.suspend()  # it cannot end in order
+    up.child.send_signal(signal.SIGTERM)
+    up.wait_for("ends once what runs is answered")
+    assert up.end() == 0
+    assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]

@@ -47,6 +47,7 @@ def tiny_fleet(
     connector: str,
     prefill: int = 1,
     decode: int = 1,
+    routers: int = 1,
     num_pages: int = 512,
     worker_flags: tuple[str, ...] = (),
     prefill_flags: tuple[str, ...] = (),
@@ -60,6 +61,7 @@ def tiny_fleet(
             connector=connector,
             prefill=prefill,
             decode=decode,
+            routers=routers,
             num_pages=num_pages,
             worker_flags=worker_flags,
             prefill_flags=prefill_flags,
@@ -76,6 +78,7 @@ def fleet_of(
     connector: str,
     prefill: int = 1,
     decode: int = 1,
+    routers: int = 1,
     num_pages: int = 512,
     worker_flags: tuple[str, ...] = (),
     prefill_flags: tuple[str, ...] = (),
@@ -85,6 +88,7 @@ def fleet_of(
     config = FleetConfig(
         prefill=prefill,
         decode=decode,
+        routers=routers,
         connector=connector,
         model=model,
         worker_flags=(

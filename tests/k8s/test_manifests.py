@@ -8,6 +8,8 @@ import pytest
 import yaml
 from k8s.composed import K8S, Document, deployments, overlay, overlays
 
+from effuse.cli.commands import value_of
+from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 
 ROLES = ("redis", "router", "prefill", "decode")
@@ -106,9 +108,28 @@ def test_an_overlays_name_is_its_topology(name: str) -> None:
     assert counts == {"prefill": int(wanted[1]), "decode": int(wanted[2])}
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_workers_outlive_their_own_drain(role: str) -> None:
-    assert _pod(role)["terminationGracePeriodSeconds"] > WorkerConfig().drain_s
+@pytest.mark.parametrize("name", overlays())
+def test_pods_outlive_the_drain_of_what_is_in_them(name: str) -> None:
+    """Kubernetes kills what is left after the grace period, in which preStop counts, too."""
+    checked = set()
+    for pod in _pods(name):
+        for container in pod["containers"]:
+            config = {"router": RouterConfig, "prefill": WorkerConfig, "decode": WorkerConfig}.get(
+                role := _role(container)
+            )
+            if config is not None:
+                told = value_of(container["args"], "--drain-s")
+                ends = config(drain_s=float(told)) if told else config()
+                stop = container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
+                longest_s = stop["sleep"]["seconds"] + ends.longest_end_s
+                assert pod["terminationGracePeriodSeconds"] > longest_s, role
+                checked.add(role)
+    assert checked == {"router", "prefill", "decode"}
+
+
+def test_a_router_goes_on_until_its_endpoint_is_forgotten() -> None:
+    """Once it drains it listens no more: who still comes would be refused by the kernel."""
+    assert _container("router")["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
 
 
 def _pod_of(deployment: Document) -> Document:

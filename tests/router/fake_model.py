@@ -64,7 +64,7 @@ def model_info(name: str = "fake") -> ModelInfo:
         vocab_size=VOCAB_SIZE,
         mask_token_id=MASK,
         eos_token_ids=(EOS,),
-        prompt_attention="causal_blocks",
+        prompt_attention="bidirectional",
         defaults=DecodingDefaults(
             settings=DecodeSettings(algorithm="d2f", denoising_steps=BLOCK_SIZE)
         ),

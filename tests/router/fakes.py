@@ -11,8 +11,8 @@ import grpc.aio
 from router.fake_model import byte_tokenizer, chat_template
 from router.fake_workers import FakeDecode, FakePrefill, FakeWorker, Handoffs
 
-from effuse.placement.records import PlacementRecord, WorkerRecord, encode
-from effuse.placement.store import Placing, Store, StoreUnavailable
+from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
+from effuse.placement.store import Claim, Placing, Store, StoreUnavailable
 from effuse.protos import rpc
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.router import process
@@ -30,6 +30,9 @@ class FakeStore(Store):
         self.records: dict[str, WorkerRecord] = {}
         self.placements: dict[str, PlacementRecord] = {}
         self.refused: dict[str, float] = {}
+        self.answers: dict[str, tuple[str, bytes]] = {}
+        self.routers: dict[str, RouterRecord] = {}
+        self.leases: dict[str, float] = {}  # of routers that hold one, in seconds left
         self.is_down = False
         self._changed = asyncio.Event()
 
@@ -58,6 +61,35 @@ class FakeStore(Store):
         self._check()
         self.refused = {**refused, **self.refused}
         return self.refused
+
+    async def claim(self, record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
+        self._check()
+        held, kept = self.placements.get(record.request_id), self.answers.get(record.request_id)
+        if held is not None and held.state == "running" and held.router_id in self.leases:
+            return Claim(elsewhere=encode(held), lease_s=self.leases[held.router_id])
+        if kept is not None and kept[0] == digest:
+            return Claim(response=kept[1])
+        self.placements[record.request_id] = record
+        return Claim()
+
+    async def keep_answer(
+        self, request_id: str, digest: str, response: bytes, keep_s: float
+    ) -> None:
+        self._check()
+        self.answers[request_id] = (digest, response)
+
+    async def answer(self, request_id: str) -> bytes | None:
+        self._check()
+        return self.answers[request_id][1] if request_id in self.answers else None
+
+    async def announce_router(self, record: RouterRecord, lease_s: float) -> list[bytes]:
+        self._check()
+        self.routers[record.router_id] = record
+        return [encode(one) for name, one in self.routers.items() if name != record.router_id]
+
+    async def release_router(self, router_id: str) -> None:
+        self._check()
+        del self.routers[router_id]
 
     def _check(self) -> None:
         if self.is_down:

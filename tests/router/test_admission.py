@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from effuse.protos.errors import Draining, Overloaded
+from effuse.protos.errors import Overloaded
 from effuse.router.admission import Admission
 
 
@@ -49,22 +49,6 @@ def test_a_queue_of_none() -> None:
                 admission.check()
         async with admission.slot():
             pass
-
-    asyncio.run(main())
-
-
-def test_draining_lets_the_queue_finish() -> None:
-    async def main() -> None:
-        admission, release, order = Admission(1, 2), asyncio.Event(), list[int]()
-        async with asyncio.TaskGroup() as group:
-            for at in range(2):
-                group.create_task(hold(admission, release, order, at))
-            await turns()
-            admission.drain()
-            with pytest.raises(Draining):
-                admission.check()
-            release.set()
-        assert order == [0, 1]
 
     asyncio.run(main())
 

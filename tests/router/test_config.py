@@ -19,12 +19,13 @@ def test_defaults() -> None:
 def test_every_field_is_a_flag(tmp_path: Path) -> None:
     config = parse(
         [
-            "--host", "0.0.0.0", "--port", "0", "--metrics-port", "9", "--max-message-bytes",
-            "2048",
+            "--host", "0.0.0.0", "--port", "0", "--share-port", "--metrics-port", "9",
+            "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
             "--max-queue", "5", "--max-losses", "6", "--retry-share", "0.5",
-            "--max-request-s", "7.5", "--recovery-s", "9", "--drain-s", "8",
+            "--max-request-s", "7.5", "--recovery-s", "9",
+            "--keep-answers-s", "3", "--drain-s", "8",
             "--ready-file", "x", "--log-level", "debug",
         ]
     )  # fmt: skip

@@ -211,8 +211,9 @@ def test_placements_are_recorded_beside_the_request() -> None:
         fleet.decode[0].at["commit 1"] = holds(go, reached)
         asking = asyncio.create_task(ask(fleet, request_id="here"))
         await reached.wait()
-        await fleet.store.until(lambda placements: "here" in placements)
+        await fleet.store.until(lambda placements: placements["here"].decode is not None)
         record = fleet.store.placements["here"]
+        assert record.decode is not None
         assert (record.state, record.attempt, record.decode.worker_id) == ("running", 1, "d0")
         assert record.prefill is not None and record.prefill.incarnation == "1"
         assert record.transfer_id == fleet.decode[0].requests[0].attempt.transfer_id

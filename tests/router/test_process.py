@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis_server
 from router.fake_model import byte_tokenizer
 
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
@@ -82,3 +83,27 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert f"effuse-router: cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_one_that_shares_its_port_listens_once_it_knows_the_fleet(tmp_path: Path) -> None:
+    """As soon as it listens the one in whose place it is may end."""
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+        flags = ["--port", "0", "--share-port", "--model", str(tmp_path)]
+        flags += ["--redis-url", f"redis://127.0.0.1:{port}"]
+        process = subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True)
+        nobody.accept()[0].close()  # it has asked for the first time, in vain
+    with process, redis_server.running(port):
+        try:
+            assert process.stderr is not None
+            told = []
+            for line in process.stderr:
+                told += [
+                    one for one in ("view of the fleet is current", "listening on") if one in line
+                ]
+                if "listening on" in told:
+                    break
+            assert told == ["view of the fleet is current", "listening on"]
+        finally:
+            process.kill()

@@ -342,12 +342,30 @@ def test_workers_are_counted_by_role_and_state_and_models_by_who_is_ready() -> N
         assert (model.prefill_workers, model.decode_workers) == (1, 1)
         listed = (await fleet.models.ListWorkers(model_pb2.ListWorkersRequest())).workers
         assert {worker.worker_id: worker.state for worker in listed} == {
-            "d0": model_pb2.WORKER_STATE_UNSPECIFIED,
+            "d0": model_pb2.WORKER_STATE_STARTING,
             "d1": model_pb2.WORKER_STATE_READY,
             "p0": model_pb2.WORKER_STATE_READY,
         }
 
     run(body, num_decode=2)
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_an_engine_lost_after_the_last_token_takes_nothing_along(reason: str) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        (worker,) = fleet.decode
+        worker.at["finish"] = ends_its_engine(worker)
+        more = 0 if reason == "length" else 20
+        stopping = pb.StoppingParams(max_tokens=len(worker.answer) + more)
+        output = pb.OutputOptions(token_ids=True)
+        answer = await ask(fleet, stopping=stopping, output=output)
+        assert answer.token_ids == worker.answer
+        assert answer.finish_reason == pb.FinishReason.Value(f"FINISH_REASON_{reason.upper()}")
+        assert len(worker.requests) == 1
+        assert fleet.condition(worker) is not Condition.READY
+        assert fleet.metric("effuse_worker_losses_total", worker="d0", reason="ENGINE_LOST") == 1
+
+    run(body)
 
 
 def test_a_request_that_waits_can_be_looked_up() -> None:

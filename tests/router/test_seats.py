@@ -7,7 +7,6 @@ import asyncio
 import grpc.aio
 import msgspec
 import pytest
-from router.fake_model import worker_record
 from router.fake_workers import FakeDecode, holds
 from router.fakes import FakeFleet, run, until
 
@@ -15,10 +14,6 @@ from effuse.placement.records import Capacity, WorkerRecord
 from effuse.protos import errors
 from effuse.router.admission import count_seats
 from effuse.v1 import generation_pb2 as pb
-
-
-def decoder(worker_id: str, max_num_seqs: int) -> WorkerRecord:
-    return resized(worker_record(worker_id, "decode"), max_num_seqs)
 
 
 def resized(record: WorkerRecord, max_num_seqs: int) -> WorkerRecord:
@@ -42,8 +37,7 @@ async def give_seats(fleet: FakeFleet, worker: FakeDecode, max_num_seqs: int) ->
 
 
 def test_seats_add_up_within_the_limit() -> None:
-    two = [decoder("d0", 3), decoder("d1", 4)]
-    assert (count_seats(two, 100), count_seats(two, 5)) == (7, 5)
+    assert (count_seats([3, 4], 100), count_seats([3, 4], 5)) == (7, 5)
 
 
 def test_without_workers_nobody_waits_for_a_seat() -> None:

@@ -314,24 +314,41 @@ def test_reflection_lists_the_public_services_only() -> None:
     run(body)
 
 
-def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
+def test_draining_finishes_what_runs_and_what_waits_and_takes_no_more() -> None:
     async def body(fleet: FakeFleet) -> None:
         go, reached = asyncio.Event(), asyncio.Event()
         fleet.decode[0].at["commit 1"] = holds(go, reached)
-        asking = asyncio.create_task(ask(fleet))
+        asking = [asyncio.create_task(ask(fleet)) for _ in range(2)]
         await reached.wait()
+        await until(lambda: fleet.router.admission.num_waiting == 1)
         fleet.stop.set()
-        async with rpc.connect(f"127.0.0.1:{fleet.router.port}", keepalive=None) as fresh:
-            while True:
+        while True:  # it closes its port beside the rest
+            address = f"127.0.0.1:{fleet.router.port}"
+            async with rpc.connect(address, keepalive=None) as fresh:
                 error = await failure(fresh.unary_unary(GENERATE, bytes, bytes)(b"", timeout=30))
-                if not isinstance(error, errors.InvalidRequest):
-                    break
-        assert type(error) is errors.Draining
-        assert error.retry_after_s
+            if isinstance(error, errors.Unavailable):
+                break
         go.set()
-        assert (await asking).text == TEXT
+        assert [(await one).text for one in asking] == [TEXT, TEXT]
 
-    run(body)
+    run(body, max_concurrent_requests=1)
+
+
+def test_what_a_drain_has_no_time_for_is_told_to_ask_again() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        go, reached = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 2"] = holds(go, reached)
+        asking = asyncio.create_task(ask(fleet, request_id="long"))
+        await reached.wait()
+        waiting = asyncio.create_task(ask(fleet))
+        await until(lambda: fleet.router.admission.num_waiting == 1)
+        fleet.stop.set()
+        for error in (await failure(asking), await failure(waiting)):
+            assert type(error) is errors.Draining
+            assert error.retry_after_s
+        await fleet.store.until(lambda held: "long" in held and held["long"].state == "failed")
+
+    run(body, max_concurrent_requests=1, drain_s=0.2)
 
 
 def test_metrics_are_served_as_prometheus_text() -> None:

@@ -217,7 +217,7 @@ async def hang(one: fronts.Running) -> tuple[fronts.DecodeCall, int]:
 def test_the_port_of_a_worker_that_ends_outlives_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front, "_END_S", 0.2)
+    monkeypatch.setattr(front, "END_S", 0.2)
     monkeypatch.setattr(supervisor, "_STOP_GRACE_S", 1.0)
     config = dataclasses.replace(CONFIG, hang_timeout_s=60.0, drain_s=0.2)
 

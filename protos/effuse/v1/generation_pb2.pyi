@@ -332,17 +332,21 @@ class GetRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class GetRequestResponse(_message.Message):
-    __slots__ = ("request_id", "state", "attempt", "prefill_worker", "decode_worker", "status")
+    __slots__ = ("request_id", "state", "attempt", "prefill_worker", "decode_worker", "status", "router", "answer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: RequestState
     attempt: int
     prefill_worker: str
     decode_worker: str
     status: str
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., attempt: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., status: _Optional[str] = ...) -> None: ...
+    router: str
+    answer: GenerateResponse
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., attempt: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., status: _Optional[str] = ..., router: _Optional[str] = ..., answer: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...

@@ -19,12 +19,14 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
     WORKER_STATE_READY: _ClassVar[WorkerState]
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+    WORKER_STATE_STARTING: _ClassVar[WorkerState]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
+WORKER_STATE_STARTING: WorkerState
 
 class Model(_message.Message):
     __slots__ = ("name", "architecture", "block_size", "max_model_len", "vocab_size", "mask_token_id", "eos_token_ids", "default_algorithm", "decode_workers", "prefill_workers", "defaults", "has_chat_template")

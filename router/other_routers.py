@@ -1,0 +1,107 @@
+"""The other routers of the fleet: who lives, what they have on workers, and which seats are ours.
+
+Each tells the others in Redis what it has in flight, several times a second, under a lease. Nobody
+waits for that: seats are counted by what was told last. Not here: what we have in flight
+(`fleet.py`), whose request ids are whose (`shared_request.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, Protocol
+
+from effuse.placement.records import MalformedRecord, RouterRecord, WorkerRecord, decode_router
+from effuse.placement.store import StoreUnavailable
+
+LOG: Final = logging.getLogger(__name__)
+
+EXCHANGE_S: Final = 0.1
+"""How often routers tell each other: for so long two may both take a seat that was free."""
+
+LEASE_S: Final = 3.0
+"""How long a router that is not heard counts as alive."""
+
+
+class RouterStore(Protocol):
+    """Where routers meet; placement.store.Store is one. All raise `StoreUnavailable`."""
+
+    async def announce_router(self, record: RouterRecord, lease_s: float) -> list[bytes]:
+        """Renews a router's lease; the others, undecoded."""
+
+    async def release_router(self, router_id: str) -> None:
+        """Ends it."""
+
+
+def fair_share(seats: int, contenders: int, rank: int) -> int:
+    """What the contender of this rank, from 0, may have of `seats` where all want more: together
+    they have them all. At least 1, as nobody may starve."""
+    return max(1, seats // contenders + (rank < seats % contenders))
+
+
+class OtherRouters:
+    """One per router."""
+
+    def __init__(self, store: RouterStore, router_id: str) -> None:
+        self._store = store
+        self._id = router_id
+        self._others: dict[str, RouterRecord] = {}
+        self._is_current = True
+
+    @property
+    def num_alive(self) -> int:
+        """Other routers, as far as they were heard."""
+        return len(self._others)
+
+    def address_of(self, router_id: str) -> str:
+        """Where clients find another router; empty where it is not known."""
+        record = self._others.get(router_id)
+        return "" if record is None else record.address
+
+    async def exchange(self, own: RouterRecord) -> None:
+        """Tells what we have, and hears of others; without Redis what was heard last stays."""
+        try:
+            told = await self._store.announce_router(own, LEASE_S)
+        except StoreUnavailable as error:
+            LOG.debug("other routers are not heard: %s", error)
+            self._is_current = False
+            return
+        others = {}
+        for value in told:
+            try:
+                record = decode_router(value)
+            except MalformedRecord as error:
+                LOG.warning("ignored a %s", error)
+            else:
+                others[record.router_id] = record
+        for router_id in sorted(others.keys() ^ self._others.keys()):
+            gone = "has ended" if router_id in self._others else "routes for this fleet, too"
+            LOG.info("%s %s", router_id, gone)
+        self._others, self._is_current = others, True
+
+    async def release(self) -> None:
+        """Says that this router is gone: what it leaves may be taken over at once."""
+        try:
+            await self._store.release_router(self._id)
+        except StoreUnavailable as error:
+            LOG.warning("the router's lease was not released and will run out: %s", error)
+
+    def seats(self, worker: WorkerRecord) -> int:
+        """How many requests we may have on a decode worker.
+
+        What others leave free, and no more than our share while one of them has requests that wait.
+        Where they cannot be heard it is our share, whatever they had last."""
+        seats = worker.capacity.max_num_seqs
+        wanting = [other for other in self._others.values() if other.waiting or other.loads]
+        if not wanting:
+            return seats
+        ids = sorted([self._id, *(other.router_id for other in wanting)])
+        share = fair_share(seats, len(ids), ids.index(self._id))
+        if not self._is_current:
+            return share
+        free = max(0, seats - sum(_on(worker, other) for other in wanting))
+        return min(free, share) if any(other.waiting for other in wanting) else free
+
+
+def _on(worker: WorkerRecord, router: RouterRecord) -> int:
+    life = (worker.worker_id, worker.incarnation)
+    return sum(one.requests for one in router.loads if (one.worker_id, one.incarnation) == life)

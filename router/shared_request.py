@@ -1,0 +1,180 @@
+"""One request as the other routers know it: claimed before it runs, placed, ended with its answer.
+
+A client whose router died asks another one under the same id: that one gives the answer that is
+kept, or runs the request again, which gives the same answer, unless a live router still runs it.
+Only ids that clients choose are claimed, since nobody can ask again for others. Redis is waited for
+here alone, and a request that is asked for the first time goes on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+import msgspec
+from google.protobuf.message import DecodeError
+
+from effuse.placement.records import (
+    MalformedRecord,
+    PlacedOn,
+    PlacementRecord,
+    PlacementState,
+    WorkerRecord,
+    decode_placement,
+)
+from effuse.placement.store import Claim, StoreUnavailable
+from effuse.protos.errors import AlreadyRunning, Unavailable
+from effuse.router.client import Recipient
+from effuse.router.policy import Placement
+from effuse.router.request import Request, State
+from effuse.router.router import Router
+from effuse.v1 import generation_pb2 as pb
+
+LOG: Final = logging.getLogger(__name__)
+LOOK_S: Final = 0.1
+MOST_BYTES: Final = 1 << 20
+"""Of one answer that is kept."""
+
+_STATES: Final[dict[State, PlacementState]] = {
+    State.FINISHED: "finished",
+    State.CANCELLED: "cancelled",
+}
+
+
+class SharedRequest:
+    """One per request that is served. `client` is told the answer through it."""
+
+    def __init__(self, router: Router, request: Request, client: Recipient) -> None:
+        self._router = router
+        self._request = request
+        self._client = client
+        self._record: PlacementRecord | None = None  # of the claim, then of the last attempt
+        self._said = pb.GenerateResponse(request_id=request.id)
+        self._text: list[str] = []
+
+    # Whose it is.
+
+    async def claim(self) -> pb.GenerateResponse | None:
+        """Claims the id, or returns the answer that is kept under it.
+
+        Raises `AlreadyRunning` where another live router runs the request, and `Unavailable` where
+        it was asked before and nobody can tell what became of it."""
+        request = self._request
+        if not request.asked_digest:
+            return None
+        record, last_s = self._first_record(), -1.0
+        while True:
+            try:
+                claim = await self._router.store.claim(
+                    record, request.asked_digest, self._router.placements.times.running_s
+                )
+            except StoreUnavailable as error:
+                if not request.is_repeated and last_s < 0:
+                    return None
+                text = "what became of this request cannot be looked up now, as Redis is away"
+                raise Unavailable(text, retry_after_s=1.0) from error
+            if claim.elsewhere is None:
+                break
+            if last_s >= 0 and claim.lease_s > last_s:  # renewed since: that router lives
+                request.is_anothers = True
+                raise self._runs_elsewhere(claim.elsewhere)
+            last_s = claim.lease_s
+            await asyncio.sleep(LOOK_S)
+        return self._settle(record, claim)
+
+    def _settle(self, record: PlacementRecord, claim: Claim) -> pb.GenerateResponse | None:
+        if claim.response is not None:
+            try:
+                return pb.GenerateResponse.FromString(claim.response)
+            except DecodeError:
+                LOG.warning("the kept answer of %s is malformed", record.request_id)
+        self._record = record
+        self._write(record)
+        return None
+
+    def _runs_elsewhere(self, value: bytes) -> AlreadyRunning:
+        try:
+            router_id = decode_placement(value).router_id
+        except MalformedRecord:
+            router_id = "unknown"
+        address = self._router.others.address_of(router_id)
+        return AlreadyRunning(
+            f"the request {self._request.id!r} is running at {router_id} ({address or 'unknown'})",
+            labels={"router": router_id, "address": address},
+        )
+
+    # Where it is.
+
+    def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
+        """Another attempt begins on these workers."""
+        prefill = placement.prefill
+        self._record = msgspec.structs.replace(
+            self._first_record(),
+            attempt=self._request.num_attempts,
+            transfer_id=transfer_id,
+            decode=_placed_on(placement.decode),
+            prefill=None if prefill is None else _placed_on(prefill),
+            prompt_tokens=len(self._request.prompt_token_ids),
+        )
+        self._write(self._record)
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Tells the client, and keeps what is final where others may be asked for it."""
+        if event.HasField("commit") and self._is_kept:
+            self._text.append(event.commit.text)
+            self._said.token_ids.extend(event.commit.token_ids)
+        await self._client.send(event)
+
+    # Its end.
+
+    def end(self, finished: pb.Finished | None) -> None:
+        """The request is over; `finished` is what its client is told at a good end."""
+        if self._record is None:
+            return
+        request = self._request
+        record = msgspec.structs.replace(
+            self._record,
+            state=_STATES.get(request.state, "failed"),
+            num_tokens=request.text.num_tokens,
+        )
+        self._record = None
+        if finished is None or not self._is_kept:
+            self._write(record)
+            return
+        said = self._said
+        said.text = "".join(self._text)
+        said.finish_reason, said.model = finished.finish_reason, finished.model
+        said.usage.CopyFrom(finished.usage)
+        said.stats.CopyFrom(finished.stats)
+        self._write(record, said if said.ByteSize() <= MOST_BYTES else None)
+
+    @property
+    def _is_kept(self) -> bool:
+        return bool(self._request.asked_digest and self._router.config.keep_answers_s)
+
+    def _first_record(self) -> PlacementRecord:
+        return PlacementRecord(
+            request_id=self._request.id,
+            attempt=0,
+            transfer_id="",
+            router_id=self._router.id,
+            state="running",
+            model=self._request.asked.model.name,
+        )
+
+    def _write(self, record: PlacementRecord, answer: pb.GenerateResponse | None = None) -> None:
+        """In the order of calls, once the request has gone on its way."""
+
+        def put() -> None:
+            placements = self._router.placements
+            if answer is not None:
+                digest, keep_s = self._request.asked_digest, self._router.config.keep_answers_s
+                placements.keep(record.request_id, digest, answer.SerializeToString(), keep_s)
+            placements.put(record)
+
+        asyncio.get_running_loop().call_soon(put)
+
+
+def _placed_on(record: WorkerRecord) -> PlacedOn:
+    return PlacedOn(worker_id=record.worker_id, incarnation=record.incarnation)

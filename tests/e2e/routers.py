@@ -1,0 +1,45 @@
+"""A second router beside a fleet's own, on a port of its own, as it runs on another machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2e.client import wait_until
+
+from effuse.cli.fleet import Fleet
+
+
+@dataclass(frozen=True)
+class SecondRouter:
+    """A running router."""
+
+    child: subprocess.Popen[bytes]
+    address: str
+
+    def kill(self) -> None:
+        """Ends it as a crash would, and waits for its end."""
+        self.child.kill()
+        self.child.wait(30)
+
+
+@contextmanager
+def second_router(fleet: Fleet) -> Iterator[SecondRouter]:
+    """One that routes for the same fleet; it is killed at the end."""
+    with tempfile.TemporaryDirectory() as home:
+        ready = Path(home) / "ready"
+        flags = ["--port", "0", "--redis-url", fleet.redis_url, "--fleet", fleet.name]
+        flags += ["--ready-file", str(ready), "--model", str(fleet.config.model)]
+        command = [sys.executable, "-P", "-m", "effuse.router", *flags]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
+            try:
+                wait_until(ready.exists, "the second router does not start")
+                yield SecondRouter(child, json.loads(ready.read_text())["address"])
+            finally:
+                child.kill()

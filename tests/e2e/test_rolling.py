@@ -1,0 +1,101 @@
+"""Every worker and two routers replaced one by one under load: nobody notices."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import psutil
+from e2e.client import DEADLINE_S, connect, wait_until
+from e2e.tiny import TINY, tiny_fleet
+from e2e.workload import Job, draw_jobs
+
+from effuse.cli.fleet import Fleet
+from effuse.client.options import Options
+from effuse.v1 import generation_pb2_grpc
+
+CONCURRENT = 3
+ROUTERS = 2
+THINK_S = 0.05  # which leaves the processes that start some of a small machine
+
+
+@dataclass
+class Load:
+    """Streams read one after the other by each of several threads, each over its own connection
+    and as an effuse client asks, until told to stop."""
+
+    address: str
+    jobs: list[Job]
+    stop: threading.Event = field(default_factory=threading.Event)
+    answers: list[tuple[Job, list[int]]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def send(self, thread: int) -> None:
+        draw = random.Random(thread)
+        arguments = [*Options().channel_arguments(), ("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(self.address, arguments) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            while not self.stop.is_set():
+                job = draw.choice(self.jobs)
+                token_ids: list[int] = []
+                try:
+                    for event in stub.GenerateStream(job.message(), timeout=DEADLINE_S):
+                        token_ids += event.commit.token_ids
+                except grpc.RpcError as error:
+                    self.failures.append(f"{error.code().name}: {error.details()}")
+                else:
+                    self.answers.append((job, token_ids))
+                self.stop.wait(THINK_S)
+
+    def wait_for_answers(self, number: int) -> None:
+        """Returns once so many more have come."""
+        enough = len(self.answers) + number
+        wait_until(lambda: len(self.answers) >= enough, "streams are not answered any more")
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Streams are read for as long as this lasts."""
+        with ThreadPoolExecutor(CONCURRENT) as threads:
+            sending = [threads.submit(self.send, thread) for thread in range(CONCURRENT)]
+            try:
+                yield
+            finally:
+                self.stop.set()
+        for one in sending:
+            one.result()
+
+
+def roll(fleet: Fleet, name: str) -> None:
+    """Replaces a process, and sees that another one is there."""
+    old = psutil.Process(fleet.processes[name].pid)
+    steps = fleet.roll(name)
+    wait_until(lambda: next(steps, "over") == "over", f"{name} was not replaced")
+    assert not old.is_running()
+    assert fleet.processes[name].pid != old.pid
+    fleet.wait_for_workers(2, 2, 60.0)
+
+
+def test_a_rolling_update_costs_no_stream_and_changes_no_token() -> None:
+    """Prefill workers finish what they have; decode workers, without time for it, leave it to
+    others."""
+    jobs = draw_jobs(8, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=4)
+    with tiny_fleet(
+        "sdar", connector="zmq", prefill=2, decode=2, routers=ROUTERS,
+        decode_flags=("--drain-s", "0.01"),
+    ) as fleet:  # fmt: skip
+        with connect(fleet.address) as client:
+            undisturbed = {job: list(client.generate(job.message()).token_ids) for job in jobs}
+        load = Load(fleet.address, jobs)
+        with load.sending():
+            for name in list(fleet.processes):
+                if name != "redis":
+                    load.wait_for_answers(2 * CONCURRENT)
+                    roll(fleet, name)
+            load.wait_for_answers(2 * CONCURRENT)
+    assert not load.failures, load.failures
+    assert not [job for job, token_ids in load.answers if token_ids != undisturbed[job]]

@@ -1,0 +1,109 @@
+"""Two routers over one fleet: one is killed, the other one answers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import grpc
+import pytest
+from e2e.client import Client, connect, load_of, wait_until
+from e2e.processes import engine_of
+from e2e.routers import SecondRouter, second_router
+from e2e.tiny import TINY, tiny_fleet
+from e2e.workload import draw_jobs
+
+from effuse.cli.fleet import Fleet
+from effuse.protos.errors import AlreadyRunning, from_rpc_error
+from effuse.v1 import generation_pb2 as pb
+
+SEATS = 2
+(JOB,) = draw_jobs(5, 1, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=6)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    flags = ("--max-num-seqs", str(SEATS))
+    with tiny_fleet("sdar", connector="zmq", prefill=0, worker_flags=flags) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def second(fleet: Fleet) -> Iterator[SecondRouter]:
+    with second_router(fleet) as second:
+        yield second
+
+
+def requests_in(fleet: Fleet) -> int:
+    load = load_of(fleet.address_of("decode-0"))
+    return load.running + load.waiting
+
+
+def steps(fleet: Fleet) -> int:
+    return load_of(fleet.address_of("decode-0")).steps
+
+
+def runs_at(client: Client, name: str) -> str:
+    """The address of the router that has the request, as another one says that is asked for it."""
+    with pytest.raises(grpc.RpcError) as caught:
+        client.generate(JOB.message(name))
+    refused = from_rpc_error(cast("grpc.aio.AioRpcError", caught.value), "router")
+    assert isinstance(refused, AlreadyRunning)
+    return refused.labels["address"]
+
+
+def test_who_asks_again_after_his_router_died_is_answered_once(
+    fleet: Fleet, second: SecondRouter
+) -> None:
+    engine = engine_of(fleet.processes["decode-0"].pid)
+    with connect(fleet.address) as client, connect(second.address) as doomed:
+        expected = client.generate(JOB.message())
+        with ThreadPoolExecutor(2) as threads:
+            engine.suspend()  # nothing is answered meanwhile
+            try:
+                first = threads.submit(doomed.generate, JOB.message("mine"))
+                wait_until(lambda: requests_in(fleet) == 1, "it does not run")
+                wait_until(
+                    lambda: runs_at(client, "mine") == second.address, "it is not told where"
+                )
+                assert client.look_up("mine").state == pb.REQUEST_STATE_RUNNING
+                second.kill()
+                again = threads.submit(client.generate, JOB.message("mine"))
+                assert isinstance(first.exception(30), grpc.RpcError)
+            finally:
+                engine.resume()
+            answer = again.result(60)
+        assert answer.token_ids == expected.token_ids
+        wait_until(lambda: client.look_up("mine").HasField("answer"), "it is not kept")
+        assert client.look_up("mine").answer == answer
+
+
+def test_an_answer_outlives_the_router_that_gave_it(fleet: Fleet, second: SecondRouter) -> None:
+    with connect(fleet.address) as client, connect(second.address) as doomed:
+        answer = doomed.generate(JOB.message("kept"))
+        wait_until(lambda: client.look_up("kept").HasField("answer"), "it is not kept")
+        second.kill()
+        before = steps(fleet)
+        assert client.generate(JOB.message("kept")) == answer
+        assert steps(fleet) == before
+
+
+def test_together_they_fill_a_worker_and_do_not_overfill_it(
+    fleet: Fleet, second: SecondRouter
+) -> None:
+    def ask(client: Client) -> None:
+        for _ in range(12):
+            client.generate(JOB.message())
+
+    samples = []
+    with connect(fleet.address) as one, connect(second.address) as two:
+        with ThreadPoolExecutor(12) as threads:
+            asking = [threads.submit(ask, client) for client in (one, two) for _ in range(6)]
+            while not all(call.done() for call in asking):
+                samples.append(requests_in(fleet))
+        for call in asking:
+            call.result()
+    assert max(samples) >= SEATS
+    # Until the two have heard of each other each takes all; without that it is so all the time.
+    assert sum(load > SEATS for load in samples) < 0.3 * len(samples), samples

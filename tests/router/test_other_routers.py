@@ -1,0 +1,143 @@
+"""Seats that routers share: nobody starves, no worker is overfilled while all want more."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from router.fake_model import worker_record
+from router.fakes import FakeStore
+
+from effuse.placement.records import Capacity, RoutedLoad, RouterRecord, WorkerRecord
+from effuse.router.other_routers import OtherRouters, fair_share
+
+
+@pytest.mark.parametrize("contenders", range(1, 9))
+@pytest.mark.parametrize("seats", [8, 9, 64])
+def test_shares_are_fair_and_together_are_all(seats: int, contenders: int) -> None:
+    shares = [fair_share(seats, contenders, rank) for rank in range(contenders)]
+    assert sum(shares) == seats
+    assert max(shares) - min(shares) <= 1
+
+
+def test_with_more_routers_than_seats_each_still_has_one() -> None:
+    assert [fair_share(2, 3, rank) for rank in range(3)] == [1, 1, 1]
+
+
+@dataclass
+class Peer:
+    """A router with requests that wait and requests on one worker."""
+
+    store: FakeStore
+    name: str
+    worker: WorkerRecord
+    waiting: int = 0
+    running: int = 0
+    routers: OtherRouters = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.routers = OtherRouters(self.store, self.name)
+
+    async def exchange(self) -> None:
+        load = RoutedLoad(self.worker.worker_id, self.worker.incarnation, self.running)
+        loads = (load,) if self.running else ()
+        own = RouterRecord(router_id=self.name, address="", waiting=self.waiting, loads=loads)
+        await self.routers.exchange(own)
+
+    def place(self) -> None:
+        """Puts what waits onto free seats, as admission does."""
+        new = max(0, min(self.waiting, self.routers.seats(self.worker) - self.running))
+        self.waiting, self.running = self.waiting - new, self.running + new
+
+
+def peers(number: int, seats: int) -> list[Peer]:
+    store, record = FakeStore(), worker_record("d0", "decode")
+    capacity = Capacity(
+        total_pages=256, page_size=16, max_num_seqs=seats, max_num_batched_tokens=512
+    )
+    worker = msgspec.structs.replace(record, capacity=capacity)
+    return [Peer(store, f"router-{number}", worker) for number in range(number)]
+
+
+def test_a_router_alone_has_all_seats() -> None:
+    async def go() -> None:
+        one, two = peers(2, 8)
+        two.waiting = 0
+        await two.exchange()
+        await one.exchange()
+        assert one.routers.num_alive == 1
+        assert one.routers.seats(one.worker) == 8
+
+    asyncio.run(go())
+
+
+def test_who_has_all_seats_gives_back_down_to_its_share() -> None:
+    async def go() -> None:
+        one, two = peers(2, 8)
+        one.running, one.waiting, two.waiting = 8, 5, 5
+        for _ in range(12):
+            for peer in (one, two):
+                await peer.exchange()
+            for peer in (one, two):
+                peer.place()
+            assert one.running + two.running <= 8
+            one.running -= one.running > 4  # answers end, and more requests come
+            one.waiting = two.waiting = 5
+        assert (one.running, two.running) == (4, 4)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_under_full_load_no_worker_is_overfilled_and_nobody_starves(seed: int) -> None:
+    async def go() -> None:
+        draw = random.Random(seed)
+        seats = draw.randint(4, 16)
+        all_peers = peers(draw.randint(2, 4), seats)
+        served = dict.fromkeys((peer.name for peer in all_peers), 0)
+        for peer in (*all_peers, *all_peers):  # until each has heard of all
+            peer.waiting = 100
+            await peer.exchange()
+        for turn in range(400):
+            peer = draw.choice(all_peers)
+            peer.waiting = 100
+            if draw.random() < 0.5:
+                await peer.exchange()  # some hear much later than others
+            peer.place()
+            assert sum(one.running for one in all_peers) <= seats, turn
+            ended = draw.randint(0, peer.running)
+            peer.running -= ended
+            served[peer.name] += ended
+        assert min(served.values()) > 0.3 * max(served.values())
+
+    asyncio.run(go())
+
+
+def test_without_redis_a_router_keeps_to_its_share() -> None:
+    async def go() -> None:
+        one, two = peers(2, 8)
+        two.running = 6
+        await two.exchange()
+        await one.exchange()
+        assert one.routers.seats(one.worker) == 2
+        one.store.is_down = True
+        await one.exchange()
+        assert one.routers.seats(one.worker) == 4
+
+    asyncio.run(go())
+
+
+def test_a_router_that_ended_leaves_its_seats() -> None:
+    async def go() -> None:
+        one, two = peers(2, 8)
+        two.running = 6
+        await two.exchange()
+        await one.exchange()
+        await two.routers.release()
+        await one.exchange()
+        assert (one.routers.num_alive, one.routers.seats(one.worker)) == (0, 8)
+
+    asyncio.run(go())

@@ -1,0 +1,162 @@
+"""Request ids among several routers: answers that are kept, who runs what, and who takes over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from router.asking import ask, failure, request
+from router.fake_workers import holds
+from router.fakes import FakeFleet, run
+
+from effuse.placement.records import PlacementRecord, RouterRecord
+from effuse.protos import errors
+from effuse.router.handler import REPEATED_KEY
+from effuse.v1 import generation_pb2 as pb
+
+TEXT = "the answer is three"
+AGAIN = ((REPEATED_KEY, "1"),)
+THEIRS = PlacementRecord(
+    request_id="mine", attempt=0, transfer_id="", router_id="router-x", state="running",
+    model="fake",
+)  # fmt: skip
+
+
+async def finish(fleet: FakeFleet, request_id: str = "mine", **fields: object) -> None:
+    """Asks, and waits until what was answered is kept."""
+    assert (await ask(fleet, request_id=request_id, **fields)).text == TEXT
+    await fleet.store.until(lambda held: held[request_id].state == "finished")
+
+
+def num_runs(fleet: FakeFleet) -> int:
+    return len(fleet.decode[0].requests)
+
+
+def test_an_answer_is_given_again_to_who_asks_the_same_again() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        first = await ask(fleet, request_id="mine")
+        await fleet.store.until(lambda held: held["mine"].state == "finished")
+        assert await ask(fleet, request_id="mine") == first
+        assert num_runs(fleet) == 1
+        assert fleet.metric("effuse_answers_repeated_total") == 1
+        found = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="mine"))
+        assert (found.state, found.answer.text) == (pb.REQUEST_STATE_FINISHED, TEXT)
+
+    run(body)
+
+
+def test_a_stream_is_given_again_whole() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        asked = request(request_id="mine", output=pb.OutputOptions(token_ids=True))
+
+        async def read() -> tuple[str, list[int], pb.Finished]:
+            events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
+            commits = [event.commit for event in events[:-1]]
+            token_ids = [token for commit in commits for token in commit.token_ids]
+            return "".join(commit.text for commit in commits), token_ids, events[-1].finished
+
+        first = await read()
+        await fleet.store.until(lambda held: held["mine"].state == "finished")
+        assert await read() == first
+        assert (first[0], num_runs(fleet)) == (TEXT, 1)
+
+    run(body)
+
+
+def test_another_question_under_an_id_that_is_free_is_answered_anew() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await finish(fleet)
+        await finish(fleet, prompt="how much?")
+        assert num_runs(fleet) == 2
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "keep_s"),
+    [({}, 60.0), ({"request_id": "mine"}, 0.0)],
+    ids=["an id of ours", "nothing is kept"],
+)
+def test_nothing_is_kept_that_nobody_asks_again(fields: dict[str, object], keep_s: float) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await ask(fleet, **fields)
+        await fleet.idle()
+        assert not fleet.store.answers
+
+    run(body, keep_answers_s=keep_s)
+
+
+def test_what_a_live_router_runs_is_not_run_twice() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        store = fleet.store
+        other = RouterRecord(router_id="router-x", address="10.0.0.7:50051")
+        await store.announce_router(other, 3.0)
+        await fleet.router.tell_others()
+        store.placements["mine"], store.leases["router-x"] = THEIRS, 2.0
+        asking = asyncio.create_task(ask(fleet, request_id="mine"))
+        await fleet.decode[0].idle.wait()
+        while not asking.done():
+            store.leases["router-x"] += 0.1  # it is renewed
+            await asyncio.sleep(0.05)
+        error = await failure(asking)
+        assert type(error) is errors.AlreadyRunning
+        assert "router-x (10.0.0.7:50051)" in error.message
+        assert error.labels["address"] == "10.0.0.7:50051"
+        found = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="mine"))
+        assert (found.state, found.router) == (pb.REQUEST_STATE_QUEUED, "router-x")
+        assert not num_runs(fleet)
+
+    run(body)
+
+
+@pytest.mark.parametrize("runs", [1, 0], ids=["its router is gone", "its router has finished it"])
+def test_who_asks_while_a_router_is_silent_has_the_answer_in_the_end(runs: int) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        store = fleet.store
+        await finish(fleet)
+        digest, response = store.answers.pop("mine")
+        store.placements["mine"], store.leases["router-x"] = THEIRS, 2.0
+        before = num_runs(fleet)
+        asking = asyncio.create_task(ask(fleet, request_id="mine"))
+        await asyncio.sleep(0.15)
+        assert not asking.done()
+        if runs:
+            del store.leases["router-x"]
+        else:
+            store.placements["mine"] = msgspec.structs.replace(THEIRS, state="finished")
+            store.answers["mine"] = (digest, response)
+        assert (await asking).text == TEXT
+        assert num_runs(fleet) - before == runs
+
+    run(body)
+
+
+def test_without_redis_a_first_request_runs_and_a_repeated_one_is_told_why_not() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.store.is_down = True
+        assert (await ask(fleet, request_id="mine")).text == TEXT
+        again = fleet.generation.Generate(request(request_id="mine"), timeout=30, metadata=AGAIN)
+        error = await failure(again)
+        assert type(error) is errors.Unavailable
+        assert error.retry_after_s
+        assert "Redis" in error.message
+        assert num_runs(fleet) == 1
+        unnamed = fleet.generation.Generate(request(), timeout=30, metadata=AGAIN)
+        assert (await unnamed).text == TEXT
+
+    run(body)
+
+
+def test_a_request_that_ended_badly_is_free_again() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        go, reached = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(go, reached)
+        asking = fleet.generation.Generate(request(request_id="mine"), timeout=30)
+        await reached.wait()
+        asking.cancel()
+        await fleet.store.until(lambda held: held["mine"].state == "cancelled")
+        go.set()
+        await finish(fleet)
+
+    run(body)
