@@ -136,9 +136,6 @@ BAD: dict[str, tuple[Change, str, str]] = {
         decoding(algorithm=2, remasking=6), "decoding.remasking",
         "sequential, entropy_bounded with block_diffusion, got random"
     ),
-    "88 a canvas of a block-causal model": (
-        decoding(algorithm=3), "decoding.algorithm", "d2f or block_diffusion for a model whose"
-    ),
 }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from effuse.protos.errors import InvalidRequest
 from effuse.router.validation import validate
 from effuse.v1 import generation_pb2 as pb
 
-BIDIRECTIONAL = msgspec.structs.replace(model_info(), prompt_attention="bidirectional")
+BIDIRECTIONAL = model_info()
+
 BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
     "block_length 0": (decoding(block_length=0), "decoding.block_length", "from 1 to"),
     "steps 2**31": (decoding(steps=2**31), "decoding.steps", "0 takes one a token, got 2147483648"),
@@ -50,6 +51,17 @@ def test_bad_settings_of_a_canvas_name_their_field(change: Change, field: str, t
         validate(request, BIDIRECTIONAL, is_stream=True)
     (violation,) = caught.value.violations
     assert violation.field == field and text in violation.description
+
+
+def test_a_block_causal_model_has_no_canvas() -> None:
+    request = good()
+    request.decoding.algorithm = pb.ALGORITHM_LLADA
+    causal = msgspec.structs.replace(model_info(), prompt_attention="causal_blocks")
+    with pytest.raises(InvalidRequest) as caught:
+        validate(request, causal, is_stream=True)
+    (violation,) = caught.value.violations
+    assert violation.field == "decoding.algorithm"
+    assert "d2f or block_diffusion for a model whose" in violation.description
 
 
 def test_settings_of_a_canvas_are_resolved() -> None:
