@@ -36,6 +36,7 @@ def write_checkpoint(
         raise ValueError(f"expected the shape of a Dream model, got {config.architecture!r}")
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(_released(config, dtype), indent=1))
+    (path / "generation_config.json").write_text('{"algorithm": "d2f"}')
     _tokenizer(config).save(str(path / "tokenizer.json"))
     places: dict[str, str] = {}
     tensors = _tensors(config, device, dtype)

@@ -191,12 +191,15 @@ class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
         """The knobs of `algorithm`: a model's values are for its own one, and for that alone."""
         if algorithm == self.settings.algorithm:
             return self.settings
-        settings = DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
-        if not settings.is_canvas:
-            return settings
-        return msgspec.structs.replace(
-            settings, block_length=block_size, remasking="low_confidence"
-        )
+        return plain_settings(algorithm, block_size)
+
+
+def plain_settings(algorithm: Algorithm, block_size: int) -> DecodeSettings:
+    """The knobs of `algorithm` for a model of whose family nothing is known."""
+    settings = DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
+    if not settings.is_canvas:
+        return settings
+    return msgspec.structs.replace(settings, block_length=block_size, remasking="low_confidence")
 
 
 _SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K, "seed": SEED}

@@ -21,6 +21,7 @@ from effuse.config.decoding import (
     DecodeSettings,
     DecodingDefaults,
     Sampling,
+    plain_settings,
 )
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import ConfigKeys
@@ -80,12 +81,18 @@ def _settings(
     elif adapted:
         own, source = family.adapted_algorithm, "the adapter"
     sources["algorithm"] = source
-    settings = DecodeSettings(algorithm=own, denoising_steps=config.block_size)
+    settings = plain_settings(own, config.block_size)
     if own != family.algorithm:
         return settings
-    knobs = {"confidence_threshold": family.confidence_threshold}
-    if own == "block_diffusion":
-        knobs |= {"denoising_steps": config.block_size}
+    knobs: dict[str, Any] = {}
+    match own:
+        case "block_diffusion":
+            knobs["confidence_threshold"] = family.confidence_threshold
+            knobs["denoising_steps"] = config.block_size
+        case "llada":
+            knobs |= {"block_length": config.block_size, "remasking": "low_confidence"}
+        case "dream":
+            knobs["alg"] = family.alg
     sources |= dict.fromkeys(knobs, family.origin)
     return msgspec.structs.replace(settings, **knobs)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from effuse.config.decoding import Algorithm
+from effuse.config.decoding import Alg, Algorithm
 from effuse.models.config_keys import ConfigKeys
 
 Architecture = Literal["sdar", "dream", "llada", "sdar_moe", "llada2_moe", "llada_moe"]
@@ -26,15 +26,16 @@ class Family:
     block_size: int  # of a checkpoint that states none
     algorithm: Algorithm  # of a checkpoint that states none and has no adapter
     adapted_algorithm: Algorithm  # with an adapter: those published for the family are D2F's
-    confidence_threshold: float
+    confidence_threshold: float = 0.9  # of its algorithm, where that has one
+    alg: Alg = "origin"  # of Dream's algorithm
     top_k_first: bool  # and top-p of what is kept; else the other way round
     has_experts: bool = False
     end_ids: tuple[int, ...] = ()  # of a checkpoint whose files name none
     origin: str  # where these values are from, as people are told
 
 
-# generate.py of github.com/JetAstra/SDAR; the evaluation of D2F (arXiv 2508.09192), in whose blocks
-# Dream and LLaDA are decoded.
+# generate.py of github.com/JetAstra/SDAR; the README of github.com/HKUNLP/Dream; generate.py and
+# chat.py of github.com/ML-GSAI/LLaDA. Adapters of the last two are D2F's (arXiv 2508.09192).
 FAMILIES: Final = (
     Family(
         architecture="sdar",
@@ -77,22 +78,21 @@ FAMILIES: Final = (
         model_types=("dream",),
         classes=("DreamModel",),
         block_size=32,
-        algorithm="d2f",
+        algorithm="dream",
         adapted_algorithm="d2f",
-        confidence_threshold=0.9,
+        alg="entropy",
         top_k_first=False,
-        origin="D2F's evaluation",
+        origin="Dream's README",
     ),
     Family(
         architecture="llada",
         model_types=("llada",),
         classes=("LLaDAModelLM",),
         block_size=32,
-        algorithm="d2f",
+        algorithm="llada",
         adapted_algorithm="d2f",
-        confidence_threshold=0.9,
         top_k_first=False,
-        origin="D2F's evaluation",
+        origin="LLaDA's generate.py",
     ),
     Family(
         architecture="llada_moe",
@@ -100,12 +100,11 @@ FAMILIES: Final = (
         model_types=("llada", "lladamoe"),
         classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
         block_size=32,
-        algorithm="d2f",
+        algorithm="llada",
         adapted_algorithm="d2f",
-        confidence_threshold=0.9,
         top_k_first=False,
         end_ids=(156892,),
-        origin="D2F's evaluation",
+        origin="LLaDA's generate.py",
     ),
 )
 

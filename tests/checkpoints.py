@@ -60,8 +60,11 @@ def write_tiny_checkpoint(
     dtype: torch.dtype = torch.float32,
     eos_token_ids: tuple[int, ...] = (EOS_TOKEN_ID,),
     sizes: TinySizes | None = None,
+    is_tuned: bool = True,
 ) -> Path:
     """Write a checkpoint directory at `path` and return it. Equal arguments, equal bytes.
+
+    `is_tuned`: Dream's and LLaDA's say that they are tuned for D2F, which their releases are not.
 
     With `head_scale` 8 about a third of the greedy confidences pass 0.9; with 1 none does.
     `gain` scales what layers add: smaller ones round less, and make positions more alike.
@@ -74,6 +77,8 @@ def write_tiny_checkpoint(
     config |= _llada_config(sizes, tied) if architecture == "llada" else {}
     config |= _qwen_config(architecture, sizes, tied) if architecture != "llada" else {}
     (path / "config.json").write_text(json.dumps(config, indent=1))
+    if is_tuned and architecture != "sdar":
+        (path / "generation_config.json").write_text('{"algorithm": "d2f"}')
     tensors = random_tensors(architecture, sizes, seed, head_scale, gain, tied)
     write_tensors(path, {name: tensor.to(dtype) for name, tensor in tensors.items()}, shards)
     build_tokenizer(sizes.vocab_size).save(str(path / "tokenizer.json"))

@@ -36,7 +36,7 @@ def defaults(
     algorithm: Algorithm | None = None,
     adapted: bool = False,
 ) -> DecodingDefaults:
-    write_tiny_checkpoint(path, architecture, block_size=8)
+    write_tiny_checkpoint(path, architecture, block_size=8, is_tuned=False)
     if generation is not None:
         (path / GENERATION).write_text(json.dumps(generation))
     config = ModelConfig.from_dir(path)
@@ -57,12 +57,28 @@ def test_sdar_decodes_as_its_authors_do(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("architecture", ["dream", "llada"])
-def test_others_decode_with_d2f_and_greedily(tmp_path: Path, architecture: Architecture) -> None:
-    found = defaults(tmp_path, architecture)
-    assert (found.settings.algorithm, found.settings.window) == ("d2f", 4)
+def test_dream_decodes_as_its_authors_do(tmp_path: Path) -> None:
+    found = defaults(tmp_path, "dream")
+    settings = found.settings
+    assert (settings.algorithm, settings.alg, settings.steps) == ("dream", "entropy", 0)
     assert (found.sampling.temperature, found.sampling.top_p, found.sampling.top_k) == (0, 1, 0)
-    assert dict(found.sources)["algorithm"] == "D2F's evaluation"
+    assert dict(found.sources) == dict.fromkeys(("algorithm", "alg"), "Dream's README")
+
+
+def test_llada_decodes_as_its_authors_do(tmp_path: Path) -> None:
+    found = defaults(tmp_path, "llada")
+    settings = found.settings
+    assert (settings.algorithm, settings.block_length, settings.steps) == ("llada", 8, 0)
+    assert (settings.remasking, settings.cfg_scale) == ("low_confidence", 0)
+    assert set(dict(found.sources)) == {"algorithm", "block_length", "remasking"}
+
+
+@pytest.mark.parametrize("architecture", ["dream", "llada"])
+def test_what_is_adapted_decodes_with_d2f(tmp_path: Path, architecture: Architecture) -> None:
+    found = defaults(tmp_path, architecture, adapted=True)
+    assert (found.settings.algorithm, found.settings.window) == ("d2f", 4)
+    assert found.settings.confidence_threshold == pytest.approx(0.9)
+    assert found.sources == (("algorithm", "the adapter"),)
 
 
 def test_the_bundled_model_says_that_it_is_d2fs() -> None:

@@ -17,7 +17,12 @@ from effuse.models.families import FAMILIES, MISSING
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 FILE = Path(__file__).with_name("published_configs.json")
-ALGORITHMS = {"d2f": "D2F", "block_diffusion": "block diffusion"}
+ALGORITHMS = {
+    "d2f": "D2F",
+    "block_diffusion": "block diffusion",
+    "llada": "its own loop",
+    "dream": "its own loop",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
