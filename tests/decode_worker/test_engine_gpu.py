@@ -7,11 +7,20 @@ out: the device adds in another order than the oracle.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
-from decoding.engines import Rig, load_tiny, of_length, oracle_settings, random_requests
+from decoding.device_rig import DeviceRig
+from decoding.engines import (
+    Rig,
+    load_tiny,
+    make_request,
+    of_length,
+    oracle_settings,
+    random_requests,
+)
 from oracle.decode import decode
 from oracle.settings import OracleResult
 
@@ -45,6 +54,38 @@ def test_answers_on_the_device_are_the_oracles(
     for request, expected in pairs:
         assert rig.answers[request.attempt.transfer_id].token_ids == expected.token_ids
     assert rig.engine.counters.preemptions > 0
+
+
+CANVASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
+    "llada": ("llada", {"algorithm": "llada", "block_length": 16, "remasking": "low_confidence"}),
+    "dream": ("dream", {"algorithm": "dream", "alg": "entropy"}),
+    "no cache": ("llada", {"algorithm": "fast_dllm", "block_length": 16}),
+    "prefix cache": ("llada", {"algorithm": "fast_dllm", "block_length": 16, "cache": "prefix"}),
+    "dual cache": ("dream", {"algorithm": "fast_dllm", "block_length": 16, "cache": "dual"}),
+}
+
+
+@pytest.mark.parametrize("name", CANVASES)
+def test_canvases_on_the_device_are_the_hosts(tmp_path: Path, name: str) -> None:
+    """Beside requests in blocks, whose answers and theirs are the CPU's."""
+    architecture, settings = CANVASES[name]
+    directory = write_tiny_checkpoint(
+        tmp_path / "model", architecture, seed=3, gain=0.6, sizes=SIZES
+    )
+    canvases = [
+        make_request(f"canvas-{at}", range(at, at + 9 + 7 * at), max_tokens=32, **settings)
+        for at in range(4)
+    ]
+    requests = [*canvases, *(request for request, _ in _solid(directory, "d2f")[:4])]
+    told = []
+    for device in ("cpu", "cuda"):
+        model = load_tiny(directory, device)
+        make = Rig if device == "cpu" else DeviceRig
+        rig = make(model, num_pages=4 * NUM_PAGES, page_size=PAGE_SIZE, budget=256)
+        answers = [rig.start(request) for request in requests]
+        rig.run()
+        told.append([answer.token_ids for answer in answers])
+    assert told[0] == told[1]
 
 
 def _solid(directory: Path, algorithm: str) -> list[tuple[StartDecode, OracleResult]]:
