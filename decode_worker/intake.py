@@ -67,16 +67,17 @@ class Intake:
         self._check_ids("committed_token_ids", resume.committed_token_ids)
         for block in resume.frontier:
             self._check_ids("token_ids of the frontier", block.token_ids)
-        return Sequence.resumed(
+        is_canvas = message.settings.is_canvas
+        sequence = Sequence(
             prompt,
-            resume.committed_token_ids,
-            resume.frontier,
             origin=self.model.block_origin(len(prompt)),
             block_size=self.limits.block_size,
             mask_token_id=self.model.mask_token_id,
             stopping=message.stopping,
-            is_canvas=message.settings.is_canvas,
+            is_canvas=is_canvas,
         )
+        committed, frontier = resume.committed_token_ids, resume.frontier
+        return sequence.resume(committed, frontier, is_canvas=is_canvas)
 
     def _check_length(self, prompt_len: int, max_tokens: int) -> None:
         """Refuses absurd lengths before anything of that size is made."""

@@ -138,39 +138,26 @@ class Sequence:
         self.token_ids[: self.prompt_len] = prompt
         self.masked: BoolArray = np.zeros(self.last_block_end, dtype=np.bool_)
 
-    @classmethod
-    def resumed(
-        cls,
-        prompt: Ids[int],
+    def resume(
+        self,
         committed: Ids[int],
         frontier: Ids[messages.BlockState],
         *,
-        origin: int,
-        block_size: int,
-        mask_token_id: int,
-        stopping: Stopping,
         is_canvas: bool = False,
     ) -> Self:
         """Goes on where another attempt stood after a commit: its final tokens and its frontier.
 
-        Raises RequestError where the two do not fit the block grid.
+        Of a sequence that has just begun. Raises RequestError where the two do not fit the block
+        grid.
         """
-        sequence = cls(
-            prompt,
-            origin=origin,
-            block_size=block_size,
-            mask_token_id=mask_token_id,
-            stopping=stopping,
-            is_canvas=is_canvas,
-        )
-        sequence._restore_committed(committed)
+        self._restore_committed(committed)
         for snapshot in frontier:
-            sequence._restore_block(snapshot)
-        if sequence.blocks and not sequence.blocks[0].masks_left:
+            self._restore_block(snapshot)
+        if self.blocks and not self.blocks[0].masks_left:
             raise RequestError("the first block of the frontier holds no mask: it is not in flight")
-        if is_canvas and (committed or frontier) and sequence.may_grow:
+        if is_canvas and (committed or frontier) and self.may_grow:
             raise RequestError("the frontier of a canvas holds all blocks that are not final")
-        return sequence
+        return self
 
     @property
     def answer_end(self) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 from effuse.client.answer import Answer
 from effuse.client.chat import Chat
@@ -35,6 +35,19 @@ Progress = Callable[[int, int], None]
 _DEFAULTS = Params()
 
 
+class EngineOptions(TypedDict, total=False):
+    """A decode worker's flags of these names, with its defaults."""
+
+    device: Device
+    dtype: Dtype
+    block_size: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int | None
+    gpu_memory_utilization: float
+
+
 class LLM:
     """A model in this process. One thread at a time may use it.
 
@@ -46,35 +59,18 @@ class LLM:
         model: Path | str | None = None,
         *,
         adapter: Path | str | None = None,
-        device: Device = "auto",
-        dtype: Dtype = "auto",
-        block_size: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        num_pages: int | None = None,
-        gpu_memory_utilization: float = 0.9,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        """model: checkpoint directory, the bundled one where absent; the rest are a decode worker's
-        flags of these names. Raises ValueError, CheckpointError or TokenizerError where the files
-        or the settings do not fit."""
+        """model: checkpoint directory, the bundled one where absent. Raises ValueError,
+        CheckpointError or TokenizerError where the files or the settings do not fit."""
         directory = bundled_directory() if model is None else Path(model)
         config = DecodeConfig(
-            model=directory,
-            adapter=None if adapter is None else Path(adapter),
-            device=device,
-            dtype=dtype,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            num_pages=num_pages,
-            gpu_memory_utilization=gpu_memory_utilization,
+            model=directory, adapter=None if adapter is None else Path(adapter), **options
         )
         self._tokenizer = Tokenizer.load(directory)
         engine = build(config, "offline", connects=False)
         self._core, self.model = engine.core, engine.ready.model
-        self._most = max_num_seqs
+        self._most = config.max_num_seqs
         self._num_asked = 0
 
     def generate(

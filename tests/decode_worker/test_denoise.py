@@ -76,15 +76,13 @@ class Point:
 
     def __init__(self, case: Case, sequence: Sequence, tokens: tuple[int, ...]) -> None:
         self.tokens = tokens
-        self.sequence = Sequence.resumed(
+        self.sequence = Sequence(
             case.prompt,
-            tokens,
-            sequence.frontier(),
             origin=case.origin,
             block_size=case.block_size,
             mask_token_id=sequence.mask_token_id,
             stopping=sequence.stopping,
-        )
+        ).resume(tokens, sequence.frontier())
 
 
 def resume_points(case: Case) -> list[Point]:

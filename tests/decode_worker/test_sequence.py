@@ -26,15 +26,13 @@ def make(origin: int = 0, max_tokens: int = 12) -> Sequence:
 def resume(
     committed: tuple[int, ...], frontier: tuple[messages.BlockState, ...], origin: int = 0
 ) -> Sequence:
-    return Sequence.resumed(
+    return Sequence(
         PROMPT,
-        committed,
-        frontier,
         origin=origin,
         block_size=4,
         mask_token_id=MASK_ID,
         stopping=Stopping(max_tokens=12, stop_token_ids=frozenset([STOP_ID])),
-    )
+    ).resume(committed, frontier)
 
 
 def test_lengths_before_anything_is_stored() -> None:
