@@ -296,7 +296,7 @@ def run(fleet: Fleet) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
         fleet.start()
-        print("\n".join([*taken(fleet), greeting(fleet)]), flush=True)
+        print("\n".join([greeting(fleet), *taken(fleet)]), flush=True)
         watch_over(fleet, rolling)
     except FleetError as error:
         print(f"effuse up: {error}", file=sys.stderr)

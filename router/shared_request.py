@@ -65,6 +65,7 @@ class SharedRequest:
             return None
         record, last_s = self._first_record(), -1.0
         while True:
+            self._record = record  # Redis may hold it from now on, whatever becomes of the call
             try:
                 claim = await self._router.store.claim(
                     record, request.asked_digest, self._router.placements.times.running_s
@@ -74,6 +75,7 @@ class SharedRequest:
                     return None
                 text = "what became of this request cannot be looked up now, as Redis is away"
                 raise Unavailable(text, retry_after_s=1.0) from error
+            self._record = None  # another's, or kept; else written once more below
             if claim.elsewhere is None:
                 break
             if last_s >= 0 and claim.lease_s > last_s:  # renewed since: that router lives

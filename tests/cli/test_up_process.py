@@ -82,8 +82,8 @@ def up(model: Path) -> Iterator[Up]:
 
 
 def test_what_is_replaced_and_what_dies_is_started_again(up: Up) -> None:
-    up.wait_for("^took algorithm block_diffusion, .* from SDAR's generate.py$")
     ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
+    up.wait_for("^took algorithm block_diffusion, .* from SDAR's generate.py$")
     assert int(ready[1]) > 0
     processes = up.processes()
     (router,) = [one for one in processes if "effuse.router" in one.cmdline()]

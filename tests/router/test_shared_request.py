@@ -11,6 +11,7 @@ from router.fake_workers import holds
 from router.fakes import FakeFleet, run
 
 from effuse.placement.records import PlacementRecord, RouterRecord
+from effuse.placement.store import Claim, StoreUnavailable
 from effuse.protos import errors
 from effuse.router.handler import REPEATED_KEY
 from effuse.v1 import generation_pb2 as pb
@@ -158,5 +159,37 @@ def test_a_request_that_ended_badly_is_free_again() -> None:
         await fleet.store.until(lambda held: held["mine"].state == "cancelled")
         go.set()
         await finish(fleet)
+
+    run(body)
+
+
+@pytest.mark.parametrize("ends", ["with its client", "unheard"])
+def test_a_claim_that_redis_took_unheard_does_not_stay(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        taken, claim = asyncio.Event(), fleet.store.claim
+
+        async def take(record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
+            await claim(record, digest, lifetime_s)
+            taken.set()
+            if ends == "unheard":
+                raise StoreUnavailable("Redis: no answer in time")
+            await asyncio.sleep(60)
+            raise AssertionError("the client has gone before")
+
+        monkeypatch.setattr(fleet.store, "claim", take)
+        metadata = AGAIN if ends == "unheard" else None
+        asking = fleet.generation.Generate(
+            request(request_id="mine"), timeout=30, metadata=metadata
+        )
+        waiting = asyncio.ensure_future(failure(asking))
+        await asyncio.wait_for(taken.wait(), 30)
+        assert fleet.store.placements["mine"].state == "running"
+        if ends == "with its client":
+            asking.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await fleet.store.until(lambda held: held["mine"].state != "running")
+        assert num_runs(fleet) == 0
 
     run(body)
