@@ -173,22 +173,19 @@ class Fleet:
                 self.config.prefill, self.config.decode, max(0.0, deadline - time.monotonic())
             )
         except BaseException:
-            self.stop(grace_s=0.5)
+            self.stop(lambda: True)  # nothing runs yet
             raise
         self.ready_s = time.monotonic() - began
 
-    def stop(self, grace_s: float | None = None) -> None:
+    def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """End every process, routers first and Redis last: what runs is finished, for as long as
-        each was told to drain. With `grace_s`: those that need longer are killed."""
+        each was told to drain, or until `is_hurried`."""
         routers, workers = longest_router_end_s(self.config), longest_worker_end_s(self.config)
         for roles, longest_s in (
             (("router",), routers), (("prefill", "decode"), workers), (("redis",), _REDIS_S)
         ):  # fmt: skip
             members = [*self.processes.values(), *self._ended]
-            stop_all(
-                [one for one in members if _role_of(one.name) in roles],
-                longest_s if grace_s is None else grace_s,
-            )
+            stop_all([one for one in members if _role_of(one.name) in roles], longest_s, is_hurried)
         self.processes.clear()
         self._ended.clear()
         self._spawner.close()

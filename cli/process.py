@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TextIO
 
 _TAIL_BYTES = 1 << 16
 _POLL_S = 0.1
+_LOOK_S = 0.02
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
 # option 1), and exits if the parent died before that was asked.
 _LAUNCH = """
@@ -120,14 +121,18 @@ class Spawner:
         return Process(name, child, log)
 
 
-def stop_all(processes: Sequence[Process], grace_s: float) -> None:
-    """Ask all to end at once, wait `grace_s` for them together, then kill what is left."""
+def stop_all(
+    processes: Sequence[Process], grace_s: float, is_hurried: Callable[[], bool] = lambda: False
+) -> None:
+    """Ask all to end at once, wait `grace_s` for them together, then kill what is left; at once
+    when `is_hurried`."""
     for process in processes:
         process.send(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    for process in processes:
-        with contextlib.suppress(TimeoutError):
-            process.wait(max(0.0, deadline - time.monotonic()))
+    while any(process.returncode is None for process in processes):
+        if time.monotonic() > deadline or is_hurried():
+            break
+        time.sleep(_LOOK_S)
     for process in processes:
         process.clear()
 

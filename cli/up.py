@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -309,13 +310,11 @@ def run(fleet: Fleet) -> int:
 
 def stop(fleet: Fleet) -> None:
     """End the fleet once what runs is answered; told to end a second time, at once."""
-    try:
-        print("effuse up: ends once what runs is answered, or at once if told again", flush=True)
-        fleet.stop()
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        fleet.stop(grace_s=0)
+    is_told_again = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: is_told_again.set())
+    print("effuse up: ends once what runs is answered, or at once if told again", flush=True)
+    fleet.stop(is_told_again.is_set)
 
 
 class Rolling:

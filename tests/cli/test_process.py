@@ -96,6 +96,14 @@ def test_stop_ends_the_obedient_and_kills_the_stubborn(spawner: Spawner, tmp_pat
     assert "was ended by SIGKILL" in stubborn.ending()
 
 
+def test_a_stop_that_is_hurried_midway_waits_for_nobody(spawner: Spawner, tmp_path: Path) -> None:
+    stubborn = _start(spawner, tmp_path / "log", STUBBORN)
+    looks = iter([False, False, True])
+    stop_all([stubborn], 600, lambda: next(looks))  # far beyond the test's own limit
+    assert stubborn.returncode == -signal.SIGKILL
+    assert next(looks, None) is None
+
+
 def test_clear_takes_grandchildren_too(spawner: Spawner, tmp_path: Path) -> None:
     code = (
         "import os, subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'import time;"

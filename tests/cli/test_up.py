@@ -344,7 +344,7 @@ def fleet() -> Iterator[Fleet]:
         ready, tried = fleet._ready_file(name), fleet.log_dir / f"{name}.tries"
         fleet._commands[name] = [sys.executable, "-c", code, str(ready), str(tried), tries]
     yield fleet
-    fleet.stop(grace_s=0)
+    fleet.stop(lambda: True)
 
 
 def test_processes_that_end_together_or_once_more_are_started_again(
