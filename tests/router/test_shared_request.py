@@ -189,7 +189,8 @@ def test_a_claim_that_redis_took_unheard_does_not_stay(
         if ends == "with its client":
             asking.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await fleet.store.until(lambda held: held["mine"].state != "running")
+        async with asyncio.timeout(10):
+            await fleet.store.until(lambda held: held["mine"].state != "running")
         assert num_runs(fleet) == 0
 
     run(body)
