@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import grpc.aio
 
-from effuse.client.params import ALGORITHMS, REMASKINGS, SCORES
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
 from effuse.config.decoding import DecodingDefaults
 from effuse.placement.records import Link, ModelInfo, WorkerRecord
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
@@ -28,6 +28,8 @@ _ENUMS: Final[Mapping[str, Mapping[Any, int]]] = {
     "algorithm": ALGORITHMS,
     "score": SCORES,
     "remasking": REMASKINGS,
+    "alg": ALGS,
+    "cache": CACHES,
 }
 _ROLES: Final = {
     "prefill": model_pb2.WORKER_ROLE_PREFILL,

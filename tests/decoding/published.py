@@ -78,5 +78,11 @@ def published_model(
 def write_published(path: Path, architecture: Architecture, seed: int, block_size: int) -> Path:
     """Its directory."""
     return write_tiny_checkpoint(
-        path, architecture, seed, head_scale=4.0, block_size=block_size, eos_token_ids=(EOS, EOT)
+        path,
+        architecture,
+        seed,
+        head_scale=4.0,
+        block_size=block_size,
+        eos_token_ids=(EOS, EOT),
+        is_tuned=False,
     )

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from checkpoints import Architecture
@@ -15,7 +17,9 @@ from e2e.client import all_at_once, connect
 from e2e.processes import engine_of
 
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.client.params import Params, make_request
+from effuse.client.client import Client
+from effuse.client.params import ALGORITHMS, Params, make_request
+from effuse.config.decoding import Alg
 from effuse.v1 import generation_pb2 as pb
 
 MAX_MODEL_LEN = 256
@@ -41,13 +45,25 @@ def message(run: Published, request_id: str | None = None) -> pb.GenerateRequest
 
 @pytest.mark.parametrize(("architecture", "connector"), [("llada", "zmq"), ("dream", "nixl")])
 def test_tokens_are_those_of_the_published_loops(
-    architecture: Architecture, connector: str
+    architecture: Literal["llada", "dream"], connector: str
 ) -> None:
     known = [*published_runs(architecture)[:32], *published_runs("fast_dllm")]
     runs = [run for run in known if (run.architecture, run.checkpoint) == (architecture, 1)]
-    plain = make_request(runs[0].prompt, Params(max_tokens=16, ignore_eos=True))
+    prompt, short = runs[0].prompt, Params(max_tokens=16, ignore_eos=True)
+    alg: Alg | None = "entropy" if architecture == "dream" else None
+    others = [
+        make_request(prompt, replace(short, algorithm="d2f")),
+        make_request(prompt, short, token_ids=True),  # as the model decodes by default
+        make_request(prompt, replace(short, algorithm=architecture, alg=alg), token_ids=True),
+    ]
     with canvas_fleet(architecture, connector, decode=1) as fleet, connect(fleet.address) as client:
-        *answers, other = all_at_once(client.generate, [*map(message, runs), plain])
+        *answers, other, by_default, named = all_at_once(
+            client.generate, [*map(message, runs), *others]
+        )
+        with Client(fleet.address) as told:
+            (model,) = told.models()
+    assert model.defaults.decoding.algorithm == ALGORITHMS[architecture]
+    assert by_default.token_ids == named.token_ids and by_default.stats.prefill_worker == ""
     for run, answer in zip(runs, answers, strict=True):
         assert list(answer.token_ids) == run.tokens, run
         assert answer.stats.prefill_worker == "" and answer.stats.kv_bytes == 0

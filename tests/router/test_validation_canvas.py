@@ -4,14 +4,18 @@ the rest is resolved to."""
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import msgspec
 import pytest
 from router.fake_model import BLOCK_SIZE, model_info
 from router.test_validation import Change, decoding, good, sampling
 
+from effuse.client.params import ALGORITHMS
+from effuse.config.decoding import Algorithm, DecodingDefaults, plain_settings
 from effuse.protos.errors import InvalidRequest
-from effuse.router.validation import validate
+from effuse.router.catalogue import describe_defaults
+from effuse.router.validation import KNOBS, validate
 from effuse.v1 import generation_pb2 as pb
 
 BIDIRECTIONAL = model_info()
@@ -117,3 +121,11 @@ def test_a_canvas_needs_decode_workers_that_may_prefill() -> None:
     request.decoding.algorithm = pb.ALGORITHM_LLADA
     with pytest.raises(InvalidRequest, match=r"prefill workers alone \(--prefill remote\)"):
         validate(request, BIDIRECTIONAL, is_stream=True, decode_prefills=False)
+
+
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+def test_the_defaults_of_every_algorithm_are_told(algorithm: Algorithm) -> None:
+    told = describe_defaults(DecodingDefaults(settings=plain_settings(algorithm, 32))).decoding
+    assert told.algorithm == ALGORITHMS[algorithm]
+    assert {field.name for field, _ in told.ListFields()} <= {"algorithm", *KNOBS[algorithm]}
+    assert len(told.ListFields()) > 1
