@@ -23,7 +23,8 @@ OVERLAYS := $(wildcard k8s/overlays/*)
 # What `make eval` measures.
 SEED ?= 1
 COUNT ?= 2000
-# What `make chaos` does; SEED draws requests and faults.
+# What `make chaos` does; SEED draws transfers, requests and faults.
+TAMPERED ?= 10000
 REQUESTS ?= 20000
 KILLS ?= 1000
 CONNECTOR ?= nixl
@@ -93,7 +94,8 @@ load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `ef
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Kill, stop and empty a loaded fleet's processes, judge every answer (SEED=1 REQUESTS=20000 KILLS=1000 CONNECTOR=nixl)
+chaos: $(VENV)/.dev ## Tamper with handoffs; kill, stop and empty a loaded fleet's processes, judge every answer (SEED=1 TAMPERED=10000 REQUESTS=20000 KILLS=1000 CONNECTOR=nixl)
+	PYTHONPATH=tests $(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
 	PYTHONPATH=tests $(BIN)/python -m chaos.run --seed $(SEED) --requests $(REQUESTS) --kills $(KILLS) \
 	  --connector $(CONNECTOR)
 

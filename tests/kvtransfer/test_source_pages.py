@@ -1,5 +1,6 @@
-"""Source pages of a push that was given up: in use while its receiver is frozen, free once it goes
-on or has ended. Over ZMQ closing the connection ends it sooner."""
+"""Source pages of a push that was given up: in use while its receiver is frozen, as what was posted
+is still read from them, and free once it goes on or has ended. Over ZMQ closing the connection ends
+it sooner."""
 
 from __future__ import annotations
 
@@ -8,59 +9,63 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from kvtransfer.fixtures import LARGE, boundary, filled, next_event
+from kvtransfer.fixtures import DEADLINE_S, LARGE, boundary, digests_of, filled, next_event
 from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
-from effuse.kvtransfer.connector import Connector, PushCancelled
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import AttemptId, PageRef
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.sender import Ended, HandoffSender
 
 NUM_PAGES = 768  # 48 MiB: more than sockets hold
-FROZEN_S = 4.0  # longer than a receiver that does not answer is waited for over ZMQ
+FROZEN_S = 3.0  # longer than a receiver that does not answer is waited for over ZMQ
+NEXT_OWNERS = 9.0
 
 
-@contextlib.contextmanager
-def given_up(kind: str) -> Iterator[tuple[Connector, RemoteReceiver]]:
-    """A sender that has given up a push to a receiver which is frozen in the midst of it."""
-    memory = filled(LARGE, NUM_PAGES)
-    sender = make(kind, memory, "prefill-1")
-    sender.start()
-    with contextlib.closing(sender), RemoteReceiver(kind, "large", NUM_PAGES) as receiver:
-        met = receiver.reserve([0])
-        sender.push_pages(met, [0], 0)
-        sender.finish(met, boundary)
-        next_event(sender, met.transfer_id)
+class Prefill:
+    """A pool whose pages are all pushed, and what a prefill engine does with them: they are
+    released, and overwritten by who comes next, once the sender says that the push has ended."""
+
+    def __init__(self, kind: str) -> None:
+        self.memory = filled(LARGE, NUM_PAGES)
+        self.pool = PagePool(NUM_PAGES)
+        self.connector = make(kind, self.memory, "prefill-1")
+        self.connector.start()
+        self.sender = HandoffSender(self.connector, reservation_s=DEADLINE_S, now=time.monotonic)
+        self._pages: tuple[PageRef, ...] = ()
+
+    def push(self, receiver: RemoteReceiver) -> AttemptId:
+        """Pushes the whole pool."""
+        pages = self.pool.allocate_committed(NUM_PAGES)
+        assert pages is not None
         reserved = receiver.reserve(range(NUM_PAGES))
-        os.kill(receiver.process.pid, signal.SIGSTOP)
-        sender.push_pages(reserved, range(NUM_PAGES), 0)
-        time.sleep(0.2)
-        sender.cancel(reserved.transfer_id)
-        yield sender, receiver
+        self._pages = pages
+        self.sender.begin(reserved.attempt)
+        self.sender.address(reserved)
+        self.sender.pages_ready(reserved.transfer_id, [page.page_id for page in pages])
+        return reserved.attempt
 
+    def turn(self) -> None:
+        """What an engine does in a turn of its loop."""
+        if any(isinstance(report, Ended) for report in self.sender.poll()):
+            self.pool.release(self._pages)
+        if self.pool.allocate_committed(1) is not None:
+            self.memory.tensor.fill_(NEXT_OWNERS)
 
-def is_cancelled_within(sender: Connector, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        select.select([sender.fileno()], [], [], left)
-        if any(isinstance(event, PushCancelled) for event in sender.poll()):
-            return True
-    return False
+    def turn_until(self, is_so: Callable[[], bool], within_s: float) -> bool:
+        """Turns until it is so; False once it has not been for so long."""
+        deadline = time.monotonic() + within_s
+        while not is_so():
+            if time.monotonic() > deadline:
+                return False
+            select.select([self.connector.fileno()], [], [], 0.01)
+            self.turn()
+        return True
 
-
-@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-def test_over_tcp_pages_are_in_use_until_a_frozen_receiver_goes_on_or_has_ended(
-    end: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-    with given_up("nixl") as (sender, receiver):
-        assert not is_cancelled_within(sender, FROZEN_S)
-        os.kill(receiver.process.pid, end)
-        assert is_cancelled_within(sender, 20.0)
-
-
-def test_over_zmq_a_frozen_receiver_keeps_no_page() -> None:
-    with given_up("zmq") as (sender, receiver):
-        assert is_cancelled_within(sender, 20.0)
-        os.kill(receiver.process.pid, signal.SIGCONT)
+    def has_page(self) -> bool:
+        """Whether somebody else has got a page."""
+        return len(self.sender) == 0 and self.pool.num_free < NUM_PAGES
