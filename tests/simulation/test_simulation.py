@@ -13,7 +13,7 @@ from simulation.faults import FAULTS
 from simulation.mutants import MUTANTS, Patch
 from simulation.run import Broken, Run, run
 
-SEEDS = int(os.environ.get("SIMULATED_SEEDS", "10000"))  # about a minute of one core
+SEEDS = int(os.environ.get("SIMULATED_SEEDS", "8000"))  # about a minute of one core
 CHUNKS = 10
 MOST_SEEDS = 1000  # in which each planted bug is seen
 
