@@ -68,6 +68,15 @@ class Clients:
         """Whoever stayed has an answer."""
         return all(asker.is_over for asker in self.askers)
 
+    def running_keys(self) -> list[str]:
+        """Placements in Redis that say that a router which lives runs them."""
+        alive = {router.id for router in self.routers}
+        return [
+            name
+            for name, held in self.claims.placements.items()
+            if held.record.state == "running" and held.record.router_id in alive
+        ]
+
     def ask(self, question: Question) -> None:
         """Somebody asks, and perhaps somebody else the same under the same id."""
         draw = self.clock.draw
@@ -81,15 +90,15 @@ class Clients:
         self.askers.append(Asker(self, question, self.clock.draw.randrange(len(self.routers))))
         self.askers[-1].ask()
 
-    def leave(self) -> None:
-        """All who wait for one answer want it no more."""
-        waiting = [asker for asker in self.askers if not asker.is_over]
-        if not waiting:
-            return
-        question = self.clock.draw.choice(waiting).question
+    def waiting(self) -> list[Question]:
+        """What is still to be answered."""
+        return [asker.question for asker in self.askers if not asker.is_over]
+
+    def leave(self, question: Question) -> None:
+        """All who wait for this answer want it no more."""
         self.clock.note(f"{question.id} is cancelled")
-        for asker in waiting:
-            asker.has_left |= asker.question is question
+        for asker in self.askers:
+            asker.has_left |= asker.question is question and not asker.is_over
         for router in self.routers:
             router.cancel(question.id)
 

@@ -115,7 +115,8 @@ class Faults:
 
     def client_leaves(self) -> None:
         """A client cancels."""
-        self.clients.leave()
+        if waiting := self.clients.waiting():
+            self.clients.leave(self.clock.draw.choice(waiting))
 
 
 FAULTS: tuple[Callable[[Faults], None], ...] = (

@@ -34,7 +34,7 @@ from effuse.placement.records import PlacementRecord
 from effuse.placement.writer import PlacementWriter
 from effuse.prefill_worker.prompt import Prompt
 from effuse.router.shared_request import SharedRequest
-from effuse.v1.generation_pb2 import GenerateStreamResponse
+from effuse.v1.generation_pb2 import Finished, GenerateStreamResponse
 from effuse.worker.messages import Committed, CoreEvent
 
 Patch = AbstractContextManager[object]
@@ -44,6 +44,7 @@ _fence = Receptions.fence
 _is_overdue = Machine.is_overdue
 _first_record = SharedRequest._first_record
 _send = SharedRequest.send
+_end = SharedRequest.end
 
 
 def digests_not_compared() -> Patch:
@@ -186,6 +187,14 @@ def answers_kept_without_their_last_tokens() -> Patch:
     return patch.object(SharedRequest, "send", send)
 
 
+def cancelled_requests_not_ended_in_redis() -> Patch:
+    def end(self: SharedRequest, finished: Finished | None) -> None:
+        if finished is not None:
+            _end(self, finished)
+
+    return patch.object(SharedRequest, "end", end)
+
+
 MUTANTS: Sequence[Callable[[], Patch]] = (
     digests_not_compared,
     pages_and_generations_not_compared,
@@ -209,4 +218,5 @@ MUTANTS: Sequence[Callable[[], Patch]] = (
     answers_not_kept,
     answers_forgotten_until_redis_has_them,
     answers_kept_without_their_last_tokens,
+    cancelled_requests_not_ended_in_redis,
 )

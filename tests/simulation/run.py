@@ -150,6 +150,8 @@ class Run:
             return False
         if not all(router.is_done for router in self.clients.routers):
             return False
+        if self.clients.running_keys():
+            return False
         return all(front.is_alive and front.is_idle for front in self.fleet.fronts.values())
 
     def _check_end(self) -> None:
@@ -161,11 +163,13 @@ class Run:
                 if not routed.request.is_ended:
                     story = routed.request.tell_story()
                     raise Violation(f"{routed.request.id} never ends: {story}")
+        if keys := self.clients.running_keys():
+            raise Violation(f"Redis holds {keys}, which say that they run")
         for front in self.fleet.fronts.values():
             if not front.is_alive or not front.is_idle:
                 raise Violation(f"{front.worker_id} never comes to rest: {list(front.attempts)}")
             assert front.engine is not None
-            front.engine.pool.audit(held=())
+            front.engine.check_empty()
         is_untroubled = not self.faults.counts and not self.mishaps.are_any and self.is_swift
         if is_untroubled and any(router.num_lost for router in self.clients.routers):
             raise Violation("an attempt was lost although nothing went wrong")
