@@ -97,7 +97,7 @@ load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `ef
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Tamper with handoffs, cancel everywhere, kill and stop a loaded fleet's processes and cut its links, judge every answer (SEED=1 CONNECTOR=nixl; the counts are in the Makefile)
+chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= CANCELS= PROBLEMS= REQUESTS= KILLS=)
 	export PYTHONPATH=tests
 	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
 	$(BIN)/python -m simulation --cancels $(CANCELS)
