@@ -40,6 +40,7 @@ from effuse.router.shared_request import SharedRequest
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
+Sent = TypeVar("Sent")
 Response = TypeVar("Response")
 
 LOG: Final = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ ON_THE_WAY_S: Final = 0.02
 def accept(
     router: Router,
     message: pb.GenerateRequest,
-    context: grpc.aio.ServicerContext[pb.GenerateRequest, Response],
+    context: grpc.aio.ServicerContext[Sent, Response],
     *,
     is_stream: bool,
 ) -> Request:

@@ -180,7 +180,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
         assert await fleet.models.ListModels(model_pb2.ListModelsRequest())
         go.set()
         assert [a.text for a in await asyncio.gather(running, waiting)] == [TEXT, TEXT]
-        assert (await waiting).stats.queue_s > 0
+        assert (await waiting).stats.queue_duration.ToMicroseconds() > 0
 
     run(body, max_concurrent_requests=1, max_queue=1)
 
