@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
-from effuse.client.answer import Answer
+from effuse.client.answer import Answer, Stats
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import Stopping
@@ -230,7 +230,7 @@ class _Running:
             usage=pb.Usage(
                 prompt_tokens=len(self.start.prompt_token_ids), completion_tokens=tokens
             ),
-            stats=pb.GenerationStats(
+            stats=Stats(
                 first_block_s=self.first_block_s,
                 total_s=self.total_s,
                 forward_passes=forwards,

@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 import grpc.aio
 
 from effuse.protos.errors import (
+    REQUEST_ID_KEY,
     Bug,
     Cancelled,
     DeadlineExceeded,
@@ -40,6 +41,7 @@ from effuse.router.shared_request import SharedRequest
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
+Sent = TypeVar("Sent")
 Response = TypeVar("Response")
 
 LOG: Final = logging.getLogger(__name__)
@@ -66,17 +68,18 @@ ON_THE_WAY_S: Final = 0.02
 def accept(
     router: Router,
     message: pb.GenerateRequest,
-    context: grpc.aio.ServicerContext[pb.GenerateRequest, Response],
+    context: grpc.aio.ServicerContext[Sent, Response],
     *,
     is_stream: bool,
 ) -> Request:
     """The request that a client means; raises `EffuseError` with all that can be said against it
     before anything is held for it."""
     try:
+        request_id = _request_id(message)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         if not router.admission.knows_seats:
             router.count_seats()
         router.admission.check()
-        request_id = _request_id(message)
         asked_digest = _digest_of(message) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream)

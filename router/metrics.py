@@ -74,8 +74,8 @@ class Metrics:
         """A request that ended well."""
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.generation_tokens.inc(usage.completion_tokens)
-        self.first_block.observe(stats.first_block_s)
-        self.latency.observe(stats.total_s)
+        self.first_block.observe(stats.time_to_first_block.ToTimedelta().total_seconds())
+        self.latency.observe(stats.total_duration.ToTimedelta().total_seconds())
         self.requests.labels("OK").inc()
 
     def count_repeated(self) -> None:

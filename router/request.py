@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum
 from typing import Final
 
@@ -311,11 +312,11 @@ class Request:
         """What it cost, at its end."""
         forwards = self.earlier_forwards + self.forwards
         return pb.GenerationStats(
-            queue_s=self.queue_s,
-            prefill_s=max(0.0, self.prefilled - self.arrived),
-            handoff_s=self.handoff_s,
-            first_block_s=max(0.0, self.first_block - self.arrived),
-            total_s=now - self.arrived,
+            queue_duration=timedelta(seconds=self.queue_s),
+            prefill_duration=timedelta(seconds=max(0.0, self.prefilled - self.arrived)),
+            handoff_duration=timedelta(seconds=self.handoff_s),
+            time_to_first_block=timedelta(seconds=max(0.0, self.first_block - self.arrived)),
+            total_duration=timedelta(seconds=now - self.arrived),
             forward_passes=forwards,
             tokens_per_forward=self.text.num_tokens / forwards if forwards else 0.0,
             kv_bytes=self.kv_bytes,

@@ -133,7 +133,9 @@ class Clients:
 
     def _stream(self, exchange: Exchange, message: pb.GenerateRequest, wanted: int | None) -> None:
         """`wanted`: blocks after which the client breaks off; None waits for the end."""
-        call = self._client.stub.GenerateStream(message, timeout=DEADLINE_S)
+        call = self._client.stub.GenerateStream(
+            pb.GenerateStreamRequest(request=message), timeout=DEADLINE_S
+        )
         if wanted == 0:
             call.cancel()
         for event in call:
