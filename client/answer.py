@@ -30,6 +30,8 @@ class Answer:
     stats: pb.GenerationStats  # as the server saw it
     request_id: str
     model: str
+    seed: int  # of the randomness: the request's, or what the server drew
+    stopped_by: str | int | None  # the stop string or the id that ended it; None at its length
     first_block_s: float  # until the first final text arrived; of a unary call the server's figure
     total_s: float  # until all had arrived
 
@@ -45,9 +47,21 @@ class Answer:
             stats=response.stats,
             request_id=response.request_id,
             model=response.model,
+            seed=response.seed,
+            stopped_by=_stopped_by(response),
             first_block_s=response.stats.first_block_s,
             total_s=total_s,
         )
+
+
+def _stopped_by(said: pb.GenerateResponse | pb.Finished) -> str | int | None:
+    match said.WhichOneof("matched_stop"):
+        case "stop_string":
+            return said.stop_string
+        case "end_token_id":
+            return said.end_token_id
+        case _:
+            return None
 
 
 class StreamBroken(Exception):
@@ -95,6 +109,8 @@ class Gathering:
             stats=finished.stats,
             request_id=self._finished.request_id,
             model=finished.model,
+            seed=finished.seed,
+            stopped_by=_stopped_by(finished),
             first_block_s=total_s if self._first_block_s is None else self._first_block_s,
             total_s=total_s,
         )
