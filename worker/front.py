@@ -122,10 +122,11 @@ class Front:
         self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
         if config.metrics_port is not None:
-            scraped = await metrics.serve(config.host, config.metrics_port, self.shell.metrics_text)
+            host = config.reached_metrics_host
+            scraped = await metrics.serve(host, config.metrics_port, self.shell.metrics_text)
             stack.callback(scraped.close)
             port = scraped.sockets[0].getsockname()[1]
-            LOG.info("metrics are on %s:%d", config.host, port)
+            LOG.info("metrics are on %s:%d", host, port)
 
     async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
         if not self._config.redis_url:
