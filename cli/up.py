@@ -27,8 +27,7 @@ from effuse.cli.status import taken_defaults
 from effuse.client.client import Client
 from effuse.config.flags import add_flags
 from effuse.decode_worker.config import DecodeConfig
-from effuse.models.config import ModelConfig
-from effuse.models.defaults import read_defaults
+from effuse.models.defaults import refuse_unserved
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos.errors import EffuseError
 from effuse.router.config import RouterConfig
@@ -130,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
 def refuse_early(config: FleetConfig) -> None:
     """Raises ValueError for a checkpoint that cannot be served, before any process is started."""
     if config.model is not None:
-        read_defaults(config.model, ModelConfig.from_dir(config.model))
+        refuse_unserved(config.model)
 
 
 def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:

@@ -21,6 +21,7 @@ from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
+from effuse.models.defaults import refuse_unserved
 from effuse.protos.errors import NotFound
 from effuse.router.detokenizer import AnswerText
 from effuse.router.prompt import encode_prompt
@@ -65,6 +66,7 @@ class LLM:
         """model: checkpoint directory, the bundled one where absent. Raises ValueError,
         CheckpointError or TokenizerError where the files or the settings do not fit."""
         directory = bundled_directory() if model is None else Path(model)
+        refuse_unserved(directory, options.get("block_size"))
         config = DecodeConfig(
             model=directory, adapter=None if adapter is None else Path(adapter), **options
         )
