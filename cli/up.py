@@ -297,7 +297,7 @@ def run(fleet: Fleet) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
         fleet.start()
-        print("\n".join([greeting(fleet), *taken(fleet)]), flush=True)
+        print("\n".join([greeting(fleet), *watched(fleet), *taken(fleet)]), flush=True)
         watch_over(fleet, rolling)
     except FleetError as error:
         print(f"effuse up: {error}", file=sys.stderr)
@@ -381,6 +381,13 @@ def taken(fleet: Fleet) -> list[str]:
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
         return [line for model in client.models() for line in taken_defaults(model)]
     return []
+
+
+def watched(fleet: Fleet) -> list[str]:
+    """Where a fleet can be watched."""
+    names = [name for role in ("router", "prefill", "decode") for name in fleet.names(role)]
+    served = [f"{name} {at}" for name in names if (at := fleet.metrics_of(name))]
+    return [f"metrics are on {', '.join(served)}"] if served else []
 
 
 def greeting(fleet: Fleet) -> str:

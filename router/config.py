@@ -29,7 +29,9 @@ class RouterConfig:
     share_port: Annotated[
         bool, "let other routers listen on the same port, as one that takes this one's place"
     ] = False
-    metrics_port: Annotated[int | None, "serve Prometheus text here; 0 takes a free one"] = None
+    metrics_host: Annotated[str, "address to serve metrics on"] = "127.0.0.1"
+    metrics_port: Annotated[int, "port of the metrics, as Prometheus text; 0 takes a free one"] = 0
+    no_metrics: Annotated[bool, "serve no metrics"] = False
     max_message_bytes: Annotated[int, "largest message taken from a client"] = 4 << 20
 
     # The fleet.

@@ -150,7 +150,7 @@ class Handler:
             await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
         request.status = "OK"
-        router.metrics.count_repeated()
+        router.metrics.count_repeated(request)
         return pb.Finished(
             finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
         )
@@ -320,7 +320,7 @@ class Handler:
         usage, stats = request.usage(), request.stats(self._router.now())
         request.status = "OK"
         # Counted once the answer is on its way.
-        asyncio.get_running_loop().call_soon(self._router.metrics.count_answer, usage, stats)
+        asyncio.get_running_loop().call_soon(self._router.metrics.count_answer, request, stats)
         return pb.Finished(
             finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
         )
@@ -352,12 +352,11 @@ class Handler:
         return error
 
     def _record_end(self, event: Event, status: str) -> None:
-        request, metrics, now = self._request, self._router.metrics, self._router.now()
+        request, now = self._request, self._router.now()
         if not request.is_ended:
             request.apply_event(event, now, status)
             request.status = status
-        metrics.requests.labels(status).inc()
-        metrics.latency.observe(now - request.arrived)
+        self._router.metrics.count_end(request, status, now - request.arrived)
         LOG.info("request %s ended with %s: %s", request.id, status, request.tell_story())
 
 

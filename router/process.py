@@ -118,26 +118,33 @@ async def _start(router: Router) -> RpcServer:
         server.set_serving(role, False)
     address = f"{config.host}:{router.port}"
     if config.ready_file is not None:
-        rpc.write_ready_file(config.ready_file, address)
+        rpc.write_ready_file(config.ready_file, address, **_ready_facts(router))
     LOG.info("listening on %s", address)
     router.ready.set()
     return server
+
+
+def _ready_facts(router: Router) -> dict[str, str]:
+    """What the ready file says beside the address."""
+    if not router.metrics_port:
+        return {}
+    return {"metrics": f"{router.config.metrics_host}:{router.metrics_port}"}
 
 
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
     """Serves metrics until the stack is left; False where another router that shares our port still
     has that of the metrics. Raises OSError where it is taken otherwise."""
     config = router.config
-    if config.metrics_port is None:
+    if config.no_metrics:
         return True
     try:
-        served = router.metrics.served(config.host, config.metrics_port)
+        served = router.metrics.served(config.metrics_host, config.metrics_port)
         router.metrics_port = stack.enter_context(served)
     except OSError:
         if not config.share_port:
             raise
         return False
-    LOG.info("metrics are on %s:%d", config.host, router.metrics_port)
+    LOG.info("metrics are on %s:%d", config.metrics_host, router.metrics_port)
     return True
 
 

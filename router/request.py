@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Final
 
 from effuse.placement.records import Role
@@ -152,7 +153,7 @@ class Request:
     # What it cost so far.
     queue_s: float = 0.0
     prefilled: float = 0.0
-    first_block: float = 0.0
+    commit_times: list[float] = field(default_factory=list)  # of those that brought tokens
     handoff_s: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
@@ -224,8 +225,8 @@ class Request:
         new = self.accept_tokens(commit.token_offset, commit.token_ids, commit.frontier)
         if new:
             self.setbacks.add_progress()
+            self.commit_times.append(now)
         self.forwards = commit.forward_passes
-        self.first_block = self.first_block or now
         offset = self.text.num_tokens
         text = self.text.push(new)
         return self._for_client(offset, new[: self.text.num_tokens - offset], text)
@@ -314,7 +315,9 @@ class Request:
             queue_s=self.queue_s,
             prefill_s=max(0.0, self.prefilled - self.arrived),
             handoff_s=self.handoff_s,
-            first_block_s=max(0.0, self.first_block - self.arrived),
+            first_block_s=max(0.0, self.commit_times[0] - self.arrived)
+            if self.commit_times
+            else 0.0,
             total_s=now - self.arrived,
             forward_passes=forwards,
             tokens_per_forward=self.text.num_tokens / forwards if forwards else 0.0,
@@ -325,6 +328,10 @@ class Request:
             decode_worker=self.decode_worker,
             preemptions=self.preemptions,
         )
+
+    def block_gaps(self) -> list[float]:
+        """Seconds between its commits, those of lost attempts included."""
+        return [later - earlier for earlier, later in pairwise(self.commit_times)]
 
     def describe(self) -> pb.GetRequestResponse:
         """Where it is, or how it ended, for who looks it up."""

@@ -67,9 +67,9 @@ class WorkerConfig:
     connector_host: Annotated[
         str | None, "address of the zmq connector; advertise-host where absent"
     ] = None
-    metrics_port: Annotated[
-        int | None, "serve Prometheus text on this port; 0 takes a free one"
-    ] = None
+    metrics_host: Annotated[str, "address to serve metrics on"] = "127.0.0.1"
+    metrics_port: Annotated[int, "port of the metrics, as Prometheus text; 0 takes a free one"] = 0
+    no_metrics: Annotated[bool, "serve no metrics"] = False
 
     # The fleet.
     redis_url: Annotated[str | None, "announce in this Redis, as redis://host:port/db"] = None

@@ -224,7 +224,7 @@ def _memory(fleet: Fleet) -> dict[str, list[str]]:
 
 
 def _greeting(fleet: Fleet, address: str) -> str:
-    fleet._addresses["router"] = address
+    fleet._told["router"] = {"address": address}
     return greeting(fleet)
 
 

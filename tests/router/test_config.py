@@ -19,7 +19,8 @@ def test_defaults() -> None:
 def test_every_field_is_a_flag(tmp_path: Path) -> None:
     config = parse(
         [
-            "--host", "0.0.0.0", "--port", "0", "--share-port", "--metrics-port", "9",
+            "--host", "0.0.0.0", "--port", "0", "--share-port",
+            "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics",
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
