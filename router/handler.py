@@ -149,8 +149,8 @@ class Handler:
         if commit.num_tokens or commit.text:
             await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
-        request.status = "OK"
-        router.metrics.count_repeated(request)
+        request.status, request.was_kept = "OK", True
+        router.note_end(request, "OK", kept.stats)
         return pb.Finished(
             finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
         )
@@ -319,8 +319,8 @@ class Handler:
         request = self._request
         usage, stats = request.usage(), request.stats(self._router.now())
         request.status = "OK"
-        # Counted once the answer is on its way.
-        asyncio.get_running_loop().call_soon(self._router.metrics.count_answer, request, stats)
+        # Told once the answer is on its way.
+        asyncio.get_running_loop().call_soon(self._router.note_end, request, "OK", stats)
         return pb.Finished(
             finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
         )
@@ -356,8 +356,7 @@ class Handler:
         if not request.is_ended:
             request.apply_event(event, now, status)
             request.status = status
-        self._router.metrics.count_end(request, status, now - request.arrived)
-        LOG.info("request %s ended with %s: %s", request.id, status, request.tell_story())
+        self._router.note_end(request, status, request.stats(now))
 
 
 def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:

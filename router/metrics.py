@@ -69,8 +69,17 @@ class RouterMetrics(ProcessMetrics):
             bounds=TOKENS_PER_FORWARD,
         )  # fmt: skip
 
-    def count_answer(self, request: Request, stats: pb.GenerationStats) -> None:
-        """A request that ended well."""
+    def count_end(self, request: Request, status: str, stats: pb.GenerationStats) -> None:
+        """A request that ended, whichever way."""
+        model = request.asked.model.name
+        self.latency.labels(model).observe(stats.total_s)
+        self.requests.labels(model, status).inc()
+        if request.was_kept:
+            self.repeated.inc()
+        elif status == "OK":
+            self._count_answer(request, stats)
+
+    def _count_answer(self, request: Request, stats: pb.GenerationStats) -> None:
         model = request.asked.model.name
         self.prompt_tokens.labels(model).inc(len(request.prompt_token_ids))
         self.generation_tokens.labels(model).inc(request.text.num_tokens)
@@ -81,18 +90,6 @@ class RouterMetrics(ProcessMetrics):
             between.observe(seconds)
         if stats.forward_passes:
             self.tokens_per_forward.labels(model).observe(stats.tokens_per_forward)
-        self.count_end(request, "OK", stats.total_s)
-
-    def count_end(self, request: Request, status: str, total_s: float) -> None:
-        """A request that ended, whichever way."""
-        model = request.asked.model.name
-        self.latency.labels(model).observe(total_s)
-        self.requests.labels(model, status).inc()
-
-    def count_repeated(self, request: Request) -> None:
-        """A request that was answered with what was kept."""
-        self.repeated.inc()
-        self.requests.labels(request.asked.model.name, "OK").inc()
 
     def count_failure(self, failure: Failure) -> None:
         """An attempt that failed, where another one may follow."""

@@ -23,6 +23,7 @@ from effuse.router.policy import Prospect, live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
+from effuse.telemetry import logs
 from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 
 LOG: Final = logging.getLogger(__name__)
@@ -36,11 +37,9 @@ KNOW_S: Final = 10.0
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs a router until a signal comes; SystemExit with one line where it cannot."""
+    """Runs a router until a signal comes; SystemExit after one line of the log where it cannot."""
     config = parse(argv)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s router: %(message)s"
-    )
+    logs.set_up("router", config.log_level, config.log_format)
     errors: list[str] = []
     try:
         tokenizer = Tokenizer.load(
@@ -50,7 +49,8 @@ def main(argv: Sequence[str]) -> None:
     except* (TokenizerError, OSError) as failed:
         errors = _texts(failed)
     if errors:
-        sys.exit(f"effuse-router: {'; '.join(errors)}")
+        LOG.error("%s", "; ".join(errors))
+        sys.exit(1)
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:

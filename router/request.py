@@ -125,6 +125,7 @@ class Request:
     asked_digest: str = ""  # of the client's message, where the client chose the id
     is_repeated: bool = False  # the client has asked for it before
     is_anothers: bool = False  # another router runs it
+    was_kept: bool = False  # it was answered with what was kept from before
 
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
@@ -332,6 +333,24 @@ class Request:
     def block_gaps(self) -> list[float]:
         """Seconds between its commits, those of lost attempts included."""
         return [later - earlier for earlier, later in pairwise(self.commit_times)]
+
+    def figures(self, stats: pb.GenerationStats) -> dict[str, str | int | float]:
+        """What one line of the log says of it at its end."""
+        return {
+            "model": self.asked.model.name,
+            "prompt_tokens": len(self.prompt_token_ids),
+            "tokens": self.text.num_tokens,
+            "queue_s": stats.queue_s,
+            "prefill_s": stats.prefill_s,
+            "handoff_s": stats.handoff_s,
+            "first_block_s": stats.first_block_s,
+            "total_s": stats.total_s,
+            "forward_passes": stats.forward_passes,
+            "preemptions": stats.preemptions,
+            "prefill_worker": self.prefill_worker,
+            "decode_worker": self.decode_worker,
+            "attempts": self.num_attempts,
+        }
 
     def describe(self) -> pb.GetRequestResponse:
         """Where it is, or how it ended, for who looks it up."""

@@ -33,6 +33,7 @@ from effuse.router.policy import Condition, life_of
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
+from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -170,6 +171,14 @@ class Router:
             LOG.info("request %s (%s) is cleared", request.id, request.digest)
             request.alone = ()
             self.fleet.release_workers(request.holder)
+
+    def note_end(self, request: Request, status: str, stats: pb.GenerationStats) -> None:
+        """Counts a request that ended, and says so in one line."""
+        self.metrics.count_end(request, status, stats)
+        told = {"request_id": request.id, "status": status, **request.figures(stats)}
+        if status != "OK":
+            told["story"] = request.tell_story()
+        LOG.info("a request ended", extra=logs.figures(told))
 
     async def share_refusals(self) -> None:
         """Tells other routers what is refused, and hears it of them, while Redis answers."""

@@ -11,8 +11,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from effuse.config import checks
-from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
+from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]
 Connector = Literal["nixl", "zmq"]
@@ -88,6 +88,7 @@ class WorkerConfig:
     max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
 
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):

@@ -19,8 +19,8 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import Draining
+from effuse.telemetry import logs
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from effuse.worker import logs
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, WorkerConfig
 from effuse.worker.engine_client import new_incarnation
@@ -53,7 +53,7 @@ def run(config: WorkerConfig, role: Role) -> int:
 
     0 after a drain; 1 if no engine starts, the port is taken, or another process has its worker id.
     """
-    logs.set_up(role.name, config.log_level)
+    logs.set_up(role.name, config.log_level, config.log_format)
     status = 0
     try:
         asyncio.run(_run(config, role))

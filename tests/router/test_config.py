@@ -27,7 +27,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "--max-queue", "5", "--max-losses", "6", "--retry-share", "0.5",
             "--max-request-s", "7.5", "--recovery-s", "9",
             "--keep-answers-s", "3", "--drain-s", "8",
-            "--ready-file", "x", "--log-level", "debug",
+            "--ready-file", "x", "--log-level", "debug", "--log-format", "json",
         ]
     )  # fmt: skip
     changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
