@@ -12,8 +12,8 @@ import msgspec
 
 from effuse.config import checks
 from effuse.config.access import Access
-from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
+from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]
 Connector = Literal["nixl", "zmq"]
@@ -85,6 +85,7 @@ class WorkerConfig(Access):
     max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
 
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
