@@ -89,23 +89,29 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(run.failed for run in runs) else 0
 
 
-def parse(argv: Sequence[str]) -> BenchJob:
-    """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("bench", "Send a dataset's prompts to a running fleet; print what it took.")
     add = parser.add_argument
     add("--dataset", type=file, required=True, metavar="FILE", help='lines of {"prompt": ...}')
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--concurrency", type=whole(1), default=8, metavar="N",
         help="requests at a time (default: 8)")  # fmt: skip
-    add("--limit", type=whole(1), metavar="N", help="take only the first prompts")
+    add("--limit", type=whole(1), metavar="N", help="take only the first prompts (default: all)")
     add("--timeout", type=seconds, default=600.0, metavar="S",
         help="longest a request may take (default: 600)")  # fmt: skip
     add("--baseline", action="store_true", help="add vanilla denoising and single-process D2F")
     add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
-        help="checkpoint of the baselines; the bundled model if absent")  # fmt: skip
+        help="checkpoint of the baselines (default: the bundled model)")  # fmt: skip
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter of the baselines")
     add("--json", type=new_file, metavar="FILE", help="write all figures there")
     add_knobs(parser)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> BenchJob:
+    """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
+    parser = make_parser()
     job = _job(parser.parse_args(argv))
     if job.baseline and (others := sorted(_unknown_to_baseline(job.params))):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)

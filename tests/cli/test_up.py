@@ -23,7 +23,8 @@ from effuse.cli.commands import (
     member_commands,
 )
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
-from effuse.cli.up import Restarts, Rolling, greeting, main, parse, watch_over
+from effuse.cli.up import greeting, main, parse
+from effuse.cli.upkeep import Restarts, Rolling, watch_over
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -365,7 +366,7 @@ def test_processes_that_end_together_or_once_more_are_started_again(
     for name in fleet._commands:
         fleet._spawn(name)
         assert fleet.processes[name].wait(20) == 1
-    monkeypatch.setattr("effuse.cli.up.time", Clock())
+    monkeypatch.setattr("effuse.cli.upkeep.time", Clock())
     with pytest.raises(KeyboardInterrupt):
         watch_over(fleet, Rolling(fleet))
     assert told.count("exited with status 1") == 3
