@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": ("generate", "send prompts to a fleet"),
     "status": ("status", "show a fleet's workers, their load and their links"),
     "bench": ("bench", "measure a fleet on a dataset"),
+    "check-ghz": ("check_ghz", "judge what ghz measured"),
     "eval": ("evaluate", "measure the bundled model's accuracy"),
     "demo": ("demo", "start a fleet and solve three fresh problems"),
     "convert-tokenizer": ("convert_tokenizer", "write tokenizer.json for a checkpoint"),

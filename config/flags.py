@@ -7,6 +7,7 @@ flags may also stand in a file (`file.py`).
 """
 
 import argparse
+import math
 import types
 from collections.abc import Collection, Sequence
 from dataclasses import MISSING, Field, fields
@@ -81,7 +82,7 @@ def _default_text(value: object) -> str:
     if isinstance(value, bool):
         text = "on" if value else "off"
     elif isinstance(value, float):
-        text = f"{value:g}"
+        text = "none" if math.isinf(value) else f"{value:g}"
     else:
         text = "none" if value in (None, [], ()) else str(value)
     return text.replace("%", "%%")
