@@ -194,7 +194,8 @@ class Clients:
         self, client: Client, exchange: Exchange, message: pb.GenerateRequest, wanted: int | None
     ) -> None:
         """`wanted`: blocks after which the client breaks off; None waits for the end."""
-        call = client.stub.GenerateStream(message, timeout=DEADLINE_S)
+        asked = pb.GenerateStreamRequest(request=message)
+        call = client.stub.GenerateStream(asked, timeout=DEADLINE_S)
         if wanted == 0:
             call.cancel()
         for event in call:

@@ -33,7 +33,9 @@ class Client:
     def stream(
         self, request: generation_pb2.GenerateRequest, timeout_s: float = DEADLINE_S
     ) -> Iterator[generation_pb2.GenerateStreamResponse]:
-        return self.stub.GenerateStream(request, timeout=timeout_s)
+        return self.stub.GenerateStream(
+            generation_pb2.GenerateStreamRequest(request=request), timeout=timeout_s
+        )
 
     def look_up(self, name: str) -> generation_pb2.GetRequestResponse:
         """Where a request is; nothing is set where the router has not seen it yet."""

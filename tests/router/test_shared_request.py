@@ -61,7 +61,8 @@ def test_an_answer_that_redis_has_not_been_given_yet_is_given_again() -> None:
 
 def test_a_stream_is_given_again_whole() -> None:
     async def body(fleet: FakeFleet) -> None:
-        asked = request(request_id="mine", output=pb.OutputOptions(token_ids=True))
+        whole = request(request_id="mine", output=pb.OutputOptions(token_ids=True))
+        asked = pb.GenerateStreamRequest(request=whole)
 
         async def read() -> tuple[str, list[int], pb.Finished]:
             events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
