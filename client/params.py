@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from effuse.client.chat import Chat
@@ -57,9 +57,17 @@ class Params:
     stop: tuple[str, ...] = ()  # text that ends the answer and is no part of it
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool | None = None
+    min_tokens: int | None = None  # before which nothing but max_tokens ends the answer
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None  # share of the likeliest token's probability
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None  # 1 is none
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, hash=False
+    )  # by token id, what is added
     seed: int | None = None  # same seed, same answer; drawn by the server where absent
     algorithm: Algorithm | None = None
     window: int | None = None  # blocks in flight (D2F)
@@ -104,6 +112,11 @@ def make_request(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
             seed=params.seed,
         ),
         stopping=pb.StoppingParams(
@@ -111,6 +124,7 @@ def make_request(
             stop=params.stop,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
         ),
         decoding=pb.DecodingParams(
             algorithm=_named("algorithm", params.algorithm, ALGORITHMS),

@@ -14,6 +14,7 @@ import numpy as np
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
+from effuse.decode_worker.edits import edits_for
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
@@ -231,6 +232,7 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=request.sampling,
         score=ScoreCode.named(request.settings.ranked_by),
+        edits=edits_for(request.sampling, request.sequence, plan.candidates),
     )
 
 

@@ -63,6 +63,7 @@ class Intake:
         self._check_length(len(prompt), message.stopping.max_tokens)
         self._check_ids("prompt_token_ids", prompt)
         self._check_ids("stop_token_ids", message.stopping.stop_token_ids)
+        self._check_ids("logit_bias", [token for token, _ in message.sampling.logit_bias])
         resume = message.resume or Resume(committed_token_ids=(), frontier=())
         self._check_ids("committed_token_ids", resume.committed_token_ids)
         for block in resume.frontier:

@@ -12,6 +12,7 @@ from torch import Tensor
 from effuse.config.decoding import DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
+from effuse.decode_worker.edits import changes_logits
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
@@ -67,7 +68,9 @@ class DecodeRequest:
     @property
     def runs_from_host(self) -> bool:
         """Whether the host feeds its next forward, also where others denoise on a device."""
-        return self.settings.is_canvas or self.num_to_prefill > 0
+        if self.settings.is_canvas or self.num_to_prefill > 0:
+            return True
+        return changes_logits(self.sampling, self.sequence, self.open_step().candidates)
 
     @property
     def has_prompt(self) -> bool:

@@ -142,14 +142,15 @@ class LLM:
             attempt=AttemptId(request_id=name, attempt=1, transfer_id=name),
             prompt_token_ids=ids,
             stopping=Stopping(
-                max_tokens=fit(len(ids), asked.max_tokens, self.model),
+                max_tokens=fit(len(ids), asked),
                 stop_token_ids=frozenset(asked.stop_token_ids),
+                min_tokens=asked.min_tokens,
             ),
             sampling=asked.sampling,
             settings=asked.settings,
             writer=None,
         )
-        return _Running(asked, start, AnswerText(self._tokenizer, asked.stops))
+        return _Running(asked, start, AnswerText(self._tokenizer, asked.stops, asked.min_tokens))
 
     def _step(self) -> None:
         while not self._core.step() and self._core.is_working():

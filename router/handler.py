@@ -89,7 +89,7 @@ def accept(
     return Request(
         id=request_id,
         asked=asked,
-        text=AnswerText(router.tokenizer, asked.stops),
+        text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens),
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
@@ -159,7 +159,7 @@ class Handler:
         request.queue_s = self._router.now() - request.arrived
         token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
-        request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
+        request.max_tokens = fit(len(token_ids), asked)
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""

@@ -168,7 +168,9 @@ def stopping(message: pb.DecodeRequest) -> Stopping:
     """Reads when the answer ends."""
     with _naming(""):
         return Stopping(
-            max_tokens=message.max_tokens, stop_token_ids=frozenset(message.stop_token_ids)
+            max_tokens=message.max_tokens,
+            stop_token_ids=frozenset(message.stop_token_ids),
+            min_tokens=message.min_tokens,
         )
 
 
@@ -180,6 +182,13 @@ def sampling(message: pb.DecodeSampling) -> Sampling:
             top_p=message.top_p,
             top_k=message.top_k,
             seed=message.seed,
+            min_p=message.min_p,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            repetition_penalty=(
+                message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+            ),
+            logit_bias=tuple(sorted(message.logit_bias.items())),
         )
 
 
