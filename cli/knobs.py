@@ -4,7 +4,15 @@ import argparse
 from collections.abc import Callable
 
 from effuse.cli.arguments import text, whole
-from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES, Params
+from effuse.client.params import (
+    ALGORITHMS,
+    ALGS,
+    CACHES,
+    PRIORITIES,
+    REMASKINGS,
+    SCORES,
+    Params,
+)
 from effuse.config.decoding import (
     ALG_TEMP,
     BIAS,
@@ -81,6 +89,7 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
+    add("--priority", choices=PRIORITIES, help="who goes first where requests wait")
     add("--parse-special-tokens", action="store_true", default=None,
         help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
     _add_canvas_knobs(parser)
@@ -164,5 +173,6 @@ def params_from(found: argparse.Namespace) -> Params:
         eps=found.eps,
         alg_temp=found.alg_temp,
         cache=found.cache,
+        priority=found.priority,
         parse_special_tokens=found.parse_special_tokens,
     )

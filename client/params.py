@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from effuse.client.chat import Chat
 from effuse.config.decoding import Alg, Algorithm, Cache, Remasking, Score
 from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import model_pb2
 
 Value = TypeVar("Value")
+Priority = Literal["low", "normal", "high"]
+"""Who goes first in a router's queue."""
 Prompt = str | Chat | Sequence[int]
 """Text, a conversation, or token ids that are used as they are."""
 
@@ -20,6 +23,11 @@ ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "llada": pb.ALGORITHM_LLADA,
     "dream": pb.ALGORITHM_DREAM,
     "fast_dllm": pb.ALGORITHM_FAST_DLLM,
+}
+PRIORITIES: Final[Mapping[Priority, pb.Priority]] = {
+    "low": pb.PRIORITY_LOW,
+    "normal": pb.PRIORITY_NORMAL,
+    "high": pb.PRIORITY_HIGH,
 }
 REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
@@ -87,6 +95,7 @@ class Params:
     eps: float | None = None  # where time ends that begins at 1 (Dream)
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
+    priority: Priority | None = None  # in a router's queue
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
 
@@ -108,6 +117,7 @@ def make_request(
         prompt_token_ids=ids,
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
         parse_special_tokens=params.parse_special_tokens,
+        priority=_named("priority", params.priority, PRIORITIES),
         sampling=pb.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -147,6 +157,18 @@ def make_request(
             cache=_named("cache", params.cache, CACHES),
         ),
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
+    )
+
+
+def make_tokenize_request(
+    prompt: str | Chat, model: str | None, parse_special_tokens: bool
+) -> model_pb2.TokenizeRequest:
+    """The request for one prompt's ids."""
+    return model_pb2.TokenizeRequest(
+        model=model,
+        prompt=prompt if isinstance(prompt, str) else None,
+        chat=prompt.to_input() if isinstance(prompt, Chat) else None,
+        parse_special_tokens=parse_special_tokens,
     )
 
 

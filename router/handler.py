@@ -23,9 +23,11 @@ from effuse.protos.errors import (
     DeadlineExceeded,
     Draining,
     EffuseError,
+    EndedById,
     InvalidRequest,
     Unavailable,
 )
+from effuse.router.admission import AHEAD_S
 from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient, finished_of
 from effuse.router.detokenizer import AnswerText
@@ -113,7 +115,7 @@ class Handler:
         with router.requests.running(request):
             try:
                 async with asyncio.timeout_at(request.deadline) as limit:
-                    with router.requests.limited_by(limit):
+                    with router.requests.limited_by(request, limit):
                         return await self._answer()
             except TimeoutError as error:
                 raise self._end_badly(self._time_is_over()) from error
@@ -132,7 +134,9 @@ class Handler:
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
-        async with self._router.admission.slot():
+        request = self._request
+        place = request.arrived - AHEAD_S[request.asked.priority]
+        async with self._router.admission.slot(place):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -335,6 +339,8 @@ class Handler:
     def _time_is_over(self) -> EffuseError:
         """The request's own time, or that of this router."""
         request = self._request
+        if request.is_ended_by_id:
+            return EndedById("somebody has ended this request by its id", labels=request.labels())
         if self._router.requests.is_cut_off:
             why = "this router has ended, and the answer was not; ask again"
             text = _sentences(why, request.tell_progress())
@@ -344,7 +350,7 @@ class Handler:
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         """A bad end that is told."""
-        by_caller = isinstance(error, Cancelled | DeadlineExceeded)
+        by_caller = isinstance(error, Cancelled | DeadlineExceeded | EndedById)
         self._record_end(Event.CANCELLED if by_caller else Event.FAILED, error.code.name)
         return error
 

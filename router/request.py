@@ -124,6 +124,7 @@ class Request:
     asked_digest: str = ""  # of the client's message, where the client chose the id
     is_repeated: bool = False  # the client has asked for it before
     is_anothers: bool = False  # another router runs it
+    is_ended_by_id: bool = False  # somebody has asked for its end
 
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()

@@ -51,6 +51,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await stream.settle()
             raise Cancelled("the client cancelled") from error
 
+    async def CancelRequest(
+        self,
+        request: pb.CancelRequestRequest,
+        context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
+    ) -> pb.CancelRequestResponse:
+        """Ends a request that runs here; of others says where they are."""
+        findings, requests = Findings(), self._router.requests
+        check_request_id(request.request_id, findings)
+        findings.raise_any()
+        name = request.request_id
+        if requests.cancel(name):
+            return pb.CancelRequestResponse(request_id=name, was_running=True)
+        found = requests.find(name) or await requests.find_stored(name)
+        return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
+
     async def GetRequest(
         self,
         request: pb.GetRequestRequest,

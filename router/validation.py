@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from effuse.client.chat import Chat
-from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, PRIORITIES, REMASKINGS, SCORES, Priority
 from effuse.config.decoding import (
     ALG_TEMP,
     BIAS,
@@ -53,6 +53,8 @@ SCORE_NAMES: Final = tuple(pb.Score.keys())
 REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
 ALG_NAMES: Final = tuple(pb.Alg.keys())
 CACHE_NAMES: Final = tuple(pb.Cache.keys())
+PRIORITY_NAMES: Final = tuple(pb.Priority.keys())
+_PRIORITIES: Final = {number: name for name, number in PRIORITIES.items()}
 _ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
 _SCORES: Final = {number: name for name, number in SCORES.items()}
 _CACHES: Final = {number: name for name, number in CACHES.items()}
@@ -117,6 +119,7 @@ class Asked:
     sampling: Sampling
     has_seed: bool  # the client's; else it is 0 until one is drawn
     settings: DecodeSettings
+    priority: Priority
     wants_token_ids: bool
     wants_drafts: bool
 
@@ -151,6 +154,7 @@ def validate(
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
     _check_canvas(request.sampling, algorithm, model, decode_prefills, findings)
+    findings.choice("priority", request.priority, PRIORITY_NAMES)
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
@@ -170,6 +174,7 @@ def validate(
         sampling=_resolve_sampling(request.sampling, model),
         has_seed=request.sampling.HasField("seed"),
         settings=_resolve_settings(request.decoding, algorithm, model),
+        priority=_PRIORITIES.get(request.priority, "normal"),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
     )

@@ -57,6 +57,13 @@ class FakeRouter(pb_grpc.GenerationServiceServicer):
     ) -> pb.GetRequestResponse:
         raise NotImplementedError
 
+    async def CancelRequest(
+        self,
+        request: pb.CancelRequestRequest,
+        context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
+    ) -> pb.CancelRequestResponse:
+        raise NotImplementedError
+
 
 def _bench(prompts: tuple[str, ...], concurrency: int) -> tuple[Run, FakeRouter, int]:
     async def run() -> tuple[Run, FakeRouter, int]:

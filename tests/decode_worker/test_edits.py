@@ -4,6 +4,7 @@ as on the host, and again from every commit."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -166,10 +167,8 @@ def test_a_bias_of_no_id_of_the_model_is_refused(twin: Twin) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["llada", "dream", "fast_dllm"])
-def test_canvases_are_edited_too(twin: Twin, algorithm: str) -> None:
-    model, _ = twin
-    if model.config.prompt_attention != "bidirectional":
-        pytest.skip("a block-causal model has no canvas")
+def test_canvases_are_edited_too(tmp_path: Path, algorithm: str) -> None:
+    model = load_tiny(write_tiny_checkpoint(tmp_path / "model", "llada", seed=3))
     wanted = Sampling(logit_bias=((40, 100.0),))
     stopping = Stopping(max_tokens=8, stop_token_ids=frozenset({40}), min_tokens=5)
     free = make_request("free", [20, 21], max_tokens=8, sampling=wanted, algorithm=algorithm)

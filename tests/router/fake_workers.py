@@ -107,6 +107,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.DrainResponse:
         return pb.DrainResponse()
 
+    async def Undrain(
+        self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.UndrainResponse:
+        raise NotImplementedError
+
 
 class Handoffs:
     """Pages on their way: set when a transfer's push has landed."""

@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_LOW: _ClassVar[Priority]
+    PRIORITY_NORMAL: _ClassVar[Priority]
+    PRIORITY_HIGH: _ClassVar[Priority]
+
 class Algorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ALGORITHM_UNSPECIFIED: _ClassVar[Algorithm]
@@ -63,6 +70,10 @@ class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REQUEST_STATE_FINISHED: _ClassVar[RequestState]
     REQUEST_STATE_FAILED: _ClassVar[RequestState]
     REQUEST_STATE_CANCELLED: _ClassVar[RequestState]
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_LOW: Priority
+PRIORITY_NORMAL: Priority
+PRIORITY_HIGH: Priority
 ALGORITHM_UNSPECIFIED: Algorithm
 ALGORITHM_D2F: Algorithm
 ALGORITHM_BLOCK_DIFFUSION: Algorithm
@@ -100,7 +111,7 @@ REQUEST_STATE_FAILED: RequestState
 REQUEST_STATE_CANCELLED: RequestState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "chat", "sampling", "stopping", "decoding", "output", "parse_special_tokens")
+    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "chat", "sampling", "stopping", "decoding", "output", "parse_special_tokens", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +122,7 @@ class GenerateRequest(_message.Message):
     DECODING_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -121,7 +133,8 @@ class GenerateRequest(_message.Message):
     decoding: DecodingParams
     output: OutputOptions
     parse_special_tokens: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., parse_special_tokens: _Optional[bool] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., parse_special_tokens: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -381,3 +394,21 @@ class GetRequestResponse(_message.Message):
     router: str
     answer: GenerateResponse
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., attempt: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., status: _Optional[str] = ..., router: _Optional[str] = ..., answer: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...
+
+class CancelRequestRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class CancelRequestResponse(_message.Message):
+    __slots__ = ("request_id", "was_running", "state", "router")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WAS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    was_running: bool
+    state: RequestState
+    router: str
+    def __init__(self, request_id: _Optional[str] = ..., was_running: _Optional[bool] = ..., state: _Optional[_Union[RequestState, str]] = ..., router: _Optional[str] = ...) -> None: ...

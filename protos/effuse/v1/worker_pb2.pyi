@@ -396,3 +396,13 @@ class DrainResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     running: int
     def __init__(self, running: _Optional[int] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ("running",)
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    def __init__(self, running: _Optional[int] = ...) -> None: ...
