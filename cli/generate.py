@@ -205,7 +205,9 @@ async def ask(
     Raises grpc.aio.AioRpcError with the server's status, and StreamBroken.
     """
     gathering = Gathering()
-    async for event in stub.GenerateStream(request, timeout=timeout_s):
+    async for event in stub.GenerateStream(
+        generation_pb2.GenerateStreamRequest(request=request), timeout=timeout_s
+    ):
         on_event(event)
         gathering.take(event)
     return gathering.answer(request.request_id)

@@ -62,7 +62,7 @@ class Client:
         request_id: str | None = None,
     ) -> Stream:
         """The answer as it is written: iterate for its text, block by block."""
-        request = make_request(prompt, params, request_id=request_id, token_ids=True)
+        request = _streamed(prompt, params, request_id)
         return Stream(self._generation.GenerateStream(request, timeout=timeout_s), self._target)
 
     def cancel(self, request_id: str) -> bool:
@@ -199,7 +199,7 @@ class AsyncClient:
         Raises EffuseError, and StreamBroken. Ending the iteration early ends the request.
         """
         gathering = Gathering()
-        request = make_request(prompt, params, request_id=request_id, token_ids=True)
+        request = _streamed(prompt, params, request_id)
         call = self._generation.GenerateStream(request, timeout=timeout_s)
         try:
             with _raising(self._target):
@@ -262,6 +262,13 @@ class AsyncClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _streamed(
+    prompt: Prompt, params: Params, request_id: str | None
+) -> generation_pb2.GenerateStreamRequest:
+    request = make_request(prompt, params, request_id=request_id, token_ids=True)
+    return generation_pb2.GenerateStreamRequest(request=request)
 
 
 @contextlib.contextmanager

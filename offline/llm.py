@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
-from effuse.client.answer import Answer
+from effuse.client.answer import Answer, Stats
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
+from effuse.models.defaults import refuse_unserved
 from effuse.protos.errors import NotFound
 from effuse.router.detokenizer import AnswerText
 from effuse.router.prompt import encode_prompt
@@ -65,6 +66,7 @@ class LLM:
         """model: checkpoint directory, the bundled one where absent. Raises ValueError,
         CheckpointError or TokenizerError where the files or the settings do not fit."""
         directory = bundled_directory() if model is None else Path(model)
+        refuse_unserved(directory, options.get("block_size"))
         config = DecodeConfig(
             model=directory, adapter=None if adapter is None else Path(adapter), **options
         )
@@ -234,7 +236,7 @@ class _Running:
             usage=pb.Usage(
                 prompt_tokens=len(self.start.prompt_token_ids), completion_tokens=tokens
             ),
-            stats=pb.GenerationStats(
+            stats=Stats(
                 first_block_s=self.first_block_s,
                 total_s=self.total_s,
                 forward_passes=forwards,

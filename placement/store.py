@@ -31,7 +31,8 @@ MOST_ANSWERS = 20_000
 MOST_ANSWER_BYTES = 64 << 20
 """Answers that a fleet keeps, and their bytes together."""
 _MOST_LOOKUPS = 4  # at once; clients cause them, and must never take the last connection
-_CONNECTIONS = _MOST_LOOKUPS + 4  # the view of the fleet, placements, refusals, other routers
+MOST_CONNECTIONS = _MOST_LOOKUPS + 4
+"""Of one process to Redis: lookups, the view of the fleet, placements, refusals, other routers."""
 
 
 class StoreUnavailable(Exception):
@@ -102,7 +103,7 @@ class Store:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
-            max_connections=_CONNECTIONS,
+            max_connections=MOST_CONNECTIONS,
         )
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
         self._announce = self._load_script("announce")

@@ -8,6 +8,7 @@ is UNAVAILABLE and not NOT_FOUND.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Final
 
 import grpc.aio
@@ -227,7 +228,9 @@ def describe_worker(record: WorkerRecord, condition: Condition) -> model_pb2.Wor
         links=[_describe_link(link, record.min_handoff_gbps) for link in record.links],
         min_handoff_gbps=record.min_handoff_gbps,
         quarantines=[
-            model_pb2.WorkerQuarantine(writer=one.writer, pages=one.pages, age_s=one.age_s)
+            model_pb2.WorkerQuarantine(
+                writer=one.writer, pages=one.pages, age=timedelta(seconds=one.age_s)
+            )
             for one in record.quarantines
         ],
     )

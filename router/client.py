@@ -13,7 +13,7 @@ from effuse.v1 import generation_pb2 as pb
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
-StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse]
+StreamContext = grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
 
 
 def answer_of(

@@ -32,14 +32,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse],
+        request: pb.GenerateStreamRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
     ) -> None:
         """The answer as it grows.
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        accepted = accept(self._router, request, context, is_stream=True)
+        accepted = accept(self._router, request.request, context, is_stream=True)
         stream = AnswerStream(context)
         try:
             finished = await Handler(self._router, accepted, stream).serve()

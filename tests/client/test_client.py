@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -26,7 +27,7 @@ WHOLE = pb.GenerateResponse(
     token_ids=[1, 2, 3],
     finish_reason=pb.FINISH_REASON_LENGTH,
     usage=pb.Usage(prompt_tokens=2, completion_tokens=3),
-    stats=pb.GenerationStats(first_block_s=0.25),
+    stats=pb.GenerationStats(time_to_first_block=timedelta(seconds=0.25)),
     model="m",
 )
 EVENTS = [
@@ -67,9 +68,9 @@ class FakeRouter(
         return WHOLE
 
     def GenerateStream(
-        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+        self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateStreamResponse]:
-        self._note(request, context)
+        self._note(request.request, context)
         context.add_callback(self.cancelled.set)
         yield from self.events
         if self.hangs:

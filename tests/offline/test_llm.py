@@ -10,9 +10,9 @@ from decoding.published import published_runs, write_published
 
 import effuse
 from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.models.config_keys import CheckpointError
 from effuse.problems.problem import problem
 from effuse.protos.errors import InvalidRequest, NotFound
-from effuse.router.tokenizer import TokenizerError
 
 QUESTIONS = [problem(3, number).prompt for number in range(5)]
 PARAMS = [
@@ -127,8 +127,12 @@ def test_a_batch_that_is_given_up_leaves_nothing(llm: effuse.LLM) -> None:
 
 
 def test_a_checkpoint_that_is_none_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
-        effuse.LLM(tmp_path_factory.mktemp("empty"))
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        effuse.LLM(empty)
+    (empty / "config.json").write_text('{"model_type": "rnd1", "architectures": ["RND1LM"]}')
+    with pytest.raises(CheckpointError, match=r"'rnd1' \(RND1LM\) is not served"):
+        effuse.LLM(empty)
 
 
 @pytest.mark.parametrize("architecture", ["llada", "dream"])

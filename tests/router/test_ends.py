@@ -26,7 +26,8 @@ def seeds(fleet: FakeFleet) -> list[int]:
 def test_a_seed_that_is_not_set_is_drawn_anew_and_told() -> None:
     async def body(fleet: FakeFleet) -> None:
         told = [(await ask(fleet)).seed for _ in range(2)]
-        events = [event async for event in fleet.generation.GenerateStream(request(), timeout=30)]
+        asked = pb.GenerateStreamRequest(request=request())
+        events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
         told.append(events[-1].finished.seed)
         assert seeds(fleet) == told
         assert len(set(told)) == 3
@@ -89,8 +90,9 @@ def test_an_answer_tells_what_ended_it(
         asked = request(request_id="mine", stopping=stopping)
         answer = await fleet.generation.Generate(asked, timeout=30)
         await fleet.store.until(lambda held: held["mine"].state == "finished")
-        kept = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
-        fresh = request(stopping=stopping)
+        again = pb.GenerateStreamRequest(request=asked)
+        kept = [event async for event in fleet.generation.GenerateStream(again, timeout=30)]
+        fresh = pb.GenerateStreamRequest(request=request(stopping=stopping))
         new = [event async for event in fleet.generation.GenerateStream(fresh, timeout=30)]
         is_stop = end_token_id is not None or stop_string is not None
         reason = pb.FINISH_REASON_STOP if is_stop else pb.FINISH_REASON_LENGTH
