@@ -95,6 +95,7 @@ class Params:
     eps: float | None = None  # where time ends that begins at 1 (Dream)
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
+    logprobs: int | None = None  # of each token, with so many of the likeliest ones
     priority: Priority | None = None  # in a router's queue
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
@@ -156,7 +157,7 @@ def make_request(
             alg_temp=params.alg_temp,
             cache=_named("cache", params.cache, CACHES),
         ),
-        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
+        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts, logprobs=params.logprobs),
     )
 
 

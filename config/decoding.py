@@ -82,6 +82,7 @@ _INT32_MAX: Final = 2**31 - 1  # what a decode worker's slots on a device hold
 TEMPERATURE: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for greedy")
 TOP_P: Final = Bounds(0.0, 1.0, above_low=True)
 TOP_K: Final = Bounds(0, _INT32_MAX, note="; 0 keeps all")
+LOGPROBS: Final = Bounds(0, 20)
 MIN_P: Final = Bounds(0.0, 1.0)
 PENALTY: Final = Bounds(-2.0, 2.0)
 REPETITION: Final = Bounds(0.1, 10.0)

@@ -56,7 +56,17 @@ class Part:
     num_behind: int = 0  # tokens behind the rows that are cached right after those before them
     unstored: range = range(0)  # rows that are passed over in storing
     guidance: float = 0.0  # above 0 its logits are led away from those of the part that follows
+    num_logprobs: int | None = None  # likeliest ids to return with log-probabilities; None: none
     edits: PartEdits | None = None  # what is changed of its logits, guidance included
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """For each candidate: of its token, and the likeliest ids with theirs."""
+
+    chosen: list[float]
+    top_token_ids: list[list[int]]
+    top: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +77,4 @@ class PartResult:
     confidences: list[float]
     scores: list[float]
     boundary: Tensor | None
+    logprobs: HostLogprobs | None = None  # where they were asked for

@@ -18,6 +18,7 @@ from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
 from effuse.kernels.sampling_edits import LogitEdits, edit_logits
 from effuse.kernels.sampling_llada import sample_llada
+from effuse.kernels.sampling_logprobs import token_logprobs
 from effuse.models.config import ModelConfig
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import (
@@ -26,7 +27,7 @@ from effuse.models.packing import (
     pack_edits,
     pack_parts,
 )
-from effuse.models.part import Part, PartResult
+from effuse.models.part import HostLogprobs, Part, PartResult
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
 
@@ -42,6 +43,7 @@ class _Drawn:
     tokens: list[int]
     confidences: list[float]
     scores: list[float]
+    logprobs: list[HostLogprobs | None]  # by part
 
 
 class ModelRunner:
@@ -123,7 +125,7 @@ class ModelRunner:
 
     def _draw(self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor) -> _Drawn:
         if packed.num_candidates == 0:
-            return _Drawn([], [], [])
+            return _Drawn([], [], [], [None] * len(parts))
         rows = hidden[: packed.num_candidates]
         if packed.boundary_candidates:
             (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
@@ -141,7 +143,8 @@ class ModelRunner:
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
-        return _Drawn([int(token) for token in tokens], confidences, scores)
+        logprobs = _logprobs(parts, logits, candidates.token, config)
+        return _Drawn([int(token) for token in tokens], confidences, scores, logprobs)
 
     def _sampling(self, packed: PackedParts) -> RowSampling:
         whole, real = packed.sampling_integers, packed.sampling_floats
@@ -187,17 +190,42 @@ def _results(
 ) -> list[PartResult]:
     results = []
     candidate, kept = 0, packed.num_candidates
-    for part in parts:
+    for part, logprobs in zip(parts, drawn.logprobs, strict=True):
         span = slice(candidate, candidate + len(part.candidates))
         boundary = None
         if packed.keeps_boundary(part):
             boundary = hidden[kept].clone()
             kept += 1
         results.append(
-            PartResult(drawn.tokens[span], drawn.confidences[span], drawn.scores[span], boundary)
+            PartResult(
+                drawn.tokens[span],
+                drawn.confidences[span],
+                drawn.scores[span],
+                boundary,
+                logprobs,
+            )
         )
         candidate = span.stop
     return results
+
+
+def _logprobs(
+    parts: Sequence[Part], logits: Tensor, tokens: Tensor, config: ModelConfig
+) -> list[HostLogprobs | None]:
+    """By the model's own ``logits`` [R, V], of the tokens [R] that were drawn."""
+    found: list[HostLogprobs | None] = []
+    first = 0
+    for part in parts:
+        rows = slice(first, first + len(part.candidates))
+        first = rows.stop
+        if part.num_logprobs is None or not part.candidates:
+            found.append(None)
+            continue
+        told = token_logprobs(logits[rows], tokens[rows], config.mask_token_id, part.num_logprobs)
+        found.append(
+            HostLogprobs(told.chosen.tolist(), told.top_tokens.tolist(), told.top.tolist())
+        )
+    return found
 
 
 def _sample_all(logits: Tensor, sampling: RowSampling, config: ModelConfig) -> Candidates:

@@ -117,6 +117,7 @@ class Attempt:
             sampling=_sampling(request.asked.sampling),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
             drafts=request.asked.wants_drafts,
+            num_logprobs=request.asked.num_logprobs,
             resume=request.resumption(),
         )
         if placement.prefill is None:

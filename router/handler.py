@@ -30,7 +30,7 @@ from effuse.protos.errors import (
 )
 from effuse.router.admission import AHEAD_S
 from effuse.router.attempt import Attempt, Unfinished
-from effuse.router.client import ClientGone, Recipient, finished_of
+from effuse.router.client import ClientGone, Recipient, events_of, finished_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
@@ -149,12 +149,8 @@ class Handler:
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.Finished:
         """Tells the client an answer that is kept from before."""
         router, request = self._router, self._request
-        commit = pb.BlockCommit(
-            num_tokens=kept.usage.completion_tokens, text=kept.text, token_ids=kept.token_ids,
-            forward_passes=kept.stats.forward_passes,
-        )  # fmt: skip
-        if commit.num_tokens or commit.text:
-            await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
+        for event in events_of(kept):
+            await self._shared.send(event)
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
         request.status, request.was_kept = "OK", True
         router.note_end(request, "OK", kept.stats)
@@ -167,6 +163,9 @@ class Handler:
         token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked)
+        if asked.wants_echo:
+            text = await self._router.tokenizer.text_of(token_ids)
+            await self._shared.send(request.echo(text))
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from effuse.protos.errors import Cancelled, EffuseError
-from effuse.router.client import AnswerStream, ClientGone, WholeAnswer, answer_of
+from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, accept
 from effuse.router.router import Router
@@ -28,7 +28,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer = WholeAnswer()
         accepted = accept(self._router, request, context, is_stream=False)
         finished = await Handler(self._router, accepted, answer).serve()
-        return answer_of(accepted.id, finished, answer.text, answer.token_ids)
+        return answer.response(accepted.id, finished)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,

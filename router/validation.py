@@ -24,6 +24,7 @@ from effuse.config.decoding import (
     DENOISING_STEPS,
     ENTROPY,
     EPS,
+    LOGPROBS,
     MAX_TOKENS,
     MIN_P,
     MIN_TOKENS,
@@ -122,6 +123,8 @@ class Asked:
     priority: Priority
     wants_token_ids: bool
     wants_drafts: bool
+    num_logprobs: int | None  # likeliest ids beside each token's; None sends none
+    wants_echo: bool
 
     def seeded(self, fresh: int) -> Asked:
         """The same with the seed `fresh`, a uint64, where the client set none."""
@@ -154,6 +157,7 @@ def validate(
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
     _check_canvas(request.sampling, algorithm, model, decode_prefills, findings)
+    findings.number("output.logprobs", request.output.logprobs, LOGPROBS)
     findings.choice("priority", request.priority, PRIORITY_NAMES)
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
@@ -177,6 +181,8 @@ def validate(
         priority=_PRIORITIES.get(request.priority, "normal"),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
+        num_logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
+        wants_echo=request.output.echo,
     )
 
 

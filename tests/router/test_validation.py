@@ -150,6 +150,7 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "85 algorithm unknown": (decoding(algorithm=7), "decoding.algorithm", "ALGORITHM_D2F"),
     "85 algorithm negative": (decoding(algorithm=-1), "decoding.algorithm", "unknown value -1"),
     "85 score unknown": (decoding(score=4), "decoding.score", "SCORE_MARGIN"),
+    "logprobs": (lambda r: setattr(r.output, "logprobs", 21), "output.logprobs", "0 to 20, got 21"),
     "priority unknown": (lambda r: setattr(r, "priority", 4), "priority", "unknown value 4"),
     "87 steps with d2f": (
         decoding(denoising_steps=2), "decoding.denoising_steps", "unset with d2f"

@@ -255,12 +255,34 @@ class DecodingParams(_message.Message):
     def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ..., entropy_bound: _Optional[float] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("token_ids", "drafts")
+    __slots__ = ("token_ids", "drafts", "logprobs", "echo")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     token_ids: bool
     drafts: bool
-    def __init__(self, token_ids: _Optional[bool] = ..., drafts: _Optional[bool] = ...) -> None: ...
+    logprobs: int
+    echo: bool
+    def __init__(self, token_ids: _Optional[bool] = ..., drafts: _Optional[bool] = ..., logprobs: _Optional[int] = ..., echo: _Optional[bool] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top_token_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class PromptEcho(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens")
@@ -301,7 +323,7 @@ class GenerationStats(_message.Message):
     def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., handoff_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_block: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_passes: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., kv_pages: _Optional[int] = ..., connector: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string")
+    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string", "logprobs", "echo")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +334,8 @@ class GenerateResponse(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -322,33 +346,39 @@ class GenerateResponse(_message.Message):
     seed: int
     end_token_id: int
     stop_string: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    echo: PromptEcho
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("request_id", "commit", "draft", "finished")
+    __slots__ = ("request_id", "commit", "draft", "finished", "echo")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     commit: BlockCommit
     draft: BlockDraft
     finished: Finished
-    def __init__(self, request_id: _Optional[str] = ..., commit: _Optional[_Union[BlockCommit, _Mapping]] = ..., draft: _Optional[_Union[BlockDraft, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    echo: PromptEcho
+    def __init__(self, request_id: _Optional[str] = ..., commit: _Optional[_Union[BlockCommit, _Mapping]] = ..., draft: _Optional[_Union[BlockDraft, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ...) -> None: ...
 
 class BlockCommit(_message.Message):
-    __slots__ = ("token_offset", "num_tokens", "text", "token_ids", "forward_passes")
+    __slots__ = ("token_offset", "num_tokens", "text", "token_ids", "forward_passes", "logprobs")
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_PASSES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_offset: int
     num_tokens: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     forward_passes: int
-    def __init__(self, token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., forward_passes: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., forward_passes: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class BlockDraft(_message.Message):
     __slots__ = ("token_offset", "text", "num_masks")

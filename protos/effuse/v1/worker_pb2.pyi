@@ -1,3 +1,4 @@
+from effuse.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -127,7 +128,7 @@ class FingerprintField(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens")
+    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +141,7 @@ class DecodeRequest(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -152,7 +154,8 @@ class DecodeRequest(_message.Message):
     drafts: bool
     resume: Resume
     min_tokens: int
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    num_logprobs: int
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
 class LocalPrefill(_message.Message):
     __slots__ = ()
@@ -236,16 +239,18 @@ class Resume(_message.Message):
     def __init__(self, committed_token_ids: _Optional[_Iterable[int]] = ..., frontier: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ...) -> None: ...
 
 class BlockState(_message.Message):
-    __slots__ = ("token_ids", "masks", "full", "denoise_count")
+    __slots__ = ("token_ids", "masks", "full", "denoise_count", "logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MASKS_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     DENOISE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     masks: bytes
     full: bool
     denoise_count: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., masks: _Optional[bytes] = ..., full: _Optional[bool] = ..., denoise_count: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., masks: _Optional[bytes] = ..., full: _Optional[bool] = ..., denoise_count: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("reservation", "verified", "commit", "draft", "finished", "then")
@@ -274,18 +279,20 @@ class PrefillVerified(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., pages: _Optional[int] = ..., handoff_s: _Optional[float] = ...) -> None: ...
 
 class DecodeCommit(_message.Message):
-    __slots__ = ("token_offset", "token_ids", "forward_passes", "frontier", "end_token_id")
+    __slots__ = ("token_offset", "token_ids", "forward_passes", "frontier", "end_token_id", "logprobs")
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_PASSES_FIELD_NUMBER: _ClassVar[int]
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     forward_passes: int
     frontier: _containers.RepeatedCompositeFieldContainer[BlockState]
     end_token_id: int
-    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., forward_passes: _Optional[int] = ..., frontier: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ..., end_token_id: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
+    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., forward_passes: _Optional[int] = ..., frontier: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ..., end_token_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class DecodeDraft(_message.Message):
     __slots__ = ("token_offset", "block")
