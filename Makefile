@@ -17,7 +17,7 @@ TOOLS := .tools
 
 GRPC_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==3.6.0
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
-PROTO_FILES := $(wildcard protos/effuse/v1/*.proto)
+PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
 
 # What `make eval` measures.
@@ -146,8 +146,8 @@ protos-lint:
 protos-same: $(TOOLS)/protoc/.installed
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT
 	$(call generate,"$$fresh")
-	for stub in "$$fresh"/effuse/v1/*; do
-	  git diff --no-index --exit-code "protos/effuse/v1/$${stub##*/}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
+	for stub in "$$fresh"/effuse/*/*; do
+	  git diff --no-index --exit-code "protos$${stub#"$$fresh"}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
 	done
 	echo "stubs are what protoc generates"
 
