@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from effuse.cli.arguments import command, directory, redis_url, whole
+from effuse.cli.commands import LOOPBACK
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.process import LogFollower, Process
@@ -26,8 +27,7 @@ from effuse.cli.status import taken_defaults
 from effuse.client.client import Client
 from effuse.config.flags import add_flags
 from effuse.decode_worker.config import DecodeConfig
-from effuse.models.config import ModelConfig
-from effuse.models.defaults import read_defaults
+from effuse.models.defaults import refuse_unserved
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos.errors import EffuseError
 from effuse.router.config import RouterConfig
@@ -41,7 +41,7 @@ _OVER = object()
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
 # Both have it, but workers on one machine cannot share a port.
-_ROUTERS_ALONE = {"metrics_port"}
+_ROUTERS_ALONE = {"metrics_port", "metrics_host"}
 
 Config = WorkerConfig | RouterConfig
 
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
 def refuse_early(config: FleetConfig) -> None:
     """Raises ValueError for a checkpoint that cannot be served, before any process is started."""
     if config.model is not None:
-        read_defaults(config.model, ModelConfig.from_dir(config.model))
+        refuse_unserved(config.model)
 
 
 def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
@@ -138,7 +138,7 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
     _add_own(parser)
     found, rest = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     groups = _groups(set(vars(found)))
-    found = _check_flags(parser, argv, rest, groups.all())
+    found = _check_flags(parser, argv, rest, groups)
     try:
         return _config(found, rest, groups), found.quiet
     except ValueError as error:
@@ -209,7 +209,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="how KV pages move (default: zmq)")  # fmt: skip
     add("--model", type=directory, metavar="DIR", help="checkpoint; the bundled model if absent")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--host", default=LOOPBACK,
+        help="the routers' address; all else stays on loopback (default: 127.0.0.1)")  # fmt: skip
     add("--port", type=whole(0, 65535), default=50051,
         help="the routers' port; 0 is any free one (default: 50051)")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
@@ -261,19 +262,22 @@ def _check_flags(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
     rest: Sequence[str],
-    groups: Sequence[FlagGroup],
+    groups: FlagGroups,
 ) -> argparse.Namespace:
     """Adds these flags to `parser`, so that help and errors show every flag that is taken. Returns
     the values of all; exits with status 2 on a bad one."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
             parser.error(f"{flag}: not a flag of `effuse up`, which sets it for each process")
-    for group in groups:
+    for group in groups.all():
         add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
     found = parser.parse_args(argv)
     try:
-        for group in groups:
-            group.config(**{name: getattr(found, name) for name in group.names})
+        for group in groups.all():
+            names = group.names | groups.every.names  # may be judged together
+            if group is groups.router:
+                names = names | {"host"}  # which is the routers' alone
+            group.config(**{name: getattr(found, name) for name in names})
     except ValueError as error:
         parser.error(str(error))
     return found

@@ -74,6 +74,8 @@ class Answer:
     stats: Stats
     request_id: str
     model: str
+    seed: int  # of the randomness: the request's, or what the server drew
+    stopped_by: str | int | None  # the stop string or the id that ended it; None at its length
     first_block_s: float  # until the first final text arrived; of a unary call the server's figure
     total_s: float  # until all had arrived
 
@@ -91,8 +93,20 @@ class Answer:
             request_id=response.request_id,
             model=response.model,
             first_block_s=stats.first_block_s,
+            seed=response.seed,
+            stopped_by=_stopped_by(response),
             total_s=total_s,
         )
+
+
+def _stopped_by(said: pb.GenerateResponse | pb.Finished) -> str | int | None:
+    match said.WhichOneof("matched_stop"):
+        case "stop_string":
+            return said.stop_string
+        case "end_token_id":
+            return said.end_token_id
+        case _:
+            return None
 
 
 class StreamBroken(Exception):
@@ -140,6 +154,8 @@ class Gathering:
             stats=Stats.of(finished.stats),
             request_id=self._finished.request_id,
             model=finished.model,
+            seed=finished.seed,
+            stopped_by=_stopped_by(finished),
             first_block_s=total_s if self._first_block_s is None else self._first_block_s,
             total_s=total_s,
         )

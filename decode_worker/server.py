@@ -233,6 +233,7 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
                     token_ids=event.token_ids,
                     forward_passes=event.forward_passes,
                     frontier=[wire.block_to_proto(block) for block in event.frontier],
+                    end_token_id=event.end_token_id,
                 )
             )
         case Draft():

@@ -170,7 +170,6 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=sampling.seed,
         ),
         decoding=generation_pb2.DecodingParams(**knobs),
         max_tokens=defaults.max_tokens,

@@ -28,7 +28,7 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.router.attempt import Attempt, Unfinished
-from effuse.router.client import ClientGone, Recipient
+from effuse.router.client import ClientGone, Recipient, finished_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
@@ -82,7 +82,7 @@ def accept(
         router.admission.check()
         asked_digest = _digest_of(message) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
-        asked = router.resolve(message, is_stream=is_stream)
+        asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
     except EffuseError as error:
         router.metrics.refused.labels(error.code.name).inc()
         raise
@@ -154,9 +154,7 @@ class Handler:
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
         request.status = "OK"
         router.metrics.count_repeated()
-        return pb.Finished(
-            finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
-        )
+        return finished_of(kept)
 
     async def _encode_prompt(self) -> None:
         request = self._request
@@ -320,13 +318,12 @@ class Handler:
 
     def _finish(self, reason: pb.FinishReason) -> pb.Finished:
         request = self._request
-        usage, stats = request.usage(), request.stats(self._router.now())
+        finished = request.finished(reason, self._router.now())
         request.status = "OK"
         # Counted once the answer is on its way.
-        asyncio.get_running_loop().call_soon(self._router.metrics.count_answer, usage, stats)
-        return pb.Finished(
-            finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
-        )
+        count = self._router.metrics.count_answer
+        asyncio.get_running_loop().call_soon(count, finished.usage, finished.stats)
+        return finished
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
         """UNAVAILABLE, with how far the request got and what it met with."""

@@ -136,13 +136,13 @@ def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
     if config.metrics_port is None:
         return True
     try:
-        served = router.metrics.served(config.host, config.metrics_port)
+        served = router.metrics.served(config.reached_metrics_host, config.metrics_port)
         router.metrics_port = stack.enter_context(served)
     except OSError:
         if not config.share_port:
             raise
         return False
-    LOG.info("metrics are on %s:%d", config.host, router.metrics_port)
+    LOG.info("metrics are on %s:%d", config.reached_metrics_host, router.metrics_port)
     return True
 
 

@@ -149,6 +149,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     fingerprint: Fingerprint | None = None  # of the workers that wrote it
     frontier: list[worker_pb2.BlockState] = field(default_factory=list)
+    end_token_id: int | None = None  # the stop id that ended it
 
     # What it cost so far.
     queue_s: float = 0.0
@@ -225,6 +226,8 @@ class Request:
         new = self.accept_tokens(commit.token_offset, commit.token_ids, commit.frontier)
         if new:
             self.setbacks.add_progress()
+        if commit.HasField("end_token_id"):
+            self.end_token_id = commit.end_token_id
         self.forwards = commit.forward_passes
         self.first_block = self.first_block or now
         offset = self.text.num_tokens
@@ -269,16 +272,10 @@ class Request:
     @property
     def is_complete(self) -> bool:
         """Whether no token can follow those that are final: there are as many as were asked for, or
-        they end within a block, which by these algorithms a stop id does alone."""
-        if self.state is not State.DECODING or not self.token_ids:
+        a stop id stands behind them."""
+        if self.state is not State.DECODING:
             return False
-        if len(self.token_ids) >= self.max_tokens:
-            return True
-        if self.asked.settings.algorithm not in ("d2f", "block_diffusion"):
-            return False
-        model, prompt_len = self.asked.model, len(self.prompt_token_ids)
-        before = prompt_len if model.prompt_attention == "causal_blocks" else 0
-        return bool((before + len(self.token_ids)) % model.block_size)
+        return self.end_token_id is not None or len(self.token_ids) >= self.max_tokens
 
     def resumption(self) -> worker_pb2.Resume | None:
         """What another attempt needs to go on from here; None where it begins anew."""
@@ -301,6 +298,21 @@ class Request:
         return pb.GenerateStreamResponse(request_id=self.id, commit=commit)
 
     # What is told of it.
+
+    def finished(self, reason: pb.FinishReason, now: float) -> pb.Finished:
+        """What its client is told at a good end."""
+        told = pb.Finished(
+            finish_reason=reason,
+            usage=self.usage(),
+            stats=self.stats(now),
+            model=self.asked.model.name,
+            seed=self.asked.sampling.seed,
+        )
+        if self.text.matched_stop is not None:
+            told.stop_string = self.text.matched_stop
+        elif self.end_token_id is not None:
+            told.end_token_id = self.end_token_id
+        return told
 
     def usage(self) -> pb.Usage:
         """Token counts so far."""

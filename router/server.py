@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from effuse.router.client import AnswerStream, WholeAnswer
+from effuse.router.client import AnswerStream, WholeAnswer, answer_of
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, accept
 from effuse.router.router import Router
@@ -27,15 +27,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer = WholeAnswer()
         accepted = accept(self._router, request, context, is_stream=False)
         finished = await Handler(self._router, accepted, answer).serve()
-        return pb.GenerateResponse(
-            request_id=accepted.id,
-            text=answer.text,
-            token_ids=answer.token_ids,
-            finish_reason=finished.finish_reason,
-            usage=finished.usage,
-            stats=finished.stats,
-            model=finished.model,
-        )
+        return answer_of(accepted.id, finished, answer.text, answer.token_ids)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,

@@ -83,6 +83,11 @@ def complete_of(finished: pb.Finished, token_ids: Collection[int]) -> engine.Gen
         prompt_tokens=finished.usage.prompt_tokens,
         completion_tokens=finished.usage.completion_tokens,
     )
+    match finished.WhichOneof("matched_stop"):
+        case "end_token_id":
+            complete.matched_token_id = finished.end_token_id
+        case "stop_string":
+            complete.matched_stop_str = finished.stop_string
     return engine.GenerateResponse(complete=complete)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from effuse.models.config_keys import CheckpointError
+from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
 from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
@@ -51,13 +53,16 @@ class Role:
 def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
-    0 after a drain; 1 if no engine starts, the port is taken, or another process has its worker id.
+    0 after a drain; 1 if the checkpoint is not served, no engine starts, the port is taken, or
+    another process has its worker id.
     """
     logs.set_up(role.name, config.log_level)
     status = 0
     try:
+        if config.model is not None:
+            refuse_unserved(config.model, config.block_size)
         asyncio.run(_run(config, role))
-    except* (GaveUp, Superseded, OSError) as failed:
+    except* (CheckpointError, GaveUp, Superseded, OSError) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
         status = 1
     return status
@@ -122,10 +127,11 @@ class Front:
         self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
         if config.metrics_port is not None:
-            scraped = await metrics.serve(config.host, config.metrics_port, self.shell.metrics_text)
+            host = config.reached_metrics_host
+            scraped = await metrics.serve(host, config.metrics_port, self.shell.metrics_text)
             stack.callback(scraped.close)
             port = scraped.sockets[0].getsockname()[1]
-            LOG.info("metrics are on %s:%d", config.host, port)
+            LOG.info("metrics are on %s:%d", host, port)
 
     async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
         if not self._config.redis_url:

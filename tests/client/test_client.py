@@ -38,7 +38,11 @@ EVENTS = [
     pb.GenerateStreamResponse(
         request_id="r",
         finished=pb.Finished(
-            finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(completion_tokens=3), model="m"
+            finish_reason=pb.FINISH_REASON_STOP,
+            usage=pb.Usage(completion_tokens=3),
+            model="m",
+            seed=9,
+            stop_string="d",
         ),
     ),
 ]
@@ -139,6 +143,7 @@ def test_pieces_then_the_answer(router: FakeRouter, target: str) -> None:
         answer = stream.answer
         assert client.stream("again").answer.text == "abc"  # without a loop of one's own
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("abc", (1, 2, 3), "stop")
+    assert (answer.seed, answer.stopped_by) == (9, "d")
     assert 0 < answer.first_block_s <= answer.total_s
     assert list(router.asked[0].prompt_token_ids.ids) == [7, 8]
 

@@ -70,7 +70,8 @@ class FakeStore(Store):
         if kept is not None and kept[0] == digest:
             return Claim(response=kept[1])
         self.placements[record.request_id] = record
-        return Claim()
+        runs = held is not None and held.state == "running" and held.router_id != record.router_id
+        return Claim(earlier=encode(held) if held is not None and runs else None)
 
     async def keep_answer(
         self, request_id: str, digest: str, response: bytes, keep_s: float

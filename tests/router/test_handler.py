@@ -154,7 +154,6 @@ def test_a_drafts_prompt_tail_is_not_shown() -> None:
 
 def test_length_is_told_apart_from_stop() -> None:
     async def body(fleet: FakeFleet) -> None:
-        fleet.decode[0].stopped = False
         answer = await ask(fleet, stopping=pb.StoppingParams(max_tokens=6))
         assert (answer.text, answer.finish_reason) == (TEXT[:6], pb.FINISH_REASON_LENGTH)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from router.fake_model import EOS, model_info
@@ -99,13 +100,24 @@ def test_every_violation_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"), [(pb.FINISH_REASON_STOP, "stop"), (pb.FINISH_REASON_LENGTH, "length")]
+    ("finished", "told"),
+    [
+        (pb.Finished(finish_reason=pb.FINISH_REASON_LENGTH), {"finish_reason": "length"}),
+        (
+            pb.Finished(finish_reason=pb.FINISH_REASON_STOP, end_token_id=EOS),
+            {"finish_reason": "stop", "matched_token_id": EOS},
+        ),
+        (
+            pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_string="="),
+            {"finish_reason": "stop", "matched_stop_str": "="},
+        ),
+    ],
+    ids=["length", "id", "string"],
 )
-def test_the_end_of_an_answer(reason: pb.FinishReason, told: str) -> None:
-    usage = pb.Usage(prompt_tokens=3, completion_tokens=2)
-    last = complete_of(pb.Finished(finish_reason=reason, usage=usage), [8, 9])
-    assert last.complete == engine.GenerateComplete(
-        output_ids=[8, 9], finish_reason=told, prompt_tokens=3, completion_tokens=2
+def test_the_end_of_an_answer(finished: pb.Finished, told: dict[str, Any]) -> None:
+    finished.usage.CopyFrom(pb.Usage(prompt_tokens=3, completion_tokens=2))
+    assert complete_of(finished, [8, 9]).complete == engine.GenerateComplete(
+        output_ids=[8, 9], prompt_tokens=3, completion_tokens=2, **told
     )
 
 
