@@ -13,12 +13,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from effuse.compat import vllm_engine_pb2, vllm_engine_pb2_grpc
+import grpc.aio
+
+from effuse.compat import (
+    kserve_pb2,
+    kserve_pb2_grpc,
+    vllm_engine_pb2,
+    vllm_engine_pb2_grpc,
+)
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.kserve import InferenceServicer
 from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import live_workers
 from effuse.router.router import Router
@@ -31,6 +39,8 @@ LOG: Final = logging.getLogger(__name__)
 GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 VLLM_ENGINE: Final[str] = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+KSERVE: Final[str] = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVICES: Final = (GENERATION, MODELS, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
@@ -109,16 +119,8 @@ async def _start(router: Router) -> RpcServer:
     config = router.config
     limits = replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes)
     server = RpcServer(limits, shares_port=config.share_port)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-        GenerationServicer(router), server.server
-    )
-    models = ModelServicer(
-        router.fleet, router.catalogue, has_chat_template=router.tokenizer.has_chat_template
-    )
-    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server.server)
-    services = (GENERATION, MODELS, VLLM_ENGINE)
-    router.port = await server.start(f"{config.host}:{config.port}", services)
+    _add_services(router, server.server)
+    router.port = await server.start(f"{config.host}:{config.port}", SERVICES)
     for role in ROLES:
         server.set_serving(role, False)
     address = f"{config.host}:{router.port}"
@@ -127,6 +129,16 @@ async def _start(router: Router) -> RpcServer:
     LOG.info("listening on %s", address)
     router.ready.set()
     return server
+
+
+def _add_services(router: Router, server: grpc.aio.Server) -> None:
+    models = ModelServicer(
+        router.fleet, router.catalogue, has_chat_template=router.tokenizer.has_chat_template
+    )
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
 
 
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
@@ -196,6 +208,7 @@ def _tell_health(router: Router, server: RpcServer) -> None:
         (GENERATION, can_serve),
         (MODELS, bool(router.catalogue.live())),
         (VLLM_ENGINE, can_serve),
+        (KSERVE, can_serve),
         ("router", can_serve),
         ("prefill", bool(prefill)),
         ("decode", bool(decode)),

@@ -81,11 +81,11 @@ class Router:
         ready = [c for c in candidates if c.condition is Condition.READY]
         self.admission.fit_seats([c.num_seats for c in ready if c.record.role == "decode"])
 
-    def can_serve(self) -> bool:
-        """Whether a decode worker is live that some request could be placed on, with a prefill
-        worker where those are required."""
+    def can_serve(self, model: str | None = None) -> bool:
+        """Whether a decode worker is live that some request could be placed on, or one for `model`,
+        with a prefill worker where those are required."""
         need, prospect = self.fleet.need, self.fleet.prospect
-        models = self.catalogue.live()
+        models = [name for name in self.catalogue.live() if model in (None, name)]
         return any(prospect(need(name)) in (Prospect.NOW, Prospect.SEAT) for name in models)
 
     async def tell_others(self) -> None:
