@@ -20,6 +20,9 @@ PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
 
+# Of tests/clients, as .ci/tool names them.
+CLIENTS := buf grpcurl grpc-js go-client ghz smg triton
+
 # What `make eval` measures.
 SEED ?= 1
 COUNT ?= 2000
@@ -49,7 +52,7 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 	$(BIN)/effuse demo
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test; only those marked gpu may be skipped
+test: $(VENV)/.dev ## Run every test; skipped is only what needs a GPU, or a client that is not installed
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .PHONY: gpu
@@ -94,6 +97,14 @@ train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); g
 load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `effuse up` starts
 	ghz="$$(.ci/tool ghz)"
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
+
+.PHONY: clients
+clients: ## Install other people's clients into .tools; make test uses those that are there
+	for client in $(CLIENTS); do .ci/tool "$$client"; done
+
+.PHONY: test-clients
+test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
+	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: chaos
 chaos: $(VENV)/.dev ## Tamper with handoffs; kill, stop and empty a loaded fleet's processes, judge every answer (SEED=1 TAMPERED=10000 REQUESTS=20000 KILLS=1000 CONNECTOR=nixl)
