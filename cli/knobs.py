@@ -75,7 +75,7 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     """Flags of algorithms that denoise prompt and answer as one canvas."""
     add = parser.add_argument
     add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
-        help="tokens that are denoised together (LLaDA, Fast-dLLM)")  # fmt: skip
+        help="tokens that are denoised together (LLaDA, Fast-dLLM, its v2)")  # fmt: skip
     add("--steps", type=within(STEPS), metavar="N",
         help="forward passes of the whole answer; 0 takes one a token (LLaDA, Dream)")  # fmt: skip
     add("--cfg-scale", type=within(CFG_SCALE), metavar="S", help="guidance; 0 is none (LLaDA)")

@@ -20,6 +20,7 @@ ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "llada": pb.ALGORITHM_LLADA,
     "dream": pb.ALGORITHM_DREAM,
     "fast_dllm": pb.ALGORITHM_FAST_DLLM,
+    "fast_dllm_v2": pb.ALGORITHM_FAST_DLLM_V2,
 }
 REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
@@ -70,7 +71,7 @@ class Params:
     remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
     entropy_bound: float | None = None  # in nats (block diffusion, entropy_bounded)
-    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM)
+    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM, its v2)
     steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
     cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
     logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)

@@ -13,7 +13,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm"]
+Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm", "fast_dllm_v2"]
 """How blocks are denoised."""
 Remasking = Literal[
     "low_confidence_dynamic",
@@ -94,6 +94,7 @@ CFG_SCALE: Final = Bounds(0.0, 100.0)
 EPS: Final = Bounds(0.0, 1.0)
 ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot")
 
+PART_LENGTH: Final = 8  # tokens of a block that Fast-dLLM v2 fills before the next ones
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
 
 
@@ -124,8 +125,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR, LLaDA
-    (arXiv 2502.09992), Dream (arXiv 2508.15487) and Fast-dLLM (arXiv 2505.22618), by the names of
-    worker.proto's DecodeSettings.
+    (arXiv 2502.09992), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618) and its v2
+    (arXiv 2509.26328), by the names of worker.proto's DecodeSettings.
 
     Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
     comparisons with a threshold give the same everywhere.
@@ -140,7 +141,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
     entropy_bound: float = 0.35  # nats of masks that are written together (entropy_bounded)
-    block_length: int = 32  # tokens of a canvas that are denoised together
+    block_length: int = 32  # tokens of a canvas, or of a block, that are denoised together
     steps: int = 0  # forwards that a canvas is spread over, by blocks; 0 takes one a token
     cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
     logits_eos_inf: bool = False  # an end-of-sequence id is never written
@@ -197,6 +198,8 @@ class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 def plain_settings(algorithm: Algorithm, block_size: int) -> DecodeSettings:
     """The knobs of `algorithm` for a model of whose family nothing is known."""
     settings = DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
+    if algorithm == "fast_dllm_v2":
+        return msgspec.structs.replace(settings, block_length=min(PART_LENGTH, block_size))
     if not settings.is_canvas:
         return settings
     return msgspec.structs.replace(settings, block_length=block_size, remasking="low_confidence")

@@ -7,7 +7,7 @@ in `denoise.py`.
 import numpy as np
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, Sequence
+from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, IntArray, Sequence
 
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
@@ -19,6 +19,11 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
     """Every block must advance."""
     for block in sequence.blocks:
         block.full = True
+
+
+def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
+    """All masks of the block."""
+    return sequence.masks(block)
 
 
 def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:

@@ -2,8 +2,9 @@
 
 `open_step` appends and activates and says which rows the forward takes; `apply_step` writes what
 the algorithm chooses, settles blocks in order and says which tokens became final. No torch, no I/O.
-The rules are those of arXiv 2508.09192 (D2F) and of SDAR (block diffusion). Algorithms that denoise
-prompt and answer as one canvas have steps of their own (`canvas.py`).
+The rules are those of arXiv 2508.09192 (D2F), of SDAR (block diffusion) and of arXiv 2509.26328
+(Fast-dLLM v2). Algorithms that denoise prompt and answer as one canvas have steps of their own
+(`canvas.py`).
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker import block_diffusion, d2f
+from effuse.decode_worker import block_diffusion, d2f, fast_dllm_v2
 from effuse.decode_worker.sequence import (
     Block,
     BlockPhase,
@@ -30,6 +31,7 @@ class Rules(Protocol):
 
     def wants_block(self, sequence: Sequence, settings: DecodeSettings) -> bool: ...
     def activate(self, sequence: Sequence, settings: DecodeSettings) -> None: ...
+    def proposals(self, sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray: ...
     def choose(
         self, block: Block, settings: DecodeSettings, candidates: HostCandidates
     ) -> IndexArray: ...
@@ -49,10 +51,11 @@ class StepPlan:
     start: int
     end: int
     num_stored: int
-    candidates: IntArray  # absolute positions of all masks, ascending
+    candidates: IntArray  # absolute positions that want a token, ascending
     denoise_counts: npt.NDArray[np.int64]  # parallel to candidates
     num_behind: int = 0  # cached tokens behind the rows
     unstored: range = range(0)  # positions that are left out of the stored ones
+    is_greedy: bool = False  # its candidates are the likeliest tokens, whatever the temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ def rules_of(settings: DecodeSettings) -> Rules:
             return d2f
         case "block_diffusion":
             return block_diffusion
+        case "fast_dllm_v2":
+            return fast_dllm_v2
         case "llada" | "dream" | "fast_dllm":
             raise ValueError(f"{settings.algorithm} denoises a canvas: `canvas.py`")
 
@@ -84,23 +89,24 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
 
     A step that could not run (no budget, no pages) may be opened again: nothing is appended twice.
     """
+    rules = rules_of(settings)
     if not sequence.step_open:
-        rules = rules_of(settings)
         if may_append(sequence) and rules.wants_block(sequence, settings):
             sequence.append_block()
         rules.activate(sequence, settings)
         sequence.step_open = True
     active = [block for block in sequence.blocks if block.state is BlockPhase.ACTIVE]
     assert active, "a sequence that is not finished has a block to denoise"
-    start, end = sequence.in_flight_start, sequence.in_flight_end
+    proposals = [rules.proposals(sequence, block, settings) for block in active]
     return StepPlan(
-        start=start,
-        end=end,
+        start=sequence.in_flight_start,
+        end=sequence.in_flight_end,
         num_stored=sequence.num_settled_tokens,
-        candidates=np.flatnonzero(sequence.masked[start:end]) + start,
+        candidates=np.concatenate(proposals),
         denoise_counts=np.repeat(
-            [block.denoise_count for block in active], [block.masks_left for block in active]
+            [block.denoise_count for block in active], [len(wanted) for wanted in proposals]
         ),
+        is_greedy=rules is fast_dllm_v2 and fast_dllm_v2.is_greedy(sequence, active[0]),
     )
 
 
@@ -142,11 +148,10 @@ def _write(
     rules = rules_of(settings)
     written: list[Block] = []
     num_semi_writes = 0
-    first = 0
     for block in sequence.blocks:
         if not block.masks_left:
             continue
-        end = first + block.masks_left
+        first, end = np.searchsorted(plan.candidates, (block.start, block.end)).tolist()
         own = candidates.part(first, end)
         chosen = rules.choose(block, settings, own)
         block.denoise_count += 1
@@ -154,7 +159,6 @@ def _write(
             sequence.write(block, plan.candidates[first:end][chosen], own.tokens[chosen])
             written.append(block)
             num_semi_writes += 0 if block.full else len(chosen)
-        first = end
     return written, num_semi_writes
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from effuse.decode_worker import canvas, denoise
@@ -218,7 +219,10 @@ def prefill_part(request: DecodeRequest, num_rows: int) -> Part:
 
 
 def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
-    """All blocks in flight; the settled ones are stored, the masks want candidates."""
+    """All blocks in flight; the settled ones are stored, masks want candidates."""
+    sampling = request.sampling
+    if plan.is_greedy:
+        sampling = msgspec.structs.replace(sampling, temperature=0.0)
     return Part(
         token_ids=request.sequence.token_ids[plan.start : plan.end].tolist(),
         start=plan.start,
@@ -229,7 +233,7 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         boundary=request.boundary,
         keep_boundary=plan.num_stored > 0,
         denoise_counts=plan.denoise_counts.tolist(),
-        sampling=request.sampling,
+        sampling=sampling,
         score=ScoreCode.named(request.settings.ranked_by),
     )
 

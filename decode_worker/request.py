@@ -6,16 +6,20 @@ Data with derived properties; what happens to it is decided by the scheduler and
 
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import Final
 
 from torch import Tensor
 
-from effuse.config.decoding import DecodeSettings, Sampling
+from effuse.config.decoding import Algorithm, DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import AttemptId, PageRef
+
+SLOT_ALGORITHMS: Final[tuple[Algorithm, ...]] = ("d2f", "block_diffusion")
+"""What a device's slots denoise, in the order of their numbers; the host feeds the others."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,7 +71,7 @@ class DecodeRequest:
     @property
     def runs_from_host(self) -> bool:
         """Whether the host feeds its next forward, also where others denoise on a device."""
-        return self.settings.is_canvas or self.num_to_prefill > 0
+        return self.settings.algorithm not in SLOT_ALGORITHMS or self.num_to_prefill > 0
 
     @property
     def has_prompt(self) -> bool:

@@ -225,6 +225,10 @@ class Sequence:
         self.blocks.append(block)
         return block
 
+    def masks(self, block: Block) -> IntArray:
+        """Positions of the block's masks, ascending."""
+        return np.flatnonzero(self.masked[block.start : block.end]) + block.start
+
     def write(self, block: Block, positions: IntArray, tokens: IntArray) -> None:
         """Replaces masks of `block` by tokens; positions are absolute and masked."""
         assert bool(self.masked[positions].all()), "only masks are written, and only once"

@@ -55,7 +55,7 @@ def read_defaults(
     keys = ConfigKeys.read(path) if path.exists() else ConfigKeys(path, {})
     sources: dict[str, str] = {}
     family = family_of(config.architecture)
-    stated_size = ConfigKeys.read(directory / "config.json").values.get("block_size")
+    stated_size = ConfigKeys.read(directory / "config.json").values.get(family.block_size_key)
     if stated_size is None and config.block_size == family.block_size:
         sources["block_size"] = f"{family.origin}, as config.json states none"
     settings = _settings(keys, config, algorithm, adapted, sources)
@@ -99,6 +99,9 @@ def _settings(
             knobs |= {"block_length": config.block_size, "remasking": "low_confidence"}
         case "dream":
             knobs["alg"] = family.alg
+        case "fast_dllm_v2":
+            knobs["confidence_threshold"] = family.confidence_threshold
+            knobs["block_length"] = settings.block_length
     sources |= dict.fromkeys(knobs, family.origin)
     return msgspec.structs.replace(settings, **knobs)
 

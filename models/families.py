@@ -13,7 +13,9 @@ from typing import Final, Literal
 from effuse.config.decoding import Alg, Algorithm
 from effuse.models.config_keys import ConfigKeys
 
-Architecture = Literal["sdar", "dream", "llada", "sdar_moe", "llada2_moe", "llada_moe"]
+Architecture = Literal[
+    "sdar", "dream", "llada", "sdar_moe", "llada2_moe", "llada_moe", "fast_dllm_v2"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Family:
     model_types: tuple[str, ...]  # as config.json writes them, in lower case
     classes: tuple[str, ...]  # what config.json's `architectures` may name
     block_size: int  # of a checkpoint that states none
+    block_size_key: str = "block_size"  # as config.json calls it
     algorithm: Algorithm  # of a checkpoint that states none and has no adapter
     adapted_algorithm: Algorithm  # with an adapter: those published for the family are D2F's
     confidence_threshold: float = 0.9  # of its algorithm, where that has one
@@ -106,6 +109,18 @@ FAMILIES: Final = (
         end_ids=(156892,),
         origin="LLaDA's generate.py",
     ),
+    Family(
+        architecture="fast_dllm_v2",
+        model_types=("fast_dllm_qwen",),
+        classes=("Fast_dLLM_QwenForCausalLM",),
+        block_size=32,
+        block_size_key="bd_size",
+        algorithm="fast_dllm_v2",
+        adapted_algorithm="fast_dllm_v2",
+        top_k_first=False,
+        end_ids=(151645,),
+        origin="Fast-dLLM v2's run_chatbot.py",
+    ),
 )
 
 _EXPERTS: Final = "layers with a mixture of experts"
@@ -115,7 +130,6 @@ MISSING: Final[Mapping[str, str]] = {
     "DiffusionGemmaForBlockDiffusion": (
         f"a canvas of random tokens that is denoised by renoising, and {_EXPERTS}"
     ),
-    "Fast_dLLM_QwenForCausalLM": "blocks of 32 whose parts of 8 are refined by themselves",
     "DreamForCausalLM": "Dream's layers with SDAR's blocks and no shift of logits",
     "StableDiffcoderForCausalLM": "Llama's layers with block diffusion",
     "NemotronLabsDiffusionModel": "Ministral's layers, which scale queries by their position",

@@ -7,7 +7,7 @@ before the prompt is tokenised. Not here: its input (`inputs.py`), whether the m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -73,6 +73,7 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
     },
     "dream": {"steps", "alg", "eps", "alg_temp"},
     "fast_dllm": {"confidence_threshold", "block_length", "cache"},
+    "fast_dllm_v2": {"confidence_threshold", "block_length"},
 }
 """Fields of DecodingParams that each algorithm uses."""
 ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
@@ -129,7 +130,7 @@ def validate(
     _check_sampling(request.sampling, model, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
-    _check_canvas(request.sampling, algorithm, model, decode_prefills, findings)
+    _check_algorithm(request.sampling, algorithm, model, decode_prefills, findings)
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
@@ -248,29 +249,41 @@ def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings
         findings.add("decoding.remasking", form, asked)
 
 
-def _check_canvas(
+def _check_algorithm(
     sampling: pb.SamplingParams,
     algorithm: Algorithm,
     model: ModelInfo,
     decode_prefills: bool,
     findings: Findings,
 ) -> None:
-    """What algorithms ask of model and fleet that denoise prompt and answer as one canvas."""
+    """What an algorithm asks of model and fleet, above all that of a canvas."""
     # LLaDA's loop, and Fast-dLLM's but for Dream, draw from all tokens.
     if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture != "dream"):
         for name in ("top_p", "top_k"):
             if sampling.HasField(name):
                 form = f"it unset with {algorithm}, which does not use it"
                 findings.add(f"sampling.{name}", form, "a value")
+    others = " or ".join(_by_blocks(model))
+    if algorithm == "fast_dllm_v2" and model.architecture != "fast_dllm_v2":
+        form = f"{others} for a model that was not tuned for it"
+        findings.add("decoding.algorithm", form, algorithm)
     if algorithm not in CANVAS_ALGORITHMS:
         return
-    others = " or ".join(name for name in _ALGORITHMS.values() if name not in CANVAS_ALGORITHMS)
     if model.prompt_attention != "bidirectional":
         form = f"{others} for a model whose prompt does not attend to all of itself"
         findings.add("decoding.algorithm", form, algorithm)
     elif not decode_prefills:
         form = f"{others}, as this fleet prefills on prefill workers alone (--prefill remote)"
         findings.add("decoding.algorithm", form, algorithm)
+
+
+def _by_blocks(model: ModelInfo) -> Iterator[Algorithm]:
+    """Algorithms that any model takes, but for those of another model's tuning."""
+    for algorithm in _ALGORITHMS.values():
+        if algorithm in CANVAS_ALGORITHMS:
+            continue
+        if algorithm != "fast_dllm_v2" or model.architecture == algorithm:
+            yield algorithm
 
 
 def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:

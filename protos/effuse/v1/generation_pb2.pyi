@@ -16,6 +16,7 @@ class Algorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ALGORITHM_LLADA: _ClassVar[Algorithm]
     ALGORITHM_DREAM: _ClassVar[Algorithm]
     ALGORITHM_FAST_DLLM: _ClassVar[Algorithm]
+    ALGORITHM_FAST_DLLM_V2: _ClassVar[Algorithm]
 
 class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -69,6 +70,7 @@ ALGORITHM_BLOCK_DIFFUSION: Algorithm
 ALGORITHM_LLADA: Algorithm
 ALGORITHM_DREAM: Algorithm
 ALGORITHM_FAST_DLLM: Algorithm
+ALGORITHM_FAST_DLLM_V2: Algorithm
 REMASKING_UNSPECIFIED: Remasking
 REMASKING_LOW_CONFIDENCE_DYNAMIC: Remasking
 REMASKING_LOW_CONFIDENCE_STATIC: Remasking
