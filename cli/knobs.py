@@ -13,6 +13,7 @@ from effuse.config.decoding import (
     ENTROPY,
     EPS,
     MAX_TOKENS,
+    POST_STEPS,
     SEED,
     STEPS,
     TEMPERATURE,
@@ -66,6 +67,10 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
+    add("--editing-threshold", type=within(THRESHOLD), metavar="P",
+        help="replace written tokens above this (block diffusion)")  # fmt: skip
+    add("--max-post-steps", type=within(POST_STEPS), metavar="N",
+        help="forward passes that edit a full block (block diffusion)")  # fmt: skip
     add("--parse-special-tokens", action="store_true", default=None,
         help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
     _add_canvas_knobs(parser)
@@ -127,6 +132,8 @@ def params_from(found: argparse.Namespace) -> Params:
         remasking=found.remasking,
         denoising_steps=found.denoising_steps,
         entropy_bound=found.entropy_bound,
+        editing_threshold=found.editing_threshold,
+        max_post_steps=found.max_post_steps,
         block_length=found.block_length,
         steps=found.steps,
         cfg_scale=found.cfg_scale,

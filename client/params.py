@@ -71,6 +71,8 @@ class Params:
     remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
     entropy_bound: float | None = None  # in nats (block diffusion, entropy_bounded)
+    editing_threshold: float | None = None  # replaces written tokens above this; 1 edits none
+    max_post_steps: int | None = None  # forwards that edit a block without masks
     block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM, its v2)
     steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
     cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
@@ -123,6 +125,8 @@ def make_request(
             remasking=_named("remasking", params.remasking, REMASKINGS),
             denoising_steps=params.denoising_steps,
             entropy_bound=params.entropy_bound,
+            editing_threshold=params.editing_threshold,
+            max_post_steps=params.max_post_steps,
             block_length=params.block_length,
             steps=params.steps,
             cfg_scale=params.cfg_scale,

@@ -92,6 +92,7 @@ BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
 STEPS: Final = Bounds(0, 65536, note="; 0 takes one a token")
 CFG_SCALE: Final = Bounds(0.0, 100.0)
 EPS: Final = Bounds(0.0, 1.0)
+POST_STEPS: Final = Bounds(0, 1024)
 ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot")
 
 PART_LENGTH: Final = 8  # tokens of a block that Fast-dLLM v2 fills before the next ones
@@ -126,7 +127,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR, LLaDA
     (arXiv 2502.09992), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618) and its v2
-    (arXiv 2509.26328), by the names of worker.proto's DecodeSettings.
+    (arXiv 2509.26328), and LLaDA2.1 (arXiv 2602.08676), by the names of worker.proto's
+    DecodeSettings.
 
     Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
     comparisons with a threshold give the same everywhere.
@@ -141,6 +143,8 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
     entropy_bound: float = 0.35  # nats of masks that are written together (entropy_bounded)
+    editing_threshold: float = 1.0  # a written token is replaced by one above it; 1 edits none
+    max_post_steps: int = 16  # most forwards that edit a block without masks
     block_length: int = 32  # tokens of a canvas, or of a block, that are denoised together
     steps: int = 0  # forwards that a canvas is spread over, by blocks; 0 takes one a token
     cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
@@ -161,6 +165,11 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def ranked_by(self) -> Score:
         """The score that masks need: entropy_bounded adds up entropies, whatever was asked for."""
         return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
+
+    @property
+    def edits(self) -> bool:
+        """Whether written tokens of a block in flight may be replaced (block diffusion)."""
+        return self.algorithm == "block_diffusion" and self.editing_threshold < 1
 
     @property
     def is_canvas(self) -> bool:
@@ -214,6 +223,8 @@ _SETTINGS: Final = {
     "full_activation_threshold": THRESHOLD,
     "denoising_steps": DENOISING_STEPS,
     "entropy_bound": ENTROPY,
+    "editing_threshold": THRESHOLD,
+    "max_post_steps": POST_STEPS,
     "block_length": BLOCK_LENGTH,
     "steps": STEPS,
     "cfg_scale": CFG_SCALE,

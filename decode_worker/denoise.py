@@ -65,7 +65,7 @@ class StepOutcome:
     tokens: tuple[int, ...]  # final now, for the answer; the stop id and all after it left out
     token_offset: int  # of the first of them, in the answer
     finish: AnswerEnd | None
-    written: tuple[Block, ...]  # blocks that lost masks, settled ones included
+    written: tuple[Block, ...]  # blocks that lost masks or were edited, settled ones included
     num_settled: int  # blocks that settled
     num_semi_writes: int  # tokens written in blocks that were not full
     stop_is_waiting: bool  # a stop id is written while an earlier block holds masks
@@ -92,7 +92,8 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
     rules = rules_of(settings)
     if not sequence.step_open:
         if may_append(sequence) and rules.wants_block(sequence, settings):
-            sequence.append_block()
+            block = sequence.append_block()
+            block.edits_left = settings.max_post_steps if settings.edits else 0
         rules.activate(sequence, settings)
         sequence.step_open = True
     active = [block for block in sequence.blocks if block.state is BlockPhase.ACTIVE]
@@ -149,24 +150,30 @@ def _write(
     written: list[Block] = []
     num_semi_writes = 0
     for block in sequence.blocks:
-        if not block.masks_left:
+        if not block.is_pending:
             continue
         first, end = np.searchsorted(plan.candidates, (block.start, block.end)).tolist()
-        own = candidates.part(first, end)
-        chosen = rules.choose(block, settings, own)
+        own, positions = candidates.part(first, end), plan.candidates[first:end]
+        is_edited = False
+        if settings.edits:
+            masks = np.flatnonzero(sequence.masked[positions])
+            is_edited = block_diffusion.edit(sequence, block, settings, positions, own)
+            own, positions = own.pick(masks), positions[masks]
+        chosen = rules.choose(block, settings, own) if len(own) else np.empty(0, dtype=np.intp)
         block.denoise_count += 1
         if len(chosen):
-            sequence.write(block, plan.candidates[first:end][chosen], own.tokens[chosen])
-            written.append(block)
+            sequence.write(block, positions[chosen], own.tokens[chosen])
             num_semi_writes += 0 if block.full else len(chosen)
+        if len(chosen) or is_edited:
+            written.append(block)
     return written, num_semi_writes
 
 
 def _settle(sequence: Sequence) -> int:
-    """Settles blocks without masks, in order, up to the first that still has one."""
+    """Settles blocks that are done, in order, up to the first that is not."""
     num_settled = 0
     for block in sequence.blocks:
-        if block.masks_left:
+        if block.is_pending:
             break
         if block.state is BlockPhase.ACTIVE:
             block.state = BlockPhase.SETTLED

@@ -71,7 +71,8 @@ class DecodeRequest:
     @property
     def runs_from_host(self) -> bool:
         """Whether the host feeds its next forward, also where others denoise on a device."""
-        return self.settings.algorithm not in SLOT_ALGORITHMS or self.num_to_prefill > 0
+        is_of_slots = self.settings.algorithm in SLOT_ALGORITHMS and not self.settings.edits
+        return not is_of_slots or self.num_to_prefill > 0
 
     @property
     def has_prompt(self) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 from effuse.config.decoding import (
     MAX_TOKENS,
     TEMPERATURE,
+    THRESHOLD,
     TOP_K,
     TOP_P,
     Algorithm,
@@ -103,6 +104,10 @@ def _settings(
             knobs["confidence_threshold"] = family.confidence_threshold
             knobs["block_length"] = settings.block_length
     sources |= dict.fromkeys(knobs, family.origin)
+    editing = _number(keys, "editing_threshold", THRESHOLD)  # a key of ours
+    if own == "block_diffusion" and editing is not None:
+        knobs["editing_threshold"] = editing
+        sources["editing_threshold"] = GENERATION_CONFIG
     return msgspec.structs.replace(settings, **knobs)
 
 

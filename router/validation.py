@@ -24,6 +24,7 @@ from effuse.config.decoding import (
     ENTROPY,
     EPS,
     MAX_TOKENS,
+    POST_STEPS,
     STEPS,
     TEMPERATURE,
     THRESHOLD,
@@ -62,6 +63,8 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
         "denoising_steps",
         "confidence_threshold",
         "entropy_bound",
+        "editing_threshold",
+        "max_post_steps",
     },
     "llada": {
         "remasking",
@@ -224,6 +227,8 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
         ("eps", EPS),
         ("alg_temp", ALG_TEMP),
         ("entropy_bound", ENTROPY),
+        ("editing_threshold", THRESHOLD),
+        ("max_post_steps", POST_STEPS),
     ):
         if decoding.HasField(name):
             findings.number(f"decoding.{name}", getattr(decoding, name), bounds)

@@ -11,7 +11,7 @@ import pytest
 from decoding.published import published_runs, write_published
 from e2e.client import all_at_once, connect
 from e2e.tiny import fleet_of
-from llada2_answers import answered, write_answered_checkpoint
+from llada2_answers import answered, edited, write_answered_checkpoint
 from sdar_answers import sdar_runs, write_sdar_checkpoint
 
 from effuse.client.params import Params, make_request
@@ -56,6 +56,7 @@ def sdar(block_size: int) -> list[Kept]:
 
 
 def llada2(block_size: int) -> list[Kept]:
+    """LLaDA2.0's, and LLaDA2.1's that edit, beside each other."""
     return [
         Kept(
             prompt=run.prompt,
@@ -66,10 +67,13 @@ def llada2(block_size: int) -> list[Kept]:
                 algorithm="block_diffusion",
                 confidence_threshold=run.threshold,
                 denoising_steps=run.steps,
+                editing_threshold=run.editing,
+                max_post_steps=run.post_steps,
+                **run.sampling,
             ),
             tokens=run.answer,
         )
-        for run in answered()
+        for run in [*answered(), *edited()]
         if run.block == block_size
     ]
 
