@@ -23,9 +23,6 @@ from typing import (
     get_type_hints,
 )
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-"""Least severe messages that a process logs."""
-
 
 class Dataclass(Protocol):
     """Any dataclass type."""

@@ -96,7 +96,9 @@ def test_each_prompt_may_have_params_of_its_own(llm: effuse.LLM) -> None:
     each = [effuse.Params(max_tokens=length, ignore_eos=True) for length in (3, 9)]
     answers = llm.generate(QUESTIONS[:2], each)
     assert [len(answer.token_ids) for answer in answers] == [3, 9]
+    assert answers[0].seed != answers[1].seed
     for answer in answers:
+        assert answer.stopped_by is None
         assert answer.commits[-1] == (len(answer.token_ids), answer.stats.forward_passes)
     with pytest.raises(ValueError, match="params for 3 prompts, got 2"):
         llm.generate(QUESTIONS[:3], each)

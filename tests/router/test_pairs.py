@@ -60,7 +60,7 @@ def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills() -
         assert not fleet.router.fleet.standing.doubtful_pairs()
         lost = "effuse_worker_losses_total"
         assert fleet.metric(lost, worker="d0", reason="ENGINE_LOST") == 1
-        assert fleet.metric("effuse_retries") == 1
+        assert fleet.metric("effuse_retries_total") == 1
 
     run(body, num_decode=2, prefill="remote")
 

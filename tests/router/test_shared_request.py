@@ -49,7 +49,8 @@ def test_an_answer_is_given_again_to_who_asks_the_same_again() -> None:
 
 def test_a_stream_is_given_again_whole() -> None:
     async def body(fleet: FakeFleet) -> None:
-        asked = request(request_id="mine", output=pb.OutputOptions(token_ids=True))
+        whole = request(request_id="mine", output=pb.OutputOptions(token_ids=True))
+        asked = pb.GenerateStreamRequest(request=whole)
 
         async def read() -> tuple[str, list[int], pb.Finished]:
             events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
