@@ -14,7 +14,16 @@ from effuse.config.decoding import Alg, Algorithm
 from effuse.models.config_keys import ConfigKeys
 
 Architecture = Literal[
-    "sdar", "dream", "llada", "sdar_moe", "llada2_moe", "llada_moe", "fast_dllm_v2"
+    "sdar",
+    "dream",
+    "llada",
+    "sdar_moe",
+    "llada2_moe",
+    "llada_moe",
+    "fast_dllm_v2",
+    "dream_reasoner",
+    "stable_diffcoder",
+    "illada",
 ]
 
 
@@ -33,6 +42,7 @@ class Family:
     alg: Alg = "origin"  # of Dream's algorithm
     top_k_first: bool  # and top-p of what is kept; else the other way round
     has_experts: bool = False
+    has_own_type: bool = True  # else a config.json that names no class is of another model
     end_ids: tuple[int, ...] = ()  # of a checkpoint whose files name none
     origin: str  # where these values are from, as people are told
 
@@ -121,6 +131,40 @@ FAMILIES: Final = (
         end_ids=(151645,),
         origin="Fast-dLLM v2's run_chatbot.py",
     ),
+    Family(
+        architecture="dream_reasoner",
+        model_types=("dream",),
+        classes=("DreamForCausalLM",),
+        has_own_type=False,
+        block_size=32,
+        algorithm="block_diffusion",
+        adapted_algorithm="block_diffusion",
+        top_k_first=True,
+        origin="DreamReasoner's generation_utils.py",
+    ),
+    Family(
+        architecture="stable_diffcoder",
+        model_types=("llama",),
+        classes=("StableDiffcoderForCausalLM",),
+        has_own_type=False,
+        block_size=4,
+        algorithm="block_diffusion",
+        adapted_algorithm="block_diffusion",
+        confidence_threshold=0.95,
+        top_k_first=True,
+        end_ids=(2,),
+        origin="Stable-DiffCoder's generate_block",
+    ),
+    Family(
+        architecture="illada",
+        model_types=("illada",),
+        classes=("ILLaDAForCausalLM", "ILLaDAModel"),
+        block_size=32,
+        algorithm="llada",
+        adapted_algorithm="llada",
+        top_k_first=False,
+        origin="LLaDA's generate.py",
+    ),
 )
 
 _EXPERTS: Final = "layers with a mixture of experts"
@@ -130,8 +174,6 @@ MISSING: Final[Mapping[str, str]] = {
     "DiffusionGemmaForBlockDiffusion": (
         f"a canvas of random tokens that is denoised by renoising, and {_EXPERTS}"
     ),
-    "DreamForCausalLM": "Dream's layers with SDAR's blocks and no shift of logits",
-    "StableDiffcoderForCausalLM": "Llama's layers with block diffusion",
     "NemotronLabsDiffusionModel": "Ministral's layers, which scale queries by their position",
     "WeDLMForCausalLM": "causal attention over positions that are put in another order",
     "MMadaModelLM": _MANY_PARTS,
@@ -156,7 +198,7 @@ def find_family(keys: ConfigKeys) -> Family:
             continue
         if not set(classes).isdisjoint(family.classes):
             return family
-        if not classes and family.has_experts == has_experts:
+        if not classes and family.has_own_type and family.has_experts == has_experts:
             return family
     missing = next((MISSING[name] for name in classes if name in MISSING), None)
     called = f"{model_type!r} ({', '.join(classes)})" if classes else repr(model_type)

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 
-Architecture = Literal["sdar", "dream", "llada", "fast_dllm_v2"]
+Architecture = Literal["sdar", "dream", "llada", "fast_dllm_v2", "stable_diffcoder"]
 ARCHITECTURES: tuple[Architecture, ...] = ("sdar", "dream", "llada")
-"""Those that differ in their layers; Fast-dLLM v2's are Dream's."""
+"""Those that differ in their layers; Fast-dLLM v2's are Dream's, Stable-DiffCoder's are LLaDA's."""
 
 # Ids 0..255 are bytes; every id from 258 on is a made-up word.
 EOS_TOKEN_ID, MASK_TOKEN_ID = 256, 257
@@ -203,6 +203,13 @@ def _qwen_config(
             "bd_size": block_size,
             "layer_types": ["full_attention"] * sizes.num_layers,
             "model_type": "Fast_dLLM_Qwen",
+        }
+    if architecture == "stable_diffcoder":
+        return config | {
+            "architectures": ["StableDiffcoderForCausalLM"],
+            "attention_bias": False,
+            "mlp_bias": False,
+            "model_type": "llama",
         }
     return config | {"architectures": ["DreamModel"], "model_type": "Dream", "use_mrope": False}
 
