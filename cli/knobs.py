@@ -12,6 +12,7 @@ from effuse.config.decoding import (
     DENOISING_STEPS,
     ENTROPY,
     EPS,
+    FACTOR,
     MAX_TOKENS,
     POST_STEPS,
     SEED,
@@ -92,6 +93,8 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     add("--eps", type=within(EPS), metavar="T", help="where time ends that begins at 1 (Dream)")
     add("--alg-temp", type=within(ALG_TEMP), metavar="T",
         help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
+    add("--factor", type=within(FACTOR), metavar="F",
+        help="write by rank instead of the threshold; 0 does not (Fast-dLLM)")  # fmt: skip
     add("--cache", choices=CACHES, help="what a block does not compute again (Fast-dLLM)")
 
 
@@ -134,6 +137,7 @@ def params_from(found: argparse.Namespace) -> Params:
         entropy_bound=found.entropy_bound,
         editing_threshold=found.editing_threshold,
         max_post_steps=found.max_post_steps,
+        factor=found.factor,
         block_length=found.block_length,
         steps=found.steps,
         cfg_scale=found.cfg_scale,

@@ -81,6 +81,7 @@ class Params:
     alg: Alg | None = None  # what is written at a step (Dream)
     eps: float | None = None  # where time ends that begins at 1 (Dream)
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
+    factor: float | None = None  # writes by rank instead of the threshold (Fast-dLLM)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
@@ -127,6 +128,7 @@ def make_request(
             entropy_bound=params.entropy_bound,
             editing_threshold=params.editing_threshold,
             max_post_steps=params.max_post_steps,
+            factor=params.factor,
             block_length=params.block_length,
             steps=params.steps,
             cfg_scale=params.cfg_scale,

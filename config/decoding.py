@@ -92,6 +92,7 @@ BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
 STEPS: Final = Bounds(0, 65536, note="; 0 takes one a token")
 CFG_SCALE: Final = Bounds(0.0, 100.0)
 EPS: Final = Bounds(0.0, 1.0)
+FACTOR: Final = Bounds(0.0, 1000.0, note="; 0 goes by the threshold")
 POST_STEPS: Final = Bounds(0, 1024)
 ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot")
 
@@ -154,6 +155,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     eps: float = 1e-3  # where time ends that begins at 1
     alg_temp: float = 0.0  # temperature at which the best masks are drawn by lot; 0 draws none
     cache: Cache = "none"
+    factor: float = 0.0  # n masks are written while n + 1 times their doubt is below; 0 is not used
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -225,6 +227,7 @@ _SETTINGS: Final = {
     "entropy_bound": ENTROPY,
     "editing_threshold": THRESHOLD,
     "max_post_steps": POST_STEPS,
+    "factor": FACTOR,
     "block_length": BLOCK_LENGTH,
     "steps": STEPS,
     "cfg_scale": CFG_SCALE,

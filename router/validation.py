@@ -23,6 +23,7 @@ from effuse.config.decoding import (
     DENOISING_STEPS,
     ENTROPY,
     EPS,
+    FACTOR,
     MAX_TOKENS,
     POST_STEPS,
     STEPS,
@@ -75,7 +76,7 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
         "confidence_eos_eot_inf",
     },
     "dream": {"steps", "alg", "eps", "alg_temp"},
-    "fast_dllm": {"confidence_threshold", "block_length", "cache"},
+    "fast_dllm": {"confidence_threshold", "factor", "block_length", "cache"},
     "fast_dllm_v2": {"confidence_threshold", "block_length"},
 }
 """Fields of DecodingParams that each algorithm uses."""
@@ -237,12 +238,17 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
         ("entropy_bound", ENTROPY),
         ("editing_threshold", THRESHOLD),
         ("max_post_steps", POST_STEPS),
+        ("factor", FACTOR),
     ):
         if decoding.HasField(name):
             findings.number(f"decoding.{name}", getattr(decoding, name), bounds)
     default = model.defaults.settings.algorithm
     algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, default)
     _check_conflicts(decoding, algorithm, findings)
+    if decoding.factor and model.architecture in ("dream", "fast_dllm_v2"):
+        findings.add("decoding.factor", "it unset with a model that shifts its logits", "a value")
+    if decoding.factor and decoding.HasField("confidence_threshold"):
+        findings.add("decoding.confidence_threshold", "it unset beside a factor", "a value")
     return algorithm
 
 

@@ -37,6 +37,7 @@ _MOST_PLACE_CHARS = 256
 _LATER_KNOBS: Final = (  # that a router of before does not send
     "editing_threshold",
     "max_post_steps",
+    "factor",
     "block_length",
     "steps",
     "cfg_scale",

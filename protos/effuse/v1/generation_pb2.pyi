@@ -185,7 +185,7 @@ class StoppingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class DecodingParams(_message.Message):
-    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound", "editing_threshold", "max_post_steps")
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound", "editing_threshold", "max_post_steps", "factor")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class DecodingParams(_message.Message):
     ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
     EDITING_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     MAX_POST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
     algorithm: Algorithm
     window: int
     confidence_threshold: float
@@ -226,7 +227,8 @@ class DecodingParams(_message.Message):
     entropy_bound: float
     editing_threshold: float
     max_post_steps: int
-    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ..., entropy_bound: _Optional[float] = ..., editing_threshold: _Optional[float] = ..., max_post_steps: _Optional[int] = ...) -> None: ...
+    factor: float
+    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ..., entropy_bound: _Optional[float] = ..., editing_threshold: _Optional[float] = ..., max_post_steps: _Optional[int] = ..., factor: _Optional[float] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "drafts")
