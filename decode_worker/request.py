@@ -30,6 +30,7 @@ class DecodeRequest:
     sampling: Sampling
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
+    drafted_end: int = 0  # position behind the last block that a draft has told of
     eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
     shifts: bool = False  # the model predicts a position from the row before it
     pages: list[PageRef] = field(default_factory=list)
