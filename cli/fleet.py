@@ -149,9 +149,11 @@ class Fleet:
         """Where a process listens, as host:port."""
         return self._told[name]["address"]
 
-    def metrics_of(self, name: str) -> str | None:
-        """Where its metrics are, as host:port; None where it serves none."""
-        return self._told[name].get("metrics")
+    def metrics(self) -> dict[str, str]:
+        """Where processes serve metrics now, host:port by name."""
+        return {
+            name: told["metrics"] for name, told in self._told.copy().items() if "metrics" in told
+        }
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""

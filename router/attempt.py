@@ -114,7 +114,7 @@ class Attempt:
             stop_token_ids=request.asked.stop_token_ids,
             sampling=worker_pb2.DecodeSampling(**asdict(request.asked.sampling)),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
-            drafts=request.asked.wants_drafts,
+            drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
             resume=request.resumption(),
         )
         if placement.prefill is None:
@@ -187,7 +187,9 @@ class Attempt:
                 self._router.note_survival(request)
                 return news
             case "draft":
-                return self._describe_draft(event.draft)
+                self._router.monitor.note_draft(request, event.draft)
+                if request.asked.wants_drafts:
+                    return self._describe_draft(event.draft)
             case "finished":
                 return request.add_finished(event.finished)
         return None

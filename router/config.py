@@ -43,6 +43,10 @@ class RouterConfig:
         "workers as long as there are any (auto)",
     ] = "auto"
 
+    show_requests: Annotated[
+        bool, "let whoever watches running requests see their ids, prompts and texts"
+    ] = False
+
     # Text.
     model: Annotated[Path | None, "checkpoint directory whose tokenizer.json to use"] = None
     tokenizer_threads: Annotated[int, "threads that encode long prompts"] = 2

@@ -18,17 +18,26 @@ from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.monitor import MonitorServicer
 from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import Prospect, live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.telemetry import logs
-from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from effuse.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    monitor_pb2,
+    monitor_pb2_grpc,
+)
 
 LOG: Final = logging.getLogger(__name__)
 GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+MONITOR: Final[str] = monitor_pb2.DESCRIPTOR.services_by_name["MonitorService"].full_name
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
@@ -113,7 +122,10 @@ async def _start(router: Router) -> RpcServer:
         router.fleet, router.catalogue, has_chat_template=router.tokenizer.has_chat_template
     )
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
-    router.port = await server.start(f"{config.host}:{config.port}", (GENERATION, MODELS))
+    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(router), server.server)
+    services = (GENERATION, MODELS, MONITOR)
+    router.port = await server.start(f"{config.host}:{config.port}", services)
+    server.set_serving(MONITOR, True)
     for role in ROLES:
         server.set_serving(role, False)
     address = f"{config.host}:{router.port}"

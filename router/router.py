@@ -27,6 +27,7 @@ from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import RouterMetrics
+from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, life_of
@@ -70,6 +71,7 @@ class Router:
             config.retry_share, float(config.max_concurrent_requests), now()
         )
         self.num_retries = 0
+        self.monitor = Monitor()
         self.metrics = RouterMetrics()
         self._add_readings()
         self.port = 0
@@ -100,6 +102,7 @@ class Router:
     async def drain(self) -> None:
         """Returns once no request runs: what is not answered within `drain_s` is told to come
         again."""
+        self.monitor.is_over.set()
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self.requests.idle.wait()
