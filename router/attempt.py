@@ -96,7 +96,7 @@ class Attempt:
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._router.fleet.peer(worker.address).prefill
         self._prefill = PrefillCall(
-            stub.Prefill(timeout=self._time_left()),
+            stub.Prefill(timeout=self._time_left(), metadata=self._router.traces.carrier()),
             worker,
             self._request,
             on_failure=self._break_off,
@@ -126,7 +126,8 @@ class Attempt:
             message.remote.engine_port = placement.prefill.engine_port
             message.remote.place = placement.prefill.place
         stub = self._router.fleet.peer(placement.decode.address).decode
-        return stub.Decode(message, timeout=self._time_left())
+        metadata = self._router.traces.carrier()
+        return stub.Decode(message, timeout=self._time_left(), metadata=metadata)
 
     def _time_left(self) -> float:
         return max(0.001, self._request.deadline - asyncio.get_running_loop().time())

@@ -75,6 +75,9 @@ class RouterConfig:
 
     ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None, "send OpenTelemetry spans here, as http://host:4317 (extra `traces`)"
+    ] = None
     log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:

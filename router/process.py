@@ -25,6 +25,7 @@ from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.telemetry import logs
+from effuse.telemetry.traces import Traces, TracesUnavailable
 from effuse.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
             config.model or bundled_directory(), threads=config.tokenizer_threads
         )
         asyncio.run(_run(config, tokenizer))
-    except* (TokenizerError, OSError) as failed:
+    except* (TokenizerError, OSError, TracesUnavailable) as failed:
         errors = _texts(failed)
     if errors:
         LOG.error("%s", "; ".join(errors))
@@ -63,8 +64,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
+    traces = Traces.to(config.otlp_traces_endpoint, "router")
     async with rpc.shutdown_signal() as stop, Store(config.redis_url, config.fleet) as store:
-        await serve(Router(config, tokenizer, store), stop)
+        await serve(Router(config, tokenizer, store, traces=traces), stop)
+    await asyncio.to_thread(traces.close)
 
 
 async def serve(router: Router, stop: asyncio.Event) -> None:

@@ -35,6 +35,7 @@ from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
 from effuse.telemetry import logs
+from effuse.telemetry.traces import Traces
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Router:
         store: Store,
         *,
         now: Callable[[], float] = time.monotonic,
+        traces: Traces | None = None,
     ) -> None:
         self.id = f"router-{secrets.token_hex(6)}"
         self.config = config
@@ -72,6 +74,7 @@ class Router:
         )
         self.num_retries = 0
         self.monitor = Monitor()
+        self.traces = traces or Traces()
         self.metrics = RouterMetrics()
         self._add_readings()
         self.port = 0

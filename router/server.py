@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import grpc.aio
 
 from effuse.protos.errors import Cancelled, EffuseError
-from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
+from effuse.router.client import AnswerStream, ClientGone, StreamContext, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
-from effuse.router.handler import Handler, accept
+from effuse.router.handler import Handler, Response, accept
+from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
@@ -26,8 +29,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GenerateResponse:
         """The whole answer at its end."""
         answer = WholeAnswer()
-        accepted = accept(self._router, request, context, is_stream=False)
-        finished = await Handler(self._router, accepted, answer).serve()
+        with self._span(context):
+            accepted = accept(self._router, request, context, is_stream=False)
+            finished = await Handler(self._router, accepted, answer).serve()
+            self._annotate(accepted, finished)
         return pb.GenerateResponse(
             request_id=accepted.id,
             text=answer.text,
@@ -47,10 +52,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
+        with self._span(context):
+            await self._stream(request, context)
+
+    async def _stream(self, request: pb.GenerateRequest, context: StreamContext) -> None:
         accepted = accept(self._router, request, context, is_stream=True)
         stream = AnswerStream(context)
         try:
             finished = await Handler(self._router, accepted, stream).serve()
+            self._annotate(accepted, finished)
             await stream.send(pb.GenerateStreamResponse(request_id=accepted.id, finished=finished))
         except EffuseError:
             await stream.settle()
@@ -58,6 +68,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except ClientGone as error:  # between the answer and its last event
             await stream.settle()
             raise Cancelled("the client cancelled") from error
+
+    def _span(
+        self, context: grpc.aio.ServicerContext[pb.GenerateRequest, Response]
+    ) -> AbstractContextManager[None]:
+        """A request's own span, within that of its client if there is one."""
+        return self._router.traces.span("generate", context.invocation_metadata() or ())
+
+    def _annotate(self, request: Request, finished: pb.Finished) -> None:
+        self._router.traces.annotate(
+            {
+                "gen_ai.request.model": finished.model,
+                "gen_ai.usage.input_tokens": finished.usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": finished.usage.completion_tokens,
+                "effuse.request_id": request.id,
+                "effuse.attempts": request.num_attempts,
+            }
+        )
 
     async def GetRequest(
         self,

@@ -20,6 +20,7 @@ from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import Draining
 from effuse.telemetry import logs
+from effuse.telemetry.traces import TracesUnavailable
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, WorkerConfig
@@ -57,7 +58,7 @@ def run(config: WorkerConfig, role: Role) -> int:
     status = 0
     try:
         asyncio.run(_run(config, role))
-    except* (GaveUp, Superseded, OSError) as failed:
+    except* (GaveUp, Superseded, OSError, TracesUnavailable) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
         status = 1
     return status
@@ -102,6 +103,7 @@ class Front:
                 task.cancel()
             self.shell.abandon()
             await asyncio.wait(background, timeout=END_S)
+            await asyncio.to_thread(self.shell.traces.close)
 
     def drain(self, deadline_s: float) -> None:
         """Admits nothing more; ends what still runs after `deadline_s`."""

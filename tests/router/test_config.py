@@ -29,6 +29,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "--max-request-s", "7.5", "--recovery-s", "9",
             "--keep-answers-s", "3", "--drain-s", "8",
             "--ready-file", "x", "--log-level", "debug", "--log-format", "json",
+            "--otlp-traces-endpoint", "http://a:1",
         ]
     )  # fmt: skip
     changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]

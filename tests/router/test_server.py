@@ -305,7 +305,8 @@ def test_reflection_lists_the_public_services_only() -> None:
         answer = await call.read()
         names = {service.name for service in answer.list_services_response.service}
         assert names == {
-            "effuse.v1.GenerationService", "effuse.v1.ModelService", "grpc.health.v1.Health",
+            "effuse.v1.GenerationService", "effuse.v1.ModelService", "effuse.v1.MonitorService",
+            "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",
         }  # fmt: skip
         call.cancel()
