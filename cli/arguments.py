@@ -8,7 +8,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from effuse.client.credentials import Credentials, read_token
 from effuse.config.checks import is_redis_url
+from effuse.protos.tls import TlsFiles
 
 
 def command(name: str, about: str) -> argparse.ArgumentParser:
@@ -113,3 +115,30 @@ def target(text: str) -> str:
     if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
     return text
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """Flags of a command that asks a router."""
+    group = parser.add_argument_group("what the router is known by, and shown")
+    add = group.add_argument
+    add("--tls", action="store_true", help="speak TLS, and trust the system's authorities")
+    add("--tls-ca", type=file, metavar="FILE", help="speak TLS, and trust these PEM certificates")
+    add("--tls-cert", type=file, metavar="FILE", help="PEM certificate to show")
+    add("--tls-key", type=file, metavar="FILE", help="PEM key of it")
+    add("--token-file", type=file, metavar="FILE",
+        help="file with the token to show; EFFUSE_TOKEN of the environment if absent")  # fmt: skip
+
+
+def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Credentials:
+    """What these flags say; ends with status 2 where that cannot be."""
+    if (found.tls_cert is None) != (found.tls_key is None):
+        parser.error("--tls-cert, --tls-key: expected both or none")
+    speaks_tls = found.tls or found.tls_ca or found.tls_cert
+    files = TlsFiles(cert=found.tls_cert, key=found.tls_key, ca=found.tls_ca)
+    try:
+        if speaks_tls:
+            files.check()
+        token = read_token(found.token_file)
+    except OSError as error:
+        parser.error(str(error))
+    return Credentials(tls=files if speaks_tls else None, token=token)

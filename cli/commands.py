@@ -36,6 +36,7 @@ class Surroundings:
     port: int  # of the routers, together
     gpus: Mapping[str, Assignment]  # by worker
     ready_file: Callable[[str], Path]  # by process
+    secret_file: Path | None = None
 
 
 def router_names(config: FleetConfig) -> list[str]:
@@ -136,8 +137,10 @@ def _memory_flags(gpu: Assignment | None, given: Sequence[str]) -> list[str]:
 
 def _shared_flags(config: FleetConfig, around: Surroundings, name: str) -> list[str]:
     model = ["--model", str(config.model)] if config.model else []
+    secret = ["--fleet-secret", str(around.secret_file)] if around.secret_file else []
     return [
         *("--redis-url", around.redis_url, "--fleet", around.fleet),
+        *secret,
         *model,
         *("--ready-file", str(around.ready_file(name))),
     ]

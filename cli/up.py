@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.commands import LOOPBACK
+from effuse.cli.commands import LOOPBACK, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.process import LogFollower, Process
@@ -238,7 +238,10 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
 
 def _groups(own: set[str]) -> FlagGroups:
     """Flags of the processes by who takes them, less those of `up` itself."""
-    worker, router = _names(WorkerConfig), _names(RouterConfig)
+    worker, router, prefill, decode = (
+        {one.name for one in fields(config)}
+        for config in (WorkerConfig, RouterConfig, PrefillConfig, DecodeConfig)
+    )
     both = (worker & router) - own - _GIVEN - _ROUTERS_ALONE
     return FlagGroups(
         every=FlagGroup("flags of every process", WorkerConfig, both),
@@ -248,15 +251,9 @@ def _groups(own: set[str]) -> FlagGroups:
             (router - worker - own - _GIVEN) | _ROUTERS_ALONE,
         ),
         workers=FlagGroup("flags of every worker", WorkerConfig, worker - router - own - _GIVEN),
-        prefill=FlagGroup(
-            "flags of prefill workers", PrefillConfig, _names(PrefillConfig) - worker
-        ),
-        decode=FlagGroup("flags of decode workers", DecodeConfig, _names(DecodeConfig) - worker),
+        prefill=FlagGroup("flags of prefill workers", PrefillConfig, prefill - worker),
+        decode=FlagGroup("flags of decode workers", DecodeConfig, decode - worker),
     )
-
-
-def _names(config: type[Config]) -> set[str]:
-    return {one.name for one in fields(config)}
 
 
 def _check_flags(
@@ -382,7 +379,10 @@ def _report(process: Process, pause_s: float) -> None:
 
 
 def taken(fleet: Fleet) -> list[str]:
-    """A line for each source of what requests take by default, if the router tells it in time."""
+    """A line for each source of what requests take by default, if the router tells it in time; one
+    that answers none but its clients is not asked."""
+    if value_of(fleet.config.router_flags, "--tls-cert"):
+        return []
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
         return [line for model in client.models() for line in taken_defaults(model)]
     return []

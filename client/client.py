@@ -15,10 +15,12 @@ import grpc
 import grpc.aio
 
 from effuse.client.answer import Answer, Event, Gathering
+from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, make_request
 from effuse.protos.errors import from_rpc_error
 from effuse.protos.stubs import generation_stub, model_stub
+from effuse.protos.tls import TlsFiles
 from effuse.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
 
 _DEFAULTS = Params()
@@ -28,12 +30,22 @@ class Client:
     """Asks one router; may be shared by threads. Close it, or use it in a `with` statement."""
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, timeout_s: float = 120.0, max_attempts: int = 4
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout_s: float = 120.0,
+        max_attempts: int = 4,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
-        """target: host:port of a router. Connects at the first call. Raises ValueError."""
+        """target: host:port of a router. tls: None is plain text, `TlsFiles()` trusts the system's
+        authorities. token: for routers that ask for one. Connects at the first call. Raises
+        ValueError, and OSError for certificates that cannot be used."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
+        credentials = Credentials(tls=tls, token=token)
         self._target = target
-        self._channel = grpc.insecure_channel(target, options.channel_arguments())
+        self._shown = credentials.metadata()
+        self._channel = credentials.channel(target, options.channel_arguments())
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
 
@@ -44,7 +56,7 @@ class Client:
         began = time.monotonic()
         request = make_request(prompt, params, token_ids=True)
         with _raising(self._target):
-            response = self._generation.Generate(request, timeout=timeout_s)
+            response = self._generation.Generate(request, timeout=timeout_s, metadata=self._shown)
         return Answer.of(response, time.monotonic() - began)
 
     def stream(
@@ -52,12 +64,13 @@ class Client:
     ) -> Stream:
         """The answer as it is written: iterate for its text, block by block."""
         request = make_request(prompt, params, token_ids=True)
-        return Stream(self._generation.GenerateStream(request, timeout=timeout_s), self._target)
+        call = self._generation.GenerateStream(request, timeout=timeout_s, metadata=self._shown)
+        return Stream(call, self._target)
 
     def models(self) -> list[model_pb2.Model]:
         """What the fleet serves, with limits and defaults. Raises EffuseError."""
         with _raising(self._target):
-            response = self._models.ListModels(model_pb2.ListModelsRequest())
+            response = self._models.ListModels(model_pb2.ListModelsRequest(), metadata=self._shown)
         return list(response.models)
 
     def workers(self) -> list[model_pb2.Worker]:
@@ -66,7 +79,7 @@ class Client:
         request = model_pb2.ListWorkersRequest()
         while True:
             with _raising(self._target):
-                response = self._models.ListWorkers(request)
+                response = self._models.ListWorkers(request, metadata=self._shown)
             found += response.workers
             if not response.next_page_token:
                 return found
@@ -126,12 +139,19 @@ class AsyncClient:
     """The same for asyncio. Belongs to one event loop."""
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, timeout_s: float = 120.0, max_attempts: int = 4
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout_s: float = 120.0,
+        max_attempts: int = 4,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
-        """target: host:port of a router. Connects at the first call. Raises ValueError."""
+        """As Client's. Raises ValueError and OSError."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
+        credentials = Credentials(tls=tls, token=token)
         self._target = target
-        self._channel = grpc.aio.insecure_channel(target, options.channel_arguments())
+        self._channel = credentials.aio_channel(target, options.channel_arguments())
         self._generation = generation_stub(self._channel)
         self._models = model_stub(self._channel)
 

@@ -36,6 +36,20 @@ def directory(name: str, path: Path | None) -> None:
         raise ValueError(f"{flag_of(name)}: expected a directory, got {str(path)!r}")
 
 
+def file(name: str, path: Path | None) -> None:
+    """Refuses a path, where there is one, that is not a file."""
+    if path is not None and not path.is_file():
+        raise ValueError(f"{flag_of(name)}: expected a file, got {str(path)!r}")
+
+
+def together(config: object, *names: str) -> None:
+    """Refuses some of these fields without the others."""
+    given = [name for name in names if getattr(config, name) is not None]
+    if given and len(given) < len(names):
+        others = ", ".join(flag_of(name) for name in names if name not in given)
+        raise ValueError(f"{flag_of(given[0])}: expected {others} beside it")
+
+
 def loopback(name: str, host: str, why: str, unless: str) -> None:
     """Refuses an address that other machines may reach; `unless` is the flag that allows it."""
     if not is_loopback(host):

@@ -16,6 +16,7 @@ from typing import Final
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
+from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
 from effuse.router.other_routers import EXCHANGE_S
@@ -105,7 +106,7 @@ async def _start(router: Router) -> RpcServer:
     """Listens, not ready yet as far as health goes."""
     config = router.config
     limits = replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes)
-    server = RpcServer(limits, shares_port=config.share_port)
+    server = RpcServer(limits, shares_port=config.share_port, tls=_tls(config))
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         GenerationServicer(router), server.server
     )
@@ -114,14 +115,23 @@ async def _start(router: Router) -> RpcServer:
     )
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
     router.port = await server.start(f"{config.host}:{config.port}", (GENERATION, MODELS))
+    if config.health_port is not None:
+        health_port = await server.start_health(f"{config.host}:{config.health_port}")
+        LOG.info("health alone is on %s:%d", config.host, health_port)
     for role in ROLES:
         server.set_serving(role, False)
-    address = f"{config.host}:{router.port}"
     if config.ready_file is not None:
-        rpc.write_ready_file(config.ready_file, address)
-    LOG.info("listening on %s", address)
+        rpc.write_ready_file(config.ready_file, _address(router), prefill="0", decode="0")
+    LOG.info("listening on %s", _address(router))
     router.ready.set()
     return server
+
+
+def _tls(config: RouterConfig) -> ServerTls | None:
+    """Of the public port. Raises OSError where certificates cannot be used."""
+    if config.tls_cert is None:
+        return None
+    return ServerTls(TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca))
 
 
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
@@ -151,13 +161,30 @@ async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> N
 async def _follow_fleet(router: Router, server: RpcServer) -> None:
     """Keeps queue, waiting requests, health and channels in step with the fleet, until
     cancelled."""
+    told = (0, 0)
     while True:
         router.count_seats()
         router.fleet.look()
+        told = _tell_workers(router, told)
         router.metrics.show_workers(router.fleet.candidates())
         _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
+
+
+def _tell_workers(router: Router, told: tuple[int, int]) -> tuple[int, int]:
+    """Tells who waits for the ready file how many prefill and decode workers live, if that is not
+    what it was told; returns the numbers."""
+    prefill, decode = (len(role) for role in live_workers(router.fleet.candidates()))
+    path = router.config.ready_file
+    if path is not None and (prefill, decode) != told:
+        address = _address(router)
+        rpc.update_ready_file(path, address, prefill=str(prefill), decode=str(decode))
+    return prefill, decode
+
+
+def _address(router: Router) -> str:
+    return f"{router.config.host}:{router.port}"
 
 
 async def _ask_absent(router: Router) -> None:

@@ -19,6 +19,7 @@ from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import EngineLost, Poisonous
+from effuse.protos.fleet_channel import FleetAccess
 from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue
 from effuse.router.cleanup import Cleanup
@@ -41,7 +42,7 @@ FLUSH_S: Final = 1.0
 
 class Router:
     """One router. `now` is a monotonic clock in seconds. `port` and `metrics_port` are known once
-    `ready` is set."""
+    `ready` is set. Raises OSError where certificates or the fleet's secret cannot be used."""
 
     def __init__(
         self,
@@ -59,7 +60,9 @@ class Router:
         self.view = FleetView(store)
         self.placements = PlacementWriter(store)
         self.others = OtherRouters(store, self.id)
-        self.fleet = RoutedFleet(self.view, config.prefill, now, seats=self.others.seats)
+        self.fleet = RoutedFleet(
+            self.view, config.prefill, now, seats=self.others.seats, access=_access(config)
+        )
         self.catalogue = Catalogue(self.fleet)
         self.admission = Admission(config.max_concurrent_requests, config.max_queue)
         self.requests = KnownRequests(store, now)
@@ -205,3 +208,9 @@ class Router:
         )  # fmt: skip
         gauge("other_routers", "Other live routers", lambda: self.others.num_alive)
         gauge("redis_full", "Redis refuses placements for memory", lambda: self.placements.is_full)
+
+
+def _access(config: RouterConfig) -> FleetAccess:
+    return FleetAccess.read(
+        config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
+    )

@@ -88,7 +88,8 @@ class WorkerConfig(Access):
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
-        self.check_plaintext("host", self.host, "calls")
+        if self.fleet_cert is None:
+            self.check_plaintext("host", self.host, "calls")
         self.check_plaintext("host", self.host, "pages")
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)

@@ -19,6 +19,10 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import Draining
+from effuse.protos.fleet_channel import FleetAccess
+from effuse.protos.fleet_secret import ProofServicer
+from effuse.protos.gate import FleetOnly
+from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker import logs, metrics
 from effuse.worker.attempts import Attempts
@@ -51,7 +55,8 @@ class Role:
 def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
-    0 after a drain; 1 if no engine starts, the port is taken, or another process has its worker id.
+    0 after a drain; 1 if no engine starts, the port is taken, certificates or the secret cannot be
+    used, or another process has its worker id.
     """
     logs.set_up(role.name, config.log_level)
     status = 0
@@ -78,8 +83,13 @@ class Front:
         self._changed = asyncio.Event()  # the engine has come or gone, or a drain has begun
         attempts = Attempts()
         supervisor = Supervisor(role.engine_module, config, attempts, on_change=self._changed.set)
-        self.shell = Shell(role.name, config, attempts, supervisor, tasks)
-        self.server = rpc.RpcServer(rpc.FLEET_LIMITS)
+        access = FleetAccess.read(
+            config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
+        )
+        self.shell = Shell(role.name, config, attempts, supervisor, tasks, access)
+        self.server = rpc.RpcServer(
+            rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=self._doorkeeper(access)
+        )
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
 
@@ -108,8 +118,19 @@ class Front:
         self._changed.set()
         self.shell.spawn(self._end_after(deadline_s))
 
+    def _doorkeeper(self, access: FleetAccess) -> FleetOnly | None:
+        if access.secret is None:
+            return None
+        return FleetOnly(access.secret, self._address)
+
+    def _address(self) -> str:
+        return self.shell.identity.address
+
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         config, role = self._config, self._role
+        if (secret := self.shell.access.secret) is not None:
+            proof = ProofServicer(secret, self._address)
+            add_ProofServiceServicer_to_server(proof, self.server.server)
         role.add(self.shell, self.server.server)
         worker = WorkerServicer(self.shell, self.drain)
         add_WorkerServiceServicer_to_server(worker, self.server.server)
@@ -121,6 +142,9 @@ class Front:
         self.server.set_serving("", True)
         self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
+        if config.health_port is not None:
+            port = await self.server.start_health(f"{config.host}:{config.health_port}")
+            LOG.info("health alone is on %s:%d", config.host, port)
         if config.metrics_port is not None:
             host = config.reached_metrics_host
             scraped = await metrics.serve(host, config.metrics_port, self.shell.metrics_text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
+from effuse.protos.fleet_channel import OPEN, FleetAccess
 from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
@@ -43,8 +44,10 @@ class Shell:
         attempts: Attempts,
         supervisor: Supervisor,
         tasks: asyncio.TaskGroup,
+        access: FleetAccess = OPEN,
     ) -> None:
         self.role = role
+        self.access = access
         self.identity = WorkerIdentity(worker_id="", address="")  # known once the port is
         self.config = config
         self.attempts = attempts

@@ -116,7 +116,7 @@ class Subject:
                 descriptors=0,
             )  # fmt: skip
         with _looking(name):
-            load = load_of(found[name].address)
+            load = load_of(found[name].address, self.up.secret)
             descriptors = self.front(name).num_fds() + self.engine(name).num_fds()
         return WorkerState(
             is_ready=True,

@@ -23,6 +23,7 @@ from e2e.client import load_of
 
 from effuse.placement.records import decode_worker
 from effuse.placement.store import Store
+from effuse.protos.fleet_secret import FleetSecret
 
 START_S = 150.0
 END_S = 60.0
@@ -43,12 +44,13 @@ class Up:
     redis_url: str
     fleet: str
     pid: int
+    secret: FleetSecret  # that its workers answer to
 
     def held(self) -> list[str]:
         """What its workers still hold once they have had time to let go; empty as it should be."""
         addresses = asyncio.run(self._workers())
         deadline = time.monotonic() + SETTLE_S
-        while (left := _held_by(addresses)) and time.monotonic() < deadline:
+        while (left := _held_by(addresses, self.secret)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
 
@@ -68,19 +70,19 @@ def running(flags: Sequence[str], *, complains: bool = False) -> Generator[Up, N
     """
     fleet = f"load-{secrets.token_hex(4)}"
     command = [str(Path(sys.executable).with_name("effuse")), "up", "--port", "0", "--quiet"]
-    with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(
-            [*command, "--fleet", fleet, *flags], stdout=subprocess.PIPE, stderr=said, text=True
-        ) as child,
-    ):
-        greeting = _first_line(child)
-        try:
-            if found := GREETING.match(greeting):
-                yield Up(greeting, found["address"], found["redis"], fleet, child.pid)
-        finally:
-            child.send_signal(signal.SIGTERM)
-            status = child.wait(END_S)
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile("w+") as said:
+        secret = Path(home) / "secret"
+        FleetSecret.make(secret)
+        command += ["--fleet", fleet, "--fleet-secret", str(secret), *flags]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as child:
+            greeting = _first_line(child)
+            try:
+                if found := GREETING.match(greeting):
+                    known = FleetSecret.read(secret)
+                    yield Up(greeting, found["address"], found["redis"], fleet, child.pid, known)
+            finally:
+                child.send_signal(signal.SIGTERM)
+                status = child.wait(END_S)
         said.seek(0)
         complaint = said.read().strip()
         if found is None or status or (complaint and not complains):
@@ -99,10 +101,10 @@ def _first_line(child: subprocess.Popen[str]) -> str:
         alarm.join()
 
 
-def _held_by(addresses: dict[str, str]) -> list[str]:
+def _held_by(addresses: dict[str, str], secret: FleetSecret) -> list[str]:
     left = []
     for name, address in sorted(addresses.items()):
-        load = load_of(address)
+        load = load_of(address, secret)
         pages = load.total_pages - load.free_pages
         if pages or load.running or load.waiting:
             left.append(f"{name} holds {pages} pages, {load.running + load.waiting} requests")
