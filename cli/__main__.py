@@ -13,6 +13,7 @@ COMMANDS = {
     "up": ("up", "start a fleet on this machine"),
     "generate": ("generate", "send prompts to a fleet"),
     "status": ("status", "show a fleet's workers, their load and their links"),
+    "token": ("token", "make a token for a client of a fleet"),
     "bench": ("bench", "measure a fleet on a dataset"),
     "eval": ("evaluate", "measure the bundled model's accuracy"),
     "demo": ("demo", "start a fleet and solve three fresh problems"),

@@ -381,7 +381,7 @@ def _report(process: Process, pause_s: float) -> None:
 def taken(fleet: Fleet) -> list[str]:
     """A line for each source of what requests take by default, if the router tells it in time; one
     that answers none but its clients is not asked."""
-    if value_of(fleet.config.router_flags, "--tls-cert"):
+    if any(value_of(fleet.config.router_flags, flag) for flag in ("--tls-cert", "--keys")):
         return []
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
         return [line for model in client.models() for line in taken_defaults(model)]

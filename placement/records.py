@@ -144,6 +144,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefill: PlacedOn | None = None  # None where the decode worker prefills for itself
     prompt_tokens: int = 0
     num_tokens: int = 0  # tokens of the answer, known at its end
+    tenant: str = ""  # whose it is, where clients have keys
 
 
 class RoutedLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Final, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
@@ -23,6 +24,9 @@ TOLD: Final = "this call needs credentials that are known here"
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+
+CALLER: Final[ContextVar[str]] = ContextVar("caller", default="")
+"""Whose call it is that is being answered; empty where nobody asks."""
 
 
 class Doorkeeper(Protocol):

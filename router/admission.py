@@ -9,11 +9,11 @@ them. A waiting request is bounded by its own deadline. Not here: where a reques
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from effuse.protos.errors import Overloaded
+from effuse.router.fair_queue import FairQueue
 
 
 def count_seats(seats: Sequence[int], most: int) -> int:
@@ -23,8 +23,8 @@ def count_seats(seats: Sequence[int], most: int) -> int:
 
 
 class Admission:
-    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, first come
-    first served."""
+    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, of each
+    tenant first come first served, and tenants by turns (`fair_queue.py`)."""
 
     def __init__(self, most_running: int, max_waiting: int) -> None:
         self.most_running = most_running
@@ -32,7 +32,7 @@ class Admission:
         self.max_waiting = max_waiting
         self.knows_seats = False  # of a live decode worker
         self._running = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
 
     @property
     def num_running(self) -> int:
@@ -57,49 +57,68 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Holds a slot. Waits in the queue; the caller bounds how long.
+    async def slot(self, tenant: str = "", cost: int = 1) -> AsyncIterator[None]:
+        """Holds a slot, for a request of `cost` tokens. Waits in the queue; the caller bounds how
+        long.
 
-        Raises `Overloaded` at once, before anything is held."""
-        self.check()
-        await self._take_slot()
+        Raises `Overloaded` at once, before anything is held, or as it waits, where the queue is
+        full and another tenant has less in it."""
+        self.check(tenant)
+        await self._take_slot(tenant, cost)
         try:
             yield
         finally:
             self._free_slot()
 
-    def check(self) -> None:
-        """Raises where a request would be refused now; costs nothing."""
-        if self._running >= self.max_running and len(self._waiting) >= self.max_waiting:
-            raise Overloaded(
-                f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
-                "is all this router takes; try again later",
-                retry_after_s=1.0,
-            )
+    def check(self, tenant: str = "") -> None:
+        """Raises where a request of `tenant` would be refused now; costs nothing."""
+        if self._running < self.max_running or len(self._waiting) < self.max_waiting:
+            return
+        if not self._may_displace(tenant):
+            raise self._refusal()
 
-    async def _take_slot(self) -> None:
+    def _refusal(self) -> Overloaded:
+        return Overloaded(
+            f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
+            "is all this router takes; try again later",
+            retry_after_s=1.0,
+        )
+
+    def _may_displace(self, tenant: str) -> bool:
+        """Whether another tenant has so much more in a full queue that its newest request is to
+        give way."""
+        if not self._waiting:
+            return False
+        waiting = self._waiting
+        return waiting.length_of(waiting.longest()) > waiting.length_of(tenant) + 1
+
+    async def _take_slot(self, tenant: str, cost: int) -> None:
         if self._running < self.max_running and not self._waiting:
             self._running += 1
             return
+        if len(self._waiting) >= self.max_waiting and self._may_displace(tenant):
+            refused = self._waiting.pop_newest(self._waiting.longest())
+            if not refused.done():
+                refused.set_exception(self._refusal())
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting.push(tenant, cost, turn)
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._free_slot()  # its turn came in the same moment
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
+            else:
+                self._waiting.remove(tenant, turn)
             raise
 
     def _free_slot(self) -> None:
-        """Frees a slot, for who waits longest."""
+        """Frees a slot, for who is next."""
         self._running -= 1
         self._admit_next()
 
     def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
-            turn = self._waiting.popleft()
+            turn = self._waiting.pop()
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)

@@ -34,6 +34,9 @@ class RouterConfig(Access):
     tls_client_ca: Annotated[
         Path | None, "PEM certificates that sign those of clients; others are refused"
     ] = None
+    keys: Annotated[
+        Path | None, "file of clients' keys (see effuse token); without it anybody may ask"
+    ] = None
     max_message_bytes: Annotated[int, "largest message taken from a client"] = 4 << 20
 
     # The fleet.
@@ -79,7 +82,7 @@ class RouterConfig(Access):
         if self.tls_cert is None:
             self.check_plaintext("host", self.host, "calls")
         checks.together(self, "tls_cert", "tls_key")
-        for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "keys"):
             checks.file(name, getattr(self, name))
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("--tls-client-ca: expected --tls-cert, --tls-key beside it")

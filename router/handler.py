@@ -9,7 +9,6 @@ attempt (`attempt.py`), choosing workers (`policy.py`), what a failure means (`l
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import secrets
@@ -36,7 +35,7 @@ from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
-from effuse.router.shared_request import SharedRequest
+from effuse.router.shared_request import SharedRequest, digest_of_asked
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
@@ -75,13 +74,15 @@ def accept(
     try:
         if not router.admission.knows_seats:
             router.count_seats()
-        router.admission.check()
+        tenant = router.tenant()
+        router.quotas.check(tenant)
+        router.admission.check(tenant.name)
         request_id = _request_id(message)
-        asked_digest = _digest_of(message) if message.HasField("request_id") else ""
+        asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream)
     except EffuseError as error:
-        router.metrics.refused.labels(error.code.name).inc()
+        router.metrics.count_refusal(router.tenant().name, error.code.name)
         raise
     time_left: float | None = context.time_remaining()  # grpcio's types hide that there may be none
     limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
@@ -93,6 +94,7 @@ def accept(
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
+        tenant=tenant,
         asked_digest=asked_digest,
         is_repeated=any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ()),
     )
@@ -110,7 +112,8 @@ class Handler:
         """Tells the client the answer and returns what is said at its end; raises `EffuseError`.
         Whatever happens, the request ends here and is counted."""
         router, request = self._router, self._request
-        with router.requests.running(request):
+        quota = router.quotas.running(request.tenant)
+        with router.requests.running(request), quota as spend:
             try:
                 async with asyncio.timeout_at(request.deadline) as limit:
                     with router.requests.limited_by(limit):
@@ -128,11 +131,15 @@ class Handler:
                 if not request.is_ended:  # an exception of ours is on its way to the border
                     self._record_end(Event.FAILED, "INTERNAL")
                 self._shared.end(None)
+                spend(num_tokens := len(request.prompt_token_ids) + len(request.token_ids))
+                router.metrics.count_tokens(request.tenant.name, num_tokens)
 
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
-        async with self._router.admission.slot():
+        asked, tenant = self._request.asked, self._request.tenant
+        cost = asked.max_tokens or asked.model.defaults.max_tokens
+        async with self._router.admission.slot(tenant.name, cost):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -150,7 +157,7 @@ class Handler:
             await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
         request.status = "OK"
-        router.metrics.count_repeated()
+        router.metrics.count_repeated(request.tenant.name)
         return pb.Finished(
             finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
         )
@@ -320,7 +327,8 @@ class Handler:
         usage, stats = request.usage(), request.stats(self._router.now())
         request.status = "OK"
         # Counted once the answer is on its way.
-        asyncio.get_running_loop().call_soon(self._router.metrics.count_answer, usage, stats)
+        count = self._router.metrics.count_answer
+        asyncio.get_running_loop().call_soon(count, usage, stats, request.tenant.name)
         return pb.Finished(
             finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
         )
@@ -356,7 +364,7 @@ class Handler:
         if not request.is_ended:
             request.apply_event(event, now, status)
             request.status = status
-        metrics.requests.labels(status).inc()
+        metrics.count_end(request.tenant.name, status)
         metrics.latency.observe(now - request.arrived)
         LOG.info("request %s ended with %s: %s", request.id, status, request.tell_story())
 
@@ -376,11 +384,6 @@ def _request_id(message: pb.GenerateRequest) -> str:
     check_request_id(message.request_id, findings)
     findings.raise_any()
     return message.request_id
-
-
-def _digest_of(message: pb.GenerateRequest) -> str:
-    """Of the request as it was sent: the same where a client sends it again."""
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _sentences(*texts: str) -> str:

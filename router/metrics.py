@@ -57,6 +57,14 @@ class Metrics:
             "effuse_num_requests_stalled", "Admitted requests that wait for a worker, by why",
             ["reason"], registry=self.registry,
         )  # fmt: skip
+        self.tenants = Counter(
+            "effuse_tenant_requests", "Requests of clients with keys, by how they ended",
+            ["tenant", "status"], registry=self.registry,
+        )  # fmt: skip
+        self.tenant_tokens = Counter(
+            "effuse_tenant_tokens", "Tokens of their prompts and answers", ["tenant"],
+            registry=self.registry,
+        )  # fmt: skip
         self.prompt_tokens = Counter(
             "effuse_prompt_tokens", "Prompt tokens of answered requests", registry=self.registry
         )
@@ -70,18 +78,35 @@ class Metrics:
             "effuse_e2e_request_latency_seconds", "Arrival to the end of a request"
         )
 
-    def count_answer(self, usage: pb.Usage, stats: pb.GenerationStats) -> None:
+    def count_end(self, tenant: str, status: str) -> None:
+        """A request has ended; `tenant` is empty where clients have no keys."""
+        self.requests.labels(status).inc()
+        if tenant:
+            self.tenants.labels(tenant, status).inc()
+
+    def count_refusal(self, tenant: str, status: str) -> None:
+        """A request was refused before anything was held for it."""
+        self.refused.labels(status).inc()
+        if tenant:
+            self.tenants.labels(tenant, status).inc()
+
+    def count_tokens(self, tenant: str, num_tokens: int) -> None:
+        """Tokens of a request that has ended, well or not."""
+        if tenant:
+            self.tenant_tokens.labels(tenant).inc(num_tokens)
+
+    def count_answer(self, usage: pb.Usage, stats: pb.GenerationStats, tenant: str = "") -> None:
         """A request that ended well."""
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.generation_tokens.inc(usage.completion_tokens)
         self.first_block.observe(stats.first_block_s)
         self.latency.observe(stats.total_s)
-        self.requests.labels("OK").inc()
+        self.count_end(tenant, "OK")
 
-    def count_repeated(self) -> None:
+    def count_repeated(self, tenant: str = "") -> None:
         """A request that was answered with what was kept."""
         self.repeated.inc()
-        self.requests.labels("OK").inc()
+        self.count_end(tenant, "OK")
 
     def count_failure(self, failure: Failure) -> None:
         """An attempt that failed, where another one may follow."""

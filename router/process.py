@@ -106,7 +106,9 @@ async def _start(router: Router) -> RpcServer:
     """Listens, not ready yet as far as health goes."""
     config = router.config
     limits = replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes)
-    server = RpcServer(limits, shares_port=config.share_port, tls=_tls(config))
+    server = RpcServer(
+        limits, shares_port=config.share_port, tls=_tls(config), doorkeeper=router.keys
+    )
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         GenerationServicer(router), server.server
     )

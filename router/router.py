@@ -20,17 +20,20 @@ from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import EngineLost, Poisonous
 from effuse.protos.fleet_channel import FleetAccess
+from effuse.protos.gate import CALLER
 from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue
 from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
 from effuse.router.fleet import RoutedFleet
+from effuse.router.keys import KeyRing, Tenant
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import Metrics
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, life_of
+from effuse.router.quotas import Quotas
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
@@ -65,6 +68,8 @@ class Router:
         )
         self.catalogue = Catalogue(self.fleet)
         self.admission = Admission(config.max_concurrent_requests, config.max_queue)
+        self.keys = None if config.keys is None else KeyRing(config.keys)
+        self.quotas = Quotas(now)
         self.requests = KnownRequests(store, now)
         self.cleanup = Cleanup(self.fleet)
         self.verdicts = Verdicts(now)
@@ -123,6 +128,11 @@ class Router:
             takes_chats=tokenizer.has_chat_template,
             chat_end_ids=tokenizer.chat_end_ids,
         )
+
+    def tenant(self) -> Tenant:
+        """Whose call is being answered, and what it may have."""
+        name = CALLER.get()
+        return Tenant(name) if self.keys is None else self.keys.tenant(name)
 
     # What engines die of.
 

@@ -70,6 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_request_id(request.request_id, findings)
         findings.raise_any()
         requests = self._router.requests
-        known = requests.find(request.request_id)
-        found = known or await requests.find_stored(request.request_id)
+        tenant = self._router.tenant().name  # nobody reads another's answer
+        known = requests.find(request.request_id, tenant)
+        found = known or await requests.find_stored(request.request_id, tenant)
         return await requests.add_answer(found)

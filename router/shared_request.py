@@ -9,6 +9,7 @@ here alone, and a request that is asked for the first time goes on without it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from typing import Final
 
@@ -26,6 +27,7 @@ from effuse.placement.records import (
 from effuse.placement.store import Claim, StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, Unavailable
 from effuse.router.client import Recipient
+from effuse.router.keys import Tenant
 from effuse.router.policy import Placement
 from effuse.router.request import Request, State
 from effuse.router.router import Router
@@ -163,6 +165,7 @@ class SharedRequest:
             router_id=self._router.id,
             state="running",
             model=self._request.asked.model.name,
+            tenant=self._request.tenant.name,
         )
 
     def _write(self, record: PlacementRecord, answer: pb.GenerateResponse | None = None) -> None:
@@ -180,3 +183,9 @@ class SharedRequest:
 
 def _placed_on(record: WorkerRecord) -> PlacedOn:
     return PlacedOn(worker_id=record.worker_id, incarnation=record.incarnation)
+
+
+def digest_of_asked(message: pb.GenerateRequest, tenant: Tenant) -> str:
+    """Of a request as it was sent: the same where its tenant, and nobody else, sends it again."""
+    owner = tenant.name.encode() + b"\0"
+    return hashlib.sha256(owner + message.SerializeToString(deterministic=True)).hexdigest()
