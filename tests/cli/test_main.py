@@ -31,6 +31,7 @@ def test_every_command_refuses_an_unknown_flag(
         "generate": ["hello"],
         "bench": ["--dataset", __file__],
         "convert-tokenizer": ["."],
+        "token": ["acme"],
     }
     with pytest.raises(SystemExit) as ended:
         main([name, *required.get(name, []), "--no-such-flag"])
