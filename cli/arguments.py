@@ -10,6 +10,7 @@ from pathlib import Path
 
 from effuse.client.credentials import Credentials, read_token
 from effuse.config.checks import is_redis_url
+from effuse.config.checks import redis_url as check_redis_url
 from effuse.protos.tls import TlsFiles
 
 
@@ -80,9 +81,13 @@ def new_file(text: str) -> Path:
 
 
 def redis_url(text: str) -> str:
-    """A Redis's address."""
+    """A Redis's address, without a password."""
     if not is_redis_url(text):
         raise argparse.ArgumentTypeError(f"expected redis://HOST:PORT/DB, got {text!r}")
+    try:
+        check_redis_url("redis_url", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
     return text
 
 

@@ -5,12 +5,9 @@ the benchmarks use. Nothing is left behind: no process, no file, unless starting
 """
 
 import contextlib
-import json
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,8 +29,9 @@ from effuse.cli.commands import (
     value_of,
 )
 from effuse.cli.gpus import VARIABLE, Assignment, assign
+from effuse.cli.home import Home
 from effuse.cli.process import Process, Spawner, stop_all
-from effuse.protos.fleet_secret import FleetSecret
+from effuse.placement.redis_access import RedisAccess
 
 Role = Literal["redis", "router", "prefill", "decode"]
 
@@ -74,7 +72,7 @@ class FleetConfig:
     gpus: tuple[str, ...] | None = None  # for the workers; None leaves them what the caller sees
     prefill_gpus: tuple[str, ...] | None = None  # one for each prefill worker; None takes of `gpus`
     decode_gpus: tuple[str, ...] | None = None
-    has_secret: bool = True  # workers take calls of none but the fleet's own processes
+    has_secret: bool = True  # workers and its own Redis take calls of none but its processes
     gpu_sharing: bool = False  # lets several workers share a GPU and divides its memory
     env: dict[str, str] = field(default_factory=dict)  # added to the environment of all
     log_dir: Path | None = None  # None logs to a directory that `stop` removes
@@ -132,8 +130,8 @@ class Fleet:
         self._port: socket.socket | None = None  # held for the routers
         if config.log_dir is not None:
             config.log_dir.mkdir(parents=True, exist_ok=True)
-        self._home = Path(tempfile.mkdtemp(prefix="effuse-"))
-        self.log_dir = config.log_dir or self._home
+        self._home = Home(config.router_flags)
+        self.log_dir = config.log_dir or self._home.path
 
     def __enter__(self) -> Self:
         self.start()
@@ -163,10 +161,10 @@ class Fleet:
         began = time.monotonic()
         deadline = began + (self.config.ready_timeout_s or longest_start_s(self.config))
         try:
+            if self.config.has_secret:
+                self._home.make_secret()
             self._port = _hold_port(self.config.host, self.config.port)
             self._start_redis(deadline)
-            if self.config.has_secret:
-                FleetSecret.make(self._secret_file)
             members = member_commands(self.config, self._surroundings(self._port))
             self._commands.update(members)
             for name in members:
@@ -195,7 +193,7 @@ class Fleet:
         self._spawner.close()
         if self._port is not None:
             self._port.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        self._home.remove()
 
     def roll(self, name: str) -> Iterator[None]:
         """Replace one process, with nothing lost: a router by another one that listens and knows
@@ -247,12 +245,12 @@ class Fleet:
     def is_back(self, name: str) -> bool:
         """Whether a process that was started again is ready; where it listens is known then."""
         if name == "redis":
-            with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:
+            with self._redis() as client:
                 return _answers(client)
-        ready = self._ready_file(name)
+        ready = self._home.ready_file(name)
         if not ready.exists():
             return False
-        self._addresses[name] = _address_in(ready)
+        self._addresses[name] = self._home.address(name)
         return True
 
     def dead(self) -> list[Process]:
@@ -270,7 +268,7 @@ class Fleet:
         def enough() -> bool:
             nonlocal seen
             for name in router_names(self.config):
-                seen = _live_workers(self._ready_file(name))
+                seen = self._home.live_workers(name)
                 if seen[0] < prefill or seen[1] < decode:
                     return False
             return True
@@ -301,7 +299,7 @@ class Fleet:
         return status
 
     def _spawn(self, name: str) -> None:
-        self._ready_file(name).unlink(missing_ok=True)
+        self._home.ready_file(name).unlink(missing_ok=True)
         log, env = self.log_dir / f"{name}.log", {**_QUIET, **self.config.env}
         if gpu := self.gpus.get(name):
             env[VARIABLE] = gpu.gpu
@@ -310,29 +308,32 @@ class Fleet:
         self.processes[name] = self._spawner.start(name, self._commands[name], log=log, env=env)
 
     @property
-    def _secret_file(self) -> Path:
-        return self._home / "fleet.secret"
+    def redis_access(self) -> RedisAccess:
+        """How its Redis is reached."""
+        return self._home.redis_access
 
-    def _ready_file(self, name: str) -> Path:
-        return self._home / f"{name}.ready.json"
+    def _redis(self) -> redis.Redis:
+        arguments = self.redis_access.arguments(self.redis_url)
+        return redis.Redis.from_url(self.redis_url, socket_timeout=1.0, **arguments)
 
     def _await_address(self, name: str, deadline: float, only: str | None = None) -> str:
-        ready = self._ready_file(name)
+        ready = self._home.ready_file(name)
         if not self._wait(deadline, ready.exists, only):
             process = self.processes[name]
             raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
-        return _address_in(ready)
+        return self._home.address(name)
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
             port = _free_port()
             self.redis_url = f"redis://{LOOPBACK}:{port}/0"
-            self._commands["redis"] = redis_command(port, self._home)
+            users = self._home.make_redis_user(self.name)
+            self._commands["redis"] = redis_command(port, self._home.path, users)
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
 
     def _await_redis(self, deadline: float, only: str | None = None) -> None:
-        with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:
+        with self._redis() as client:
             if not self._wait(deadline, lambda: _answers(client), only):
                 raise FleetError(f"no Redis answers at {self.redis_url}")
 
@@ -342,17 +343,14 @@ class Fleet:
             redis_url=self.redis_url,
             port=port.getsockname()[1],
             gpus=self.gpus,
-            ready_file=self._ready_file,
-            secret_file=self._secret_file if self.config.has_secret else None,
+            ready_file=self._home.ready_file,
+            secret_file=self._home.secret_file,
+            redis_credentials=self.redis_access.credentials,
         )
 
 
 def _role_of(name: str) -> str:
     return name.split("-")[0]
-
-
-def _address_in(ready: Path) -> str:
-    return str(json.loads(ready.read_text())["address"])
 
 
 def _hold_port(host: str, port: int) -> socket.socket:
@@ -386,11 +384,3 @@ def _answers(client: redis.Redis) -> bool:
     with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
         return bool(client.ping())
     return False
-
-
-def _live_workers(ready: Path) -> tuple[int, int]:
-    """Prefill and decode workers that a router knows, by its word."""
-    if not ready.exists():  # it is being replaced
-        return 0, 0
-    told = json.loads(ready.read_text())
-    return int(told["prefill"]), int(told["decode"])

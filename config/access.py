@@ -41,11 +41,18 @@ class Access:
     fleet_secret: Annotated[
         Path | None, "file with a secret that the processes of the fleet know each other by"
     ] = None
+    redis_credentials: Annotated[
+        Path | None, "file with user:password of Redis; else EFFUSE_REDIS_CREDENTIALS has them"
+    ] = None
+    redis_ca: Annotated[Path | None, "PEM certificates that sign Redis's, of rediss://"] = None
 
     def __post_init__(self) -> None:
         checks.whole("health_port", self.health_port, 0, 65535)
         checks.together(self, "fleet_cert", "fleet_key", "fleet_ca")
-        for name in ("fleet_cert", "fleet_key", "fleet_ca", "fleet_secret"):
+        for name in (
+            *("fleet_cert", "fleet_key", "fleet_ca", "fleet_secret"),
+            *("redis_credentials", "redis_ca"),
+        ):
             checks.file(name, getattr(self, name))
         checks.whole("metrics_port", self.metrics_port, 0, 65535)
         if self.metrics_port is not None:

@@ -67,9 +67,12 @@ def is_loopback(host: str) -> bool:
 
 
 def redis_url(name: str, url: str | None) -> None:
-    """Refuses an address, where there is one, that is not a Redis's."""
+    """Refuses an address, where there is one, that is not a Redis's, and one with a password: what
+    stands on a command line is read by every user of the machine."""
     if url is not None and not is_redis_url(url):
         raise ValueError(f"{flag_of(name)}: expected redis://host:port/db, got {url!r}")
+    if url is not None and urlsplit(url).password is not None:
+        raise ValueError(f"{flag_of(name)}: expected no password; --redis-credentials names a file")
 
 
 def is_redis_url(url: str) -> bool:

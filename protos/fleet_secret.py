@@ -4,30 +4,21 @@ A call carries a digest of the secret and of the address that it goes to: who li
 nothing that opens another door. Before anything else is sent, who is called proves by a digest of a
 fresh nonce and of its own address that it knows the secret, so that a stranger cannot pass the
 question on to one who does. Against who reads or changes what is on the wire only TLS helps.
+Not here: calls (`fleet_channel.py`, `gate.py`).
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeAlias
-
-import grpc.aio
-
-from effuse.protos.errors import InvalidRequest
-from effuse.v1 import proof_pb2 as pb
-from effuse.v1 import proof_pb2_grpc as pb_grpc
+from typing import Final
 
 TOKEN_KEY: Final = "effuse-fleet-token"
 """Metadata under which a call carries its digest."""
 LEAST_BYTES: Final = 16
 MOST_BYTES: Final = 4096
 NONCE_BYTES: Final = 32
-_LONGEST_NONCE: Final = 64
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[pb.ProveRequest, pb.ProveResponse]"
 
 
 class FleetSecret:
@@ -64,18 +55,3 @@ class FleetSecret:
         """32 bytes that follow from the secret, for one purpose; nobody else can tell them."""
         told = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
         return hmac.digest(self._secret, told, "sha256")
-
-
-class ProofServicer(pb_grpc.ProofServiceServicer):
-    """Answers for the process that `address()` is the announced address of."""
-
-    def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
-        self._secret = secret
-        self._address = address
-
-    async def Prove(self, request: pb.ProveRequest, context: _Context) -> pb.ProveResponse:
-        """The proof; raises `InvalidRequest` for a nonce of another form."""
-        if not LEAST_BYTES <= len(request.nonce) <= _LONGEST_NONCE:
-            expected = f"expected {LEAST_BYTES} to {_LONGEST_NONCE} bytes"
-            raise InvalidRequest.of("nonce", f"{expected}, got {len(request.nonce)}")
-        return pb.ProveResponse(digest=self._secret.proof(self._address(), request.nonce))

@@ -14,16 +14,21 @@ from typing import Final, Protocol, TypeAlias, TypeVar, cast
 import grpc
 import grpc.aio
 
-from effuse.protos.errors import DETAILS_KEY, Unauthenticated, to_status
-from effuse.protos.fleet_secret import TOKEN_KEY, FleetSecret
+from effuse.protos.errors import DETAILS_KEY, InvalidRequest, Unauthenticated, to_status
+from effuse.protos.fleet_secret import LEAST_BYTES, TOKEN_KEY, FleetSecret
+from effuse.v1 import proof_pb2 as pb
+from effuse.v1 import proof_pb2_grpc as pb_grpc
 
 OPEN_SERVICES: Final = ("/grpc.health.v1.Health/", "/effuse.v1.ProofService/")
 TOLD: Final = "this call needs credentials that are known here"
 """All that a refused caller hears, whatever is wrong."""
 
+_LONGEST_NONCE: Final = 64
+
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+_ProveContext: TypeAlias = "grpc.aio.ServicerContext[pb.ProveRequest, pb.ProveResponse]"
 
 CALLER: Final[ContextVar[str]] = ContextVar("caller", default="")
 """Whose call it is that is being answered; empty where nobody asks."""
@@ -85,3 +90,18 @@ async def _refuse(requests: AsyncIterator[object], context: _Context) -> None:
 _REFUSAL: Final[grpc.RpcMethodHandler[object, object]] = grpc.stream_stream_rpc_method_handler(
     _refuse
 )
+
+
+class ProofServicer(pb_grpc.ProofServiceServicer):
+    """Answers for the process that `address()` is the announced address of."""
+
+    def __init__(self, secret: FleetSecret, address: Callable[[], str]) -> None:
+        self._secret = secret
+        self._address = address
+
+    async def Prove(self, request: pb.ProveRequest, context: _ProveContext) -> pb.ProveResponse:
+        """The proof; raises `InvalidRequest` for a nonce of another form."""
+        if not LEAST_BYTES <= len(request.nonce) <= _LONGEST_NONCE:
+            expected = f"expected {LEAST_BYTES} to {_LONGEST_NONCE} bytes"
+            raise InvalidRequest.of("nonce", f"{expected}, got {len(request.nonce)}")
+        return pb.ProveResponse(digest=self._secret.proof(self._address(), request.nonce))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from effuse.placement.redis_access import RedisAccess
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
@@ -55,7 +56,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
-    async with rpc.shutdown_signal() as stop, Store(config.redis_url, config.fleet) as store:
+    access = RedisAccess(credentials=config.redis_credentials, ca=config.redis_ca)
+    store_of_fleet = Store(config.redis_url, config.fleet, access=access)
+    async with rpc.shutdown_signal() as stop, store_of_fleet as store:
         await serve(Router(config, tokenizer, store), stop)
 
 

@@ -64,6 +64,9 @@ class WorkerConfig(Access):
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 0
     advertise_host: Annotated[str | None, "name or address that others reach this worker by"] = None
     connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
+    encrypt_pages: Annotated[
+        bool, "encrypt pages over zmq, for who has the fleet-secret alone (CURVE)"
+    ] = False
     connector_host: Annotated[
         str | None, "address of the zmq connector; advertise-host where absent"
     ] = None
@@ -90,7 +93,10 @@ class WorkerConfig(Access):
         Access.__post_init__(self)
         if self.fleet_cert is None:
             self.check_plaintext("host", self.host, "calls")
-        self.check_plaintext("host", self.host, "pages")
+        if self.encrypt_pages and self.connector != "zmq":
+            raise ValueError(f"--encrypt-pages: expected --connector zmq, got {self.connector}")
+        if not self.encrypt_pages:
+            self.check_plaintext("host", self.host, "pages")
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)
         for name in ("num_pages", "block_size", "max_model_len"):

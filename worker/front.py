@@ -16,12 +16,12 @@ import grpc.aio
 from effuse.placement import records
 from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
+from effuse.placement.redis_access import RedisAccess
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import Draining
 from effuse.protos.fleet_channel import FleetAccess
-from effuse.protos.fleet_secret import ProofServicer
-from effuse.protos.gate import FleetOnly
+from effuse.protos.gate import FleetOnly, ProofServicer
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker import logs, metrics
@@ -153,9 +153,13 @@ class Front:
             LOG.info("metrics are on %s:%d", host, port)
 
     async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
-        if not self._config.redis_url:
+        config = self._config
+        if not config.redis_url:
             return []
-        store = await stack.enter_async_context(Store(self._config.redis_url, self._config.fleet))
+        access = RedisAccess(credentials=config.redis_credentials, ca=config.redis_ca)
+        store = await stack.enter_async_context(
+            Store(config.redis_url, config.fleet, access=access)
+        )
         self._announcer = Announcer(store, self.shell.record, new_incarnation())
         beside: list[Coroutine[None, None, None]] = [self._keep_lease(self._announcer)]
         if self._role.beside is not None:

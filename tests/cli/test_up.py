@@ -214,7 +214,7 @@ def test_a_gpu_that_is_not_shared_is_used_as_the_flags_say() -> None:
 def _memory(fleet: Fleet) -> dict[str, list[str]]:
     """What the fleet itself says of memory to each worker, behind all other flags."""
     around = Surroundings(
-        fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._ready_file
+        fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._home.ready_file
     )
     return {
         name: words[-1:] if words[-2] == "--gpu-memory-utilization" else []
@@ -341,7 +341,7 @@ def fleet() -> Iterator[Fleet]:
         ' pathlib.Path(sys.argv[1]).write_text(\'{"address": "a:1"}\'); time.sleep(60)'
     )
     for name, tries in (("prefill-0", "3"), ("decode-0", "2")):
-        ready, tried = fleet._ready_file(name), fleet.log_dir / f"{name}.tries"
+        ready, tried = fleet._home.ready_file(name), fleet.log_dir / f"{name}.tries"
         fleet._commands[name] = [sys.executable, "-c", code, str(ready), str(tried), tries]
     yield fleet
     fleet.stop(lambda: True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import grpc.aio
 import msgspec
 import pytest
+import redis
+from e2e.processes import tree
 from e2e.tiny import tiny_checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -98,7 +101,9 @@ def test_a_forged_record_draws_no_prompt(fleet: Fleet) -> None:
 
 async def _forge(fleet: Fleet, address: str) -> list[WorkerRecord]:
     """Announces a stranger for every worker, with a lease that outlives the test."""
-    async with Store(fleet.redis_url, fleet.name, timeout_s=30.0) as store:
+    async with Store(
+        fleet.redis_url, fleet.name, access=fleet.redis_access, timeout_s=30.0
+    ) as store:
         real = [decode_worker(value) for value, _ in await store.workers()]
         forged = [
             msgspec.structs.replace(one, worker_id=f"forged-{one.role}", address=address)
@@ -107,3 +112,30 @@ async def _forge(fleet: Fleet, address: str) -> list[WorkerRecord]:
         for record in forged:
             await store.announce(record, 300.0, "forger", takes=True)
     return forged
+
+
+def test_a_stray_process_cannot_ask_redis(fleet: Fleet) -> None:
+    """Nor can who knows its password do more than a process of the fleet has to."""
+    with redis.Redis.from_url(fleet.redis_url, socket_timeout=30) as stray:
+        for ask in (stray.ping, stray.dbsize, lambda: stray.set("effuse:x", 1)):
+            with pytest.raises(redis.AuthenticationError):
+                ask()
+    known = fleet.redis_access.arguments(fleet.redis_url)
+    with redis.Redis.from_url(fleet.redis_url, socket_timeout=30, **known) as member:
+        assert member.ping()
+        ask: Any = member.execute_command
+        for words in (("CONFIG", "GET", "*"), ("GET", "another:key")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                ask(*words)
+
+
+def test_no_secret_stands_on_a_command_line_or_in_a_log(fleet: Fleet) -> None:
+    shown = "\n".join(
+        [path.read_text() for path in fleet.log_dir.glob("*.log")]
+        + [" ".join(one.cmdline()) for p in fleet.processes.values() for one in tree(p.pid)]
+    )
+    home = fleet.log_dir
+    secrets = [(home / "fleet.secret").read_text(), (home / "redis.credentials").read_text()]
+    assert "--redis-credentials" in shown
+    for secret in secrets:
+        assert secret.strip().rpartition(":")[2] not in shown

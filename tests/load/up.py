@@ -22,6 +22,7 @@ from pathlib import Path
 from e2e.client import load_of
 
 from effuse.placement.records import decode_worker
+from effuse.placement.redis_access import RedisAccess
 from effuse.placement.store import Store
 from effuse.protos.fleet_secret import FleetSecret
 
@@ -45,6 +46,7 @@ class Up:
     fleet: str
     pid: int
     secret: FleetSecret  # that its workers answer to
+    redis_access: RedisAccess
 
     def held(self) -> list[str]:
         """What its workers still hold once they have had time to let go; empty as it should be."""
@@ -56,7 +58,8 @@ class Up:
 
     async def _workers(self) -> dict[str, str]:
         """Addresses of its workers by their names."""
-        async with Store(self.redis_url, self.fleet, timeout_s=30.0) as store:
+        access = self.redis_access
+        async with Store(self.redis_url, self.fleet, access=access, timeout_s=30.0) as store:
             records = [decode_worker(value) for value, _ in await store.workers()]
         return {record.worker_id: record.address for record in records}
 
@@ -78,8 +81,10 @@ def running(flags: Sequence[str], *, complains: bool = False) -> Generator[Up, N
             greeting = _first_line(child)
             try:
                 if found := GREETING.match(greeting):
-                    known = FleetSecret.read(secret)
-                    yield Up(greeting, found["address"], found["redis"], fleet, child.pid, known)
+                    yield Up(
+                        greeting, found["address"], found["redis"], fleet, child.pid,
+                        *_known_by(secret),
+                    )  # fmt: skip
             finally:
                 child.send_signal(signal.SIGTERM)
                 status = child.wait(END_S)
@@ -87,6 +92,13 @@ def running(flags: Sequence[str], *, complains: bool = False) -> Generator[Up, N
         complaint = said.read().strip()
         if found is None or status or (complaint and not complains):
             raise UpError(f"effuse up ended with status {status} and said: {complaint or greeting}")
+
+
+def _known_by(path: Path) -> tuple[FleetSecret, RedisAccess]:
+    """The secret in a file, and how the fleet's Redis is reached by who knows it."""
+    secret, credentials = FleetSecret.read(path), path.with_name("redis")
+    credentials.write_text(f"effuse:{secret.derive('redis').hex()}")
+    return secret, RedisAccess(credentials=credentials)
 
 
 def _first_line(child: subprocess.Popen[str]) -> str:

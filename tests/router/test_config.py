@@ -26,7 +26,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "--fleet-cert", str(pem), "--fleet-key", str(pem), "--fleet-ca", str(pem),
             "--fleet-secret", str(pem),
             "--tls-cert", str(pem), "--tls-key", str(pem), "--tls-client-ca", str(pem),
-            "--keys", str(pem),
+            "--keys", str(pem), "--redis-credentials", str(pem), "--redis-ca", str(pem),
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
