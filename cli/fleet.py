@@ -327,7 +327,7 @@ class Fleet:
         if not self.redis_url:
             port = _free_port()
             self.redis_url = f"redis://{LOOPBACK}:{port}/0"
-            users = self._home.make_redis_user(self.name)
+            users = self._home.make_redis_user()
             self._commands["redis"] = redis_command(port, self._home.path, users)
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))

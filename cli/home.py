@@ -35,14 +35,14 @@ class Home:
             self.secret_file = self.path / "fleet.secret"
             FleetSecret.make(self.secret_file)
 
-    def make_redis_user(self, fleet: str) -> Path | None:
+    def make_redis_user(self) -> Path | None:
         """Writes the list of users of a Redis that the fleet starts, and how its processes reach
         it; the password follows from the secret, and without one anybody is a user (None)."""
         if self.secret_file is None:
             return None
         users, credentials = self.path / "redis.users", self.path / "redis.credentials"
         password = FleetSecret.read(self.secret_file).derive("redis").hex()
-        rights = f"~effuse:{{{fleet}}}:* -@all +@read +@write +@scripting +@connection"
+        rights = "~* -@all +@read +@write +@scripting +@connection"
         for path, text in (
             (users, f"user default off\nuser effuse on >{password} {rights}\n"),
             (credentials, f"effuse:{password}\n"),
