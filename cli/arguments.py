@@ -11,12 +11,13 @@ from pathlib import Path
 from effuse.client.credentials import Credentials, read_token
 from effuse.config.checks import is_redis_url
 from effuse.config.checks import redis_url as check_redis_url
+from effuse.config.flags import add_switch, make_parser
 from effuse.protos.tls import TlsFiles
 
 
 def command(name: str, about: str) -> argparse.ArgumentParser:
-    """A parser for `effuse NAME`; flags must be written out in full."""
-    return argparse.ArgumentParser(prog=f"effuse {name}", description=about, allow_abbrev=False)
+    """A parser for `effuse NAME`; flags must be written out in full, and help tells defaults."""
+    return make_parser(f"effuse {name}", about)
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -126,12 +127,14 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
     """Flags of a command that asks a router."""
     group = parser.add_argument_group("what the router is known by, and shown")
     add = group.add_argument
-    add("--tls", action="store_true", help="speak TLS, and trust the system's authorities")
-    add("--tls-ca", type=file, metavar="FILE", help="speak TLS, and trust these PEM certificates")
-    add("--tls-cert", type=file, metavar="FILE", help="PEM certificate to show")
-    add("--tls-key", type=file, metavar="FILE", help="PEM key of it")
+    add_switch(group, "--tls", "speak TLS, and trust the system's authorities")
+    add("--tls-ca", type=file, metavar="FILE",
+        help="speak TLS, and trust these PEM certificates (default: the system's)")  # fmt: skip
+    add("--tls-cert", type=file, metavar="FILE",
+        help="PEM certificate to show (default: none)")  # fmt: skip
+    add("--tls-key", type=file, metavar="FILE", help="PEM key of it (default: none)")
     add("--token-file", type=file, metavar="FILE",
-        help="file with the token to show; EFFUSE_TOKEN of the environment if absent")  # fmt: skip
+        help="file with the token to show (default: EFFUSE_TOKEN of the environment)")  # fmt: skip
 
 
 def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Credentials:

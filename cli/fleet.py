@@ -123,7 +123,7 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.gpus = config.assignments()  # by worker; empty where the environment decides
         self.ready_s = 0.0  # seconds from `start` until the router knew every worker
-        self._addresses: dict[str, str] = {}
+        self._told: dict[str, dict[str, str]] = {}  # by a process when it was ready
         self._commands: dict[str, list[str]] = {}
         self._ended: list[Process] = []  # those that the caller ended
         self._spawner = Spawner()
@@ -143,11 +143,15 @@ class Fleet:
     @property
     def address(self) -> str:
         """Where clients find the router, as host:port."""
-        return self._addresses[router_names(self.config)[0]]
+        return self.address_of(router_names(self.config)[0])
 
     def address_of(self, name: str) -> str:
         """Where a process listens, as host:port."""
-        return self._addresses[name]
+        return self._told[name]["address"]
+
+    def metrics_of(self, name: str) -> str | None:
+        """Where its metrics are, as host:port; None where it serves none."""
+        return self._told[name].get("metrics")
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""
@@ -170,7 +174,7 @@ class Fleet:
             for name in members:
                 self._spawn(name)
             for name in members:
-                self._addresses[name] = self._await_address(name, deadline)
+                self._told[name] = self._await_ready(name, deadline)
             self.wait_for_workers(
                 self.config.prefill, self.config.decode, max(0.0, deadline - time.monotonic())
             )
@@ -250,7 +254,7 @@ class Fleet:
         ready = self._home.ready_file(name)
         if not ready.exists():
             return False
-        self._addresses[name] = self._home.address(name)
+        self._told[name] = self._home.told(name)
         return True
 
     def dead(self) -> list[Process]:
@@ -316,12 +320,12 @@ class Fleet:
         arguments = self.redis_access.arguments(self.redis_url)
         return redis.Redis.from_url(self.redis_url, socket_timeout=1.0, **arguments)
 
-    def _await_address(self, name: str, deadline: float, only: str | None = None) -> str:
+    def _await_ready(self, name: str, deadline: float, only: str | None = None) -> dict[str, str]:
         ready = self._home.ready_file(name)
         if not self._wait(deadline, ready.exists, only):
             process = self.processes[name]
             raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
-        return self._home.address(name)
+        return self._home.told(name)
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:

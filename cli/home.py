@@ -56,9 +56,10 @@ class Home:
         """Where a process says that it is ready."""
         return self.path / f"{name}.ready.json"
 
-    def address(self, name: str) -> str:
-        """Where a process that is ready listens, as host:port."""
-        return str(json.loads(self.ready_file(name).read_text())["address"])
+    def told(self, name: str) -> dict[str, str]:
+        """What a process that is ready has said, its address as host:port among it."""
+        said = json.loads(self.ready_file(name).read_text())
+        return {key: str(value) for key, value in said.items()}
 
     def live_workers(self, router: str) -> tuple[int, int]:
         """Prefill and decode workers that a router knows, by its word."""

@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
     return 0 if any(_can_answer(worker) for worker in workers) else 1
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the flags say; exits with status 2 on bad ones."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("status", "Show the workers of a running fleet, their load and their links.")
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
@@ -63,6 +63,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--timeout", type=seconds, default=5.0, metavar="S",
         help="longest the router may take (default: 5)")  # fmt: skip
     add_credentials(parser)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """What the flags say; exits with status 2 on bad ones."""
+    parser = make_parser()
     found = parser.parse_args(argv)
     found.credentials = credentials_of(parser, found)
     return found
@@ -149,9 +155,8 @@ def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:
 
 def _quarantine(worker: model_pb2.Worker, held: model_pb2.WorkerQuarantine) -> str:
     pages = f"{held.pages} pages in quarantine"
-    return (
-        f"{worker.worker_id}: {pages} for {held.age_s:.0f} s, until {held.writer} lets go of them"
-    )
+    age_s = held.age.ToTimedelta().total_seconds()
+    return f"{worker.worker_id}: {pages} for {age_s:.0f} s, until {held.writer} lets go of them"
 
 
 def _summary(workers: Sequence[model_pb2.Worker]) -> str:

@@ -4,6 +4,7 @@ The token goes to standard output and is kept nowhere; the line goes into the fi
 given as `--keys`, which take it within a call or two.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +13,27 @@ from effuse.cli.arguments import command, whole
 from effuse.router.keys import Tenant, line_of, make_token
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("token", "Make a token for a client, and the line by which routers know it.")
     add = parser.add_argument
     add("tenant", metavar="TENANT", help="whom it is for; letters, digits, dots, hyphens")
     add("--requests", type=whole(1, 10**9 - 1), metavar="N",
-        help="requests that the tenant may have at once, waiting ones included")  # fmt: skip
+
+        help="requests that the tenant may have at once, waiting ones included "
+        "(default: no limit)")  # fmt: skip
     add("--tokens-per-minute", type=whole(1, 10**12 - 1), metavar="N",
-        help="tokens of prompts and answers that the tenant may have a minute")  # fmt: skip
-    add("--keys", type=Path, metavar="FILE", help="append the line to this file, else print it")
+
+        help="tokens of prompts and answers that the tenant may have a minute "
+        "(default: no limit)")  # fmt: skip
+    add("--keys", type=Path, metavar="FILE",
+        help="append the line to this file (default: print it)")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit status."""
+    parser = make_parser()
     asked = parser.parse_args(argv)
     token = make_token()
     tenant = Tenant(asked.tenant, asked.requests, asked.tokens_per_minute)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -35,11 +35,14 @@ class Credentials:
         return () if self.token is None else ((AUTHORIZATION, f"Bearer {self.token}"),)
 
     def channel(self, target: str, arguments: Arguments) -> grpc.Channel:
-        """A blocking channel, whose calls need `metadata`. Raises OSError for certificates that
+        """A blocking channel, whose calls carry `metadata`. Raises OSError for certificates that
         cannot be used."""
         if self.tls is None:
-            return grpc.insecure_channel(target, arguments)
-        return grpc.secure_channel(target, ChannelTls(self.tls).credentials, arguments)
+            channel = grpc.insecure_channel(target, arguments)
+        else:
+            channel = grpc.secure_channel(target, ChannelTls(self.tls).credentials, arguments)
+        shown = self.metadata()
+        return grpc.intercept_channel(channel, _Shower(shown)) if shown else channel
 
     def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
         """The same for asyncio; its calls carry `metadata`. Raises OSError."""
@@ -48,6 +51,27 @@ class Credentials:
         else:
             channel = grpc.aio.secure_channel(target, ChannelTls(self.tls).credentials, arguments)
         return MetadataChannel(channel, self.metadata())
+
+
+class _Shower(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+):
+    """Adds metadata to each call."""
+
+    def __init__(self, shown: tuple[tuple[str, str], ...]) -> None:
+        self._shown = shown
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        """One answer."""
+        return continuation(self._with_metadata(details), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        """Many answers."""
+        return continuation(self._with_metadata(details), request)
+
+    def _with_metadata(self, details: Any) -> Any:
+        return details._replace(metadata=(*(details.metadata or ()), *self._shown))
 
 
 def read_token(path: Path | None) -> str | None:

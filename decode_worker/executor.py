@@ -14,6 +14,7 @@ import numpy as np
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
+from effuse.decode_worker.edits import edits_for
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
@@ -27,6 +28,7 @@ class Counters:
     """What an engine has done since it started: for its load, and for tests of rare cases."""
 
     steps: int = 0  # forwards
+    requests: int = 0  # in them, added up
     rows: int = 0  # tokens in them
     preemptions: int = 0
     kv_bytes: int = 0  # received from prefill workers
@@ -157,6 +159,7 @@ class HostExecutor:
         parts = [_parts_of(share) for share in shares]
         flat = [part for of_share in parts for part in of_share]
         self.counters.steps += 1
+        self.counters.requests += len(shares)
         self.counters.rows += sum(len(part.token_ids) for part in flat)
         try:
             results = self._guard.run(lambda: self._forward.run(flat), len(shares))
@@ -200,6 +203,8 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
         outcome = canvas.apply_step(step, plan, candidates)
     else:
         outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
+    if result.logprobs is not None:
+        request.note_logprobs(plan.candidates, result.logprobs)
     return Denoised(request, outcome)
 
 
@@ -231,6 +236,8 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=request.sampling,
         score=ScoreCode.named(request.settings.ranked_by),
+        num_logprobs=request.num_logprobs,
+        edits=edits_for(request.sampling, request.sequence, plan.candidates),
     )
 
 

@@ -40,6 +40,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN: Final = "effuse"
 DETAILS_KEY: Final = "grpc-status-details-bin"
+REQUEST_ID_KEY: Final = "x-request-id"
+"""Trailing metadata of every error and of every answer: what to ask for, and what logs have."""
+
 MAX_MESSAGE_CHARS: Final = 1000
 """Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default)."""
 
@@ -134,6 +137,13 @@ class Unauthenticated(CallerError):
 
     code = grpc.StatusCode.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
+
+
+class EndedById(CallerError):
+    """Somebody has asked for the request's end by its id."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ENDED_BY_ID"
 
 
 class Poisonous(CallerError):
@@ -245,8 +255,8 @@ class Bug(EffuseError):
 
 
 _KINDS: Final[tuple[type[EffuseError], ...]] = (
-    CallerError, NotFound, AlreadyRunning, NotSupported, Unauthenticated, Poisonous, Refused,
-    Replaced, Aborted, Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost,
+    CallerError, NotFound, AlreadyRunning, NotSupported, Unauthenticated, EndedById, Poisonous,
+    Refused, Replaced, Aborted, Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost,
     TransferFailed, Unreserved, DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}

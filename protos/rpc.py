@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Final
 
 import grpc.aio
-from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from effuse.protos.gate import Doorkeeper, Gate
 from effuse.protos.health import Health
 from effuse.protos.interceptor import ErrorInterceptor
+from effuse.protos.reflection import add_reflection
 from effuse.protos.tls import ServerTls
 
 MIB: Final = 1 << 20
@@ -36,11 +34,16 @@ class MessageLimits:
 
     max_message_bytes: int
     max_concurrent_streams: int
+    max_metadata_bytes: int = 8192
     handshake_timeout_s: float = 5.0
+    max_idle_s: float = 3600.0
+    """After which a connection without calls is closed, with a word to its owner."""
     min_ping_interval_s: float = 0.5
 
 
-PUBLIC_LIMITS: Final = MessageLimits(max_message_bytes=4 * MIB, max_concurrent_streams=1024)
+PUBLIC_LIMITS: Final = MessageLimits(
+    max_message_bytes=4 * MIB, max_concurrent_streams=1024, max_idle_s=300.0
+)
 """For clients. 4 MiB is far more than the longest prompt; KV never travels here."""
 
 FLEET_LIMITS: Final = MessageLimits(max_message_bytes=64 * MIB, max_concurrent_streams=16384)
@@ -79,6 +82,10 @@ def server_options(
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", FLEET_LIMITS.max_message_bytes),
         ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
+        # Refused beyond it. gRPC refuses by chance between this and another bound, twice as high.
+        ("grpc.max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.max_connection_idle_ms", _ms(limits.max_idle_s)),
         ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
@@ -121,40 +128,6 @@ def connect(
     return grpc.aio.insecure_channel(address, channel_options(keepalive, max_message_bytes))
 
 
-class SymbolPool:
-    """Finds descriptors for server reflection, methods by their full name included.
-
-    The protocol asks for that (`package.Service.Method` is a symbol) and ghz does too; the default
-    pool knows files, messages, enums and services only.
-    """
-
-    def __init__(self) -> None:
-        self._pool = descriptor_pool.Default()
-
-    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
-        """Raises KeyError for an unknown name."""
-        try:
-            return self._pool.FindFileContainingSymbol(symbol)
-        except KeyError:
-            return self._pool.FindMethodByName(symbol).containing_service.file
-
-    def FindFileByName(self, name: str) -> FileDescriptor:
-        """Raises KeyError for a file that was never imported."""
-        return self._pool.FindFileByName(name)
-
-    def FindMessageTypeByName(self, name: str) -> Descriptor:
-        """Raises KeyError for an unknown message."""
-        return self._pool.FindMessageTypeByName(name)
-
-    def FindExtensionByNumber(self, message: Descriptor, number: int) -> FieldDescriptor:
-        """Raises KeyError where the message has no such extension."""
-        return self._pool.FindExtensionByNumber(message, number)
-
-    def FindAllExtensions(self, message: Descriptor) -> list[FieldDescriptor]:
-        """All extensions of a message that are known here."""
-        return self._pool.FindAllExtensions(message)
-
-
 class RpcServer:
     """A gRPC server with errors mapped, health and reflection.
 
@@ -188,9 +161,7 @@ class RpcServer:
         `services`: full names for reflection; each begins as NOT_SERVING.
         Raises OSError where the port is taken or the host is not ours."""
         names = list(services)
-        reflection.enable_server_reflection(
-            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server, SymbolPool()
-        )
+        add_reflection([*names, health.SERVICE_NAME], self.server)
         for name in names:
             self.set_serving(name, False)
         port = _listen(self.server, address, self._tls)

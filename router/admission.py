@@ -2,16 +2,19 @@
 
 As many requests run at once as live decode workers have seats, within a limit. What is beyond that
 waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
-them. A waiting request is bounded by its own deadline. Not here: where a request goes
-(`policy.py`).
+them; first come, first served, but for what a request's class adds to its waiting, and tenants by
+turns (`fair_queue.py`). A waiting request is bounded by its own deadline. Not here: where a request
+goes (`policy.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Final
 
+from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
 from effuse.router.fair_queue import FairQueue
 
@@ -22,9 +25,14 @@ def count_seats(seats: Sequence[int], most: int) -> int:
     return min(most, sum(seats)) if seats else most
 
 
+AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
+"""By how much earlier a class counts as having come. So waiting makes up for any class, and whoever
+waits for the difference goes before all of its tenant that come then."""
+
+
 class Admission:
-    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, of each
-    tenant first come first served, and tenants by turns (`fair_queue.py`)."""
+    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, those of a
+    tenant by their places."""
 
     def __init__(self, most_running: int, max_waiting: int) -> None:
         self.most_running = most_running
@@ -57,14 +65,17 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(self, tenant: str = "", cost: int = 1) -> AsyncIterator[None]:
-        """Holds a slot, for a request of `cost` tokens. Waits in the queue; the caller bounds how
-        long.
+    async def slot(
+        self, place: float = 0.0, tenant: str = "", cost: int = 1
+    ) -> AsyncIterator[None]:
+        """Holds a slot, for a request of `cost` tokens. Waits in the queue, before those of the
+        same tenant of a larger `place`: the time of coming, or what counts as such. The caller
+        bounds how long.
 
         Raises `Overloaded` at once, before anything is held, or as it waits, where the queue is
         full and another tenant has less in it."""
         self.check(tenant)
-        await self._take_slot(tenant, cost)
+        await self._take_slot(place, tenant, cost)
         try:
             yield
         finally:
@@ -92,16 +103,16 @@ class Admission:
         waiting = self._waiting
         return waiting.length_of(waiting.longest()) > waiting.length_of(tenant) + 1
 
-    async def _take_slot(self, tenant: str, cost: int) -> None:
+    async def _take_slot(self, place: float, tenant: str, cost: int) -> None:
         if self._running < self.max_running and not self._waiting:
             self._running += 1
             return
         if len(self._waiting) >= self.max_waiting and self._may_displace(tenant):
-            refused = self._waiting.pop_newest(self._waiting.longest())
+            refused = self._waiting.pop_last(self._waiting.longest())
             if not refused.done():
                 refused.set_exception(self._refusal())
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.push(tenant, cost, turn)
+        self._waiting.push(tenant, cost, turn, place)
         try:
             await turn
         except asyncio.CancelledError:

@@ -8,6 +8,7 @@ without I/O and without a clock.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
@@ -18,11 +19,21 @@ QUANTUM: Final = 256
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Entry(Generic[Item]):
+    """One item of a line, in its order."""
+
+    place: float
+    number: int  # first come, first served among equals
+    cost: int = field(compare=False)
+    item: Item = field(compare=False)
+
+
 @dataclass(slots=True)
 class _Line(Generic[Item]):
-    """What one tenant waits with, oldest first, and tokens that it has saved."""
+    """What one tenant waits with, the next one first, and tokens that it has saved."""
 
-    waiting: deque[tuple[int, Item]] = field(default_factory=deque)
+    waiting: list[_Entry[Item]] = field(default_factory=list)
     saved: int = 0
 
 
@@ -33,6 +44,7 @@ class FairQueue(Generic[Item]):
         self._lines: dict[str, _Line[Item]] = {}  # none is empty
         self._turns: deque[str] = deque()  # the tenant whose turn it is stands first
         self._size = 0
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         return self._size
@@ -46,13 +58,15 @@ class FairQueue(Generic[Item]):
         """The tenant with most items; of an empty queue there is none (ValueError)."""
         return max(self._lines, key=self.length_of)
 
-    def push(self, tenant: str, cost: int, item: Item) -> None:
-        """Adds an item behind its tenant's others; one that costs less than a token costs one."""
+    def push(self, tenant: str, cost: int, item: Item, place: float = 0.0) -> None:
+        """Adds an item behind those of its tenant that have no larger place; one that costs less
+        than a token costs one."""
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = _Line()
             self._turns.append(tenant)
-        line.waiting.append((max(1, cost), item))
+        self._num_pushed += 1
+        insort(line.waiting, _Entry(place, self._num_pushed, max(1, cost), item))
         self._size += 1
 
     def pop(self) -> Item:
@@ -60,26 +74,26 @@ class FairQueue(Generic[Item]):
         while True:
             tenant = self._turns[0]
             line = self._lines[tenant]
-            cost, item = line.waiting[0]
-            if cost <= line.saved:
-                line.saved -= cost
-                line.waiting.popleft()
+            first = line.waiting[0]
+            if first.cost <= line.saved:
+                line.saved -= first.cost
+                del line.waiting[0]
                 self._forget_if_empty(tenant)
-                return item
+                return first.item
             line.saved += QUANTUM
             self._turns.rotate(-1)
 
-    def pop_newest(self, tenant: str) -> Item:
-        """Takes out what a tenant added last. Raises KeyError where it has nothing."""
-        _, item = self._lines[tenant].waiting.pop()
+    def pop_last(self, tenant: str) -> Item:
+        """Takes out what stands last of a tenant's. Raises KeyError where it has nothing."""
+        entry = self._lines[tenant].waiting.pop()
         self._forget_if_empty(tenant)
-        return item
+        return entry.item
 
     def remove(self, tenant: str, item: Item) -> None:
         """Takes out one item of a tenant, if it is there."""
         line = self._lines.get(tenant)
         for entry in () if line is None else tuple(line.waiting):
-            if entry[1] is item:
+            if entry.item is item:
                 assert line is not None
                 line.waiting.remove(entry)
                 self._forget_if_empty(tenant)

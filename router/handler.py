@@ -17,16 +17,19 @@ from typing import Final, TypeVar
 import grpc.aio
 
 from effuse.protos.errors import (
+    REQUEST_ID_KEY,
     Bug,
     Cancelled,
     DeadlineExceeded,
     Draining,
     EffuseError,
+    EndedById,
     InvalidRequest,
     Unavailable,
 )
+from effuse.router.admission import AHEAD_S
 from effuse.router.attempt import Attempt, Unfinished
-from effuse.router.client import ClientGone, Recipient
+from effuse.router.client import ClientGone, Recipient, events_of, finished_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
@@ -39,6 +42,7 @@ from effuse.router.shared_request import SharedRequest, digest_of_asked
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
+Sent = TypeVar("Sent")
 Response = TypeVar("Response")
 
 LOG: Final = logging.getLogger(__name__)
@@ -65,22 +69,23 @@ ON_THE_WAY_S: Final = 0.02
 def accept(
     router: Router,
     message: pb.GenerateRequest,
-    context: grpc.aio.ServicerContext[pb.GenerateRequest, Response],
+    context: grpc.aio.ServicerContext[Sent, Response],
     *,
     is_stream: bool,
 ) -> Request:
     """The request that a client means; raises `EffuseError` with all that can be said against it
     before anything is held for it."""
     try:
+        request_id = _request_id(message)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         if not router.admission.knows_seats:
             router.count_seats()
         tenant = router.tenant()
         router.quotas.check(tenant)
         router.admission.check(tenant.name)
-        request_id = _request_id(message)
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
-        asked = router.resolve(message, is_stream=is_stream)
+        asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
     except EffuseError as error:
         router.metrics.count_refusal(router.tenant().name, error.code.name)
         raise
@@ -90,7 +95,7 @@ def accept(
     return Request(
         id=request_id,
         asked=asked,
-        text=AnswerText(router.tokenizer, asked.stops),
+        text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens),
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
@@ -116,7 +121,7 @@ class Handler:
         with router.requests.running(request), quota as spend:
             try:
                 async with asyncio.timeout_at(request.deadline) as limit:
-                    with router.requests.limited_by(limit):
+                    with router.requests.limited_by(request, limit):
                         return await self._answer()
             except TimeoutError as error:
                 raise self._end_badly(self._time_is_over()) from error
@@ -131,15 +136,15 @@ class Handler:
                 if not request.is_ended:  # an exception of ours is on its way to the border
                     self._record_end(Event.FAILED, "INTERNAL")
                 self._shared.end(None)
-                spend(num_tokens := len(request.prompt_token_ids) + len(request.token_ids))
-                router.metrics.count_tokens(request.tenant.name, num_tokens)
+                spend(len(request.prompt_token_ids) + len(request.token_ids))
 
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
         asked, tenant = self._request.asked, self._request.tenant
+        place = self._request.arrived - AHEAD_S[asked.priority]
         cost = asked.max_tokens or asked.model.defaults.max_tokens
-        async with self._router.admission.slot(tenant.name, cost):
+        async with self._router.admission.slot(place, tenant.name, cost):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -149,18 +154,12 @@ class Handler:
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.Finished:
         """Tells the client an answer that is kept from before."""
         router, request = self._router, self._request
-        commit = pb.BlockCommit(
-            num_tokens=kept.usage.completion_tokens, text=kept.text, token_ids=kept.token_ids,
-            forward_passes=kept.stats.forward_passes,
-        )  # fmt: skip
-        if commit.num_tokens or commit.text:
-            await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
+        for event in events_of(kept):
+            await self._shared.send(event)
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
-        request.status = "OK"
-        router.metrics.count_repeated(request.tenant.name)
-        return pb.Finished(
-            finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
-        )
+        request.status, request.was_kept = "OK", True
+        router.note_end(request, "OK", kept.stats)
+        return finished_of(kept)
 
     async def _encode_prompt(self) -> None:
         request = self._request
@@ -168,7 +167,10 @@ class Handler:
         request.queue_s = self._router.now() - request.arrived
         token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
-        request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
+        request.max_tokens = fit(len(token_ids), asked)
+        if asked.wants_echo:
+            text = await self._router.tokenizer.text_of(token_ids)
+            await self._shared.send(request.echo(text))
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
@@ -324,14 +326,12 @@ class Handler:
 
     def _finish(self, reason: pb.FinishReason) -> pb.Finished:
         request = self._request
-        usage, stats = request.usage(), request.stats(self._router.now())
+        finished = request.finished(reason, self._router.now())
         request.status = "OK"
-        # Counted once the answer is on its way.
-        count = self._router.metrics.count_answer
-        asyncio.get_running_loop().call_soon(count, usage, stats, request.tenant.name)
-        return pb.Finished(
-            finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
-        )
+        # Told once the answer is on its way.
+        told = self._router.note_end
+        asyncio.get_running_loop().call_soon(told, request, "OK", finished.stats)
+        return finished
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
         """UNAVAILABLE, with how far the request got and what it met with."""
@@ -346,6 +346,8 @@ class Handler:
     def _time_is_over(self) -> EffuseError:
         """The request's own time, or that of this router."""
         request = self._request
+        if request.is_ended_by_id:
+            return EndedById("somebody has ended this request by its id", labels=request.labels())
         if self._router.requests.is_cut_off:
             why = "this router has ended, and the answer was not; ask again"
             text = _sentences(why, request.tell_progress())
@@ -355,18 +357,16 @@ class Handler:
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         """A bad end that is told."""
-        by_caller = isinstance(error, Cancelled | DeadlineExceeded)
+        by_caller = isinstance(error, Cancelled | DeadlineExceeded | EndedById)
         self._record_end(Event.CANCELLED if by_caller else Event.FAILED, error.code.name)
         return error
 
     def _record_end(self, event: Event, status: str) -> None:
-        request, metrics, now = self._request, self._router.metrics, self._router.now()
+        request, now = self._request, self._router.now()
         if not request.is_ended:
             request.apply_event(event, now, status)
             request.status = status
-        metrics.count_end(request.tenant.name, status)
-        metrics.latency.observe(now - request.arrived)
-        LOG.info("request %s ended with %s: %s", request.id, status, request.tell_story())
+        self._router.note_end(request, status, request.stats(now))
 
 
 def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:

@@ -13,6 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+import grpc.aio
+
+from effuse.compat import (
+    kserve_pb2,
+    kserve_pb2_grpc,
+    vllm_engine_pb2,
+    vllm_engine_pb2_grpc,
+)
 from effuse.placement.redis_access import RedisAccess
 from effuse.placement.store import Store
 from effuse.protos import rpc
@@ -20,16 +28,23 @@ from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.kserve import InferenceServicer
 from effuse.router.other_routers import EXCHANGE_S
-from effuse.router.policy import Prospect, live_workers
+from effuse.router.policy import live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
+from effuse.router.texts import Texts
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
+from effuse.router.vllm_engine import VllmEngineServicer
+from effuse.telemetry import logs
 from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 
 LOG: Final = logging.getLogger(__name__)
 GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+VLLM_ENGINE: Final[str] = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+KSERVE: Final[str] = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVICES: Final = (GENERATION, MODELS, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
@@ -38,11 +53,9 @@ KNOW_S: Final = 10.0
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs a router until a signal comes; SystemExit with one line where it cannot."""
+    """Runs a router until a signal comes; SystemExit after one line of the log where it cannot."""
     config = parse(argv)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s router: %(message)s"
-    )
+    logs.set_up("router", config.log_level, config.log_format)
     errors: list[str] = []
     try:
         tokenizer = Tokenizer.load(
@@ -52,7 +65,8 @@ def main(argv: Sequence[str]) -> None:
     except* (TokenizerError, OSError) as failed:
         errors = _texts(failed)
     if errors:
-        sys.exit(f"effuse-router: {'; '.join(errors)}")
+        LOG.error("%s", "; ".join(errors))
+        sys.exit(1)
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
@@ -112,21 +126,15 @@ async def _start(router: Router) -> RpcServer:
     server = RpcServer(
         limits, shares_port=config.share_port, tls=_tls(config), doorkeeper=router.keys
     )
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-        GenerationServicer(router), server.server
-    )
-    models = ModelServicer(
-        router.fleet, router.catalogue, has_chat_template=router.tokenizer.has_chat_template
-    )
-    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
-    router.port = await server.start(f"{config.host}:{config.port}", (GENERATION, MODELS))
+    _add_services(router, server.server)
+    router.port = await server.start(f"{config.host}:{config.port}", SERVICES)
     if config.health_port is not None:
         health_port = await server.start_health(f"{config.host}:{config.health_port}")
         LOG.info("health alone is on %s:%d", config.host, health_port)
     for role in ROLES:
         server.set_serving(role, False)
     if config.ready_file is not None:
-        rpc.write_ready_file(config.ready_file, _address(router), prefill="0", decode="0")
+        rpc.write_ready_file(config.ready_file, _address(router), **_ready_facts(router))
     LOG.info("listening on %s", _address(router))
     router.ready.set()
     return server
@@ -139,20 +147,41 @@ def _tls(config: RouterConfig) -> ServerTls | None:
     return ServerTls(TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca))
 
 
+def _ready_facts(router: Router, prefill: int = 0, decode: int = 0) -> dict[str, str]:
+    """What the ready file says beside the address."""
+    facts = {"prefill": str(prefill), "decode": str(decode)}
+    if router.metrics_port:
+        facts["metrics"] = f"{router.config.metrics_host}:{router.metrics_port}"
+    return facts
+
+
+def _add_services(router: Router, server: grpc.aio.Server) -> None:
+    models = ModelServicer(
+        router.fleet,
+        router.catalogue,
+        Texts(router.tokenizer, router.resolve, router.catalogue.find),
+        has_chat_template=router.tokenizer.has_chat_template,
+    )
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
+
+
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
     """Serves metrics until the stack is left; False where another router that shares our port still
     has that of the metrics. Raises OSError where it is taken otherwise."""
     config = router.config
-    if config.metrics_port is None:
+    if not config.metrics:
         return True
     try:
-        served = router.metrics.served(config.reached_metrics_host, config.metrics_port)
+        served = router.metrics.served(config.metrics_host, config.metrics_port)
         router.metrics_port = stack.enter_context(served)
     except OSError:
         if not config.share_port:
             raise
         return False
-    LOG.info("metrics are on %s:%d", config.reached_metrics_host, router.metrics_port)
+    LOG.info("metrics are on %s:%d", config.metrics_host, router.metrics_port)
     return True
 
 
@@ -183,8 +212,8 @@ def _tell_workers(router: Router, told: tuple[int, int]) -> tuple[int, int]:
     prefill, decode = (len(role) for role in live_workers(router.fleet.candidates()))
     path = router.config.ready_file
     if path is not None and (prefill, decode) != told:
-        address = _address(router)
-        rpc.update_ready_file(path, address, prefill=str(prefill), decode=str(decode))
+        facts = _ready_facts(router, prefill, decode)
+        rpc.update_ready_file(path, _address(router), **facts)
     return prefill, decode
 
 
@@ -215,19 +244,15 @@ async def _share_refusals(router: Router) -> None:
 
 
 def _tell_health(router: Router, server: RpcServer) -> None:
-    """Tells gRPC health, by service and by role, whether the router can do its work now.
-
-    It serves while a decode worker is live that some request could be placed on, with a prefill
-    worker where those are required. Liveness is the empty name, and always serving."""
+    """Tells gRPC health, by service and by role, whether the router can do its work now. Liveness
+    is the empty name, and always serving."""
     prefill, decode = live_workers(router.fleet.candidates())
-    models = router.catalogue.live()
-    can_serve = any(
-        router.fleet.prospect(router.fleet.need(name)) in (Prospect.NOW, Prospect.SEAT)
-        for name in models
-    )
+    can_serve = router.can_serve()
     for name, serving in (
         (GENERATION, can_serve),
-        (MODELS, bool(models)),
+        (MODELS, bool(router.catalogue.live())),
+        (VLLM_ENGINE, can_serve),
+        (KSERVE, can_serve),
         ("router", can_serve),
         ("prefill", bool(prefill)),
         ("decode", bool(decode)),

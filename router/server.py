@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from effuse.protos.errors import Cancelled, EffuseError
-from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
+from effuse.router.client import AnswerStream, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, accept
 from effuse.router.router import Router
@@ -28,36 +27,39 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer = WholeAnswer()
         accepted = accept(self._router, request, context, is_stream=False)
         finished = await Handler(self._router, accepted, answer).serve()
-        return pb.GenerateResponse(
-            request_id=accepted.id,
-            text=answer.text,
-            token_ids=answer.token_ids,
-            finish_reason=finished.finish_reason,
-            usage=finished.usage,
-            stats=finished.stats,
-            model=finished.model,
-        )
+        return answer.response(accepted.id, finished)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse],
+        request: pb.GenerateStreamRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
     ) -> None:
         """The answer as it grows.
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        accepted = accept(self._router, request, context, is_stream=True)
+        accepted = accept(self._router, request.request, context, is_stream=True)
         stream = AnswerStream(context)
-        try:
-            finished = await Handler(self._router, accepted, stream).serve()
-            await stream.send(pb.GenerateStreamResponse(request_id=accepted.id, finished=finished))
-        except EffuseError:
-            await stream.settle()
-            raise
-        except ClientGone as error:  # between the answer and its last event
-            await stream.settle()
-            raise Cancelled("the client cancelled") from error
+        await stream.finish(
+            Handler(self._router, accepted, stream).serve(),
+            lambda finished: pb.GenerateStreamResponse(request_id=accepted.id, finished=finished),
+        )
+
+    async def CancelRequest(
+        self,
+        request: pb.CancelRequestRequest,
+        context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
+    ) -> pb.CancelRequestResponse:
+        """Ends a request that runs here; of others says where they are."""
+        findings, requests = Findings(), self._router.requests
+        check_request_id(request.request_id, findings)
+        findings.raise_any()
+        name = request.request_id
+        tenant = self._router.tenant().name
+        if requests.cancel(name, tenant):
+            return pb.CancelRequestResponse(request_id=name, was_running=True)
+        found = requests.find(name, tenant) or await requests.find_stored(name, tenant)
+        return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
 
     async def GetRequest(
         self,

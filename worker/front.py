@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from effuse.models.config_keys import CheckpointError
+from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
 from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
@@ -22,9 +24,9 @@ from effuse.protos import rpc
 from effuse.protos.errors import Draining
 from effuse.protos.fleet_channel import FleetAccess
 from effuse.protos.gate import FleetOnly, ProofServicer
+from effuse.telemetry import logs
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from effuse.worker import logs, metrics
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, WorkerConfig
 from effuse.worker.engine_client import new_incarnation
@@ -55,14 +57,16 @@ class Role:
 def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
-    0 after a drain; 1 if no engine starts, the port is taken, certificates or the secret cannot be
-    used, or another process has its worker id.
+    0 after a drain; 1 if the checkpoint is not served, no engine starts, the port is taken,
+    certificates or the secret cannot be used, or another process has its worker id.
     """
-    logs.set_up(role.name, config.log_level)
+    logs.set_up(role.name, config.log_level, config.log_format)
     status = 0
     try:
+        if config.model is not None:
+            refuse_unserved(config.model, config.block_size)
         asyncio.run(_run(config, role))
-    except* (GaveUp, Superseded, OSError) as failed:
+    except* (CheckpointError, GaveUp, Superseded, OSError) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
         status = 1
     return status
@@ -90,8 +94,11 @@ class Front:
         self.server = rpc.RpcServer(
             rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=self._doorkeeper(access)
         )
+        self._facts: dict[str, str] = {}  # for whoever waits for the ready file
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None  # ends what runs past the drain's deadline
+        self._is_ending = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains and leaves nothing behind."""
@@ -116,7 +123,21 @@ class Front:
         """Admits nothing more; ends what still runs after `deadline_s`."""
         self.shell.is_draining = True
         self._changed.set()
-        self.shell.spawn(self._end_after(deadline_s))
+        self._stop_waiting()
+        self._draining = self.shell.spawn(self._end_after(deadline_s))
+
+    def undrain(self) -> None:
+        """Admits again; what still runs goes on. Raises `Draining` where the process ends."""
+        if self._is_ending:
+            raise Draining("this worker is ending and admits nothing more", retry_after_s=0.1)
+        self._stop_waiting()
+        self.shell.is_draining = False
+        self._changed.set()
+
+    def _stop_waiting(self) -> None:
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
 
     def _doorkeeper(self, access: FleetAccess) -> FleetOnly | None:
         if access.secret is None:
@@ -132,7 +153,7 @@ class Front:
             proof = ProofServicer(secret, self._address)
             add_ProofServiceServicer_to_server(proof, self.server.server)
         role.add(self.shell, self.server.server)
-        worker = WorkerServicer(self.shell, self.drain)
+        worker = WorkerServicer(self.shell, self.drain, self.undrain)
         add_WorkerServiceServicer_to_server(worker, self.server.server)
         port = await self.server.start(
             f"{config.host}:{config.port}", [role.service, _WORKER_SERVICE]
@@ -145,12 +166,10 @@ class Front:
         if config.health_port is not None:
             port = await self.server.start_health(f"{config.host}:{config.health_port}")
             LOG.info("health alone is on %s:%d", config.host, port)
-        if config.metrics_port is not None:
-            host = config.reached_metrics_host
-            scraped = await metrics.serve(host, config.metrics_port, self.shell.metrics_text)
-            stack.callback(scraped.close)
-            port = scraped.sockets[0].getsockname()[1]
-            LOG.info("metrics are on %s:%d", host, port)
+        if config.metrics:
+            served = self.shell.metrics.served(config.metrics_host, config.metrics_port)
+            self._facts["metrics"] = f"{config.metrics_host}:{stack.enter_context(served)}"
+            LOG.info("metrics are on %s", self._facts["metrics"])
 
     async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
         config = self._config
@@ -188,11 +207,12 @@ class Front:
                     self._config.ready_file,
                     self.shell.identity.address,
                     incarnation=self.shell.incarnation,
+                    **self._facts,
                 )
 
     async def _end_all(self) -> None:
         """The drain of a process that will exit."""
-        self.shell.is_draining = True
+        self.shell.is_draining = self._is_ending = True
         self._changed.set()
         await self._end_after(self._config.drain_s)
         if len(self.shell.attempts):

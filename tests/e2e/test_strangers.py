@@ -117,9 +117,9 @@ async def _forge(fleet: Fleet, address: str) -> list[WorkerRecord]:
 def test_a_stray_process_cannot_ask_redis(fleet: Fleet) -> None:
     """Nor can who knows its password do more than a process of the fleet has to."""
     with redis.Redis.from_url(fleet.redis_url, socket_timeout=30) as stray:
-        for ask in (stray.ping, stray.dbsize, lambda: stray.set("effuse:x", 1)):
+        for call in (stray.ping, stray.dbsize, lambda: stray.set("effuse:x", 1)):
             with pytest.raises(redis.AuthenticationError):
-                ask()
+                call()
     known = fleet.redis_access.arguments(fleet.redis_url)
     with redis.Redis.from_url(fleet.redis_url, socket_timeout=30, **known) as member:
         assert member.ping()

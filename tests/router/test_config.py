@@ -21,8 +21,8 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
     pem.touch()
     config = parse(
         [
-            "--host", "0.0.0.0", "--metrics-host", "::1", "--allow-plaintext", "all",
-            "--port", "0", "--share-port", "--metrics-port", "9", "--health-port", "8",
+            "--host", "0.0.0.0", "--allow-plaintext", "all", "--port", "0", "--share-port",
+            "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics", "--health-port", "8",
             "--fleet-cert", str(pem), "--fleet-key", str(pem), "--fleet-ca", str(pem),
             "--fleet-secret", str(pem),
             "--tls-cert", str(pem), "--tls-key", str(pem), "--tls-client-ca", str(pem),
@@ -33,7 +33,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "--max-queue", "5", "--max-losses", "6", "--retry-share", "0.5",
             "--max-request-s", "7.5", "--recovery-s", "9",
             "--keep-answers-s", "3", "--drain-s", "8",
-            "--ready-file", "x", "--log-level", "debug",
+            "--ready-file", "x", "--log-level", "debug", "--log-format", "json",
         ]
     )  # fmt: skip
     changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]

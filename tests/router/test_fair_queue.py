@@ -20,6 +20,16 @@ def test_one_tenant_is_served_in_its_order() -> None:
         queue.pop()
 
 
+def test_places_order_a_tenants_own_and_nobody_elses() -> None:
+    queue = FairQueue[str]()
+    for item, place in (("late", 9.0), ("early", 1.0), ("again", 1.0)):
+        queue.push("a", QUANTUM, item, place)
+    queue.push("b", QUANTUM, "other", 99.0)
+    served = [queue.pop() for _ in range(4)]
+    assert [one for one in served if one != "other"] == ["early", "again", "late"]
+    assert served.index("other") < 3
+
+
 def test_who_comes_late_does_not_wait_behind_a_flood() -> None:
     queue = FairQueue[str]()
     for _ in range(1000):
@@ -63,7 +73,7 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
             else:
                 tenant = queue.longest()
                 newest = [one for one in held if one[0] == tenant][-1]
-                assert queue.pop_newest(tenant) is newest[1]
+                assert queue.pop_last(tenant) is newest[1]
                 held.remove(newest)
             assert len(queue) == len(held)
             for tenant in "abc":

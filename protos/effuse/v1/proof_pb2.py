@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65\x66\x66use/v1/proof.proto\x12\teffuse.v1\"\x1d\n\x0cProveRequest\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"\x1f\n\rProveResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x32J\n\x0cProofService\x12:\n\x05Prove\x12\x17.effuse.v1.ProveRequest\x1a\x18.effuse.v1.ProveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65\x66\x66use/v1/proof.proto\x12\teffuse.v1\"\x1d\n\x0cProveRequest\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"\x1f\n\rProveResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x32J\n\x0cProofService\x12:\n\x05Prove\x12\x17.effuse.v1.ProveRequest\x1a\x18.effuse.v1.ProveResponseBt\n\rcom.effuse.v1B\nProofProtoP\x01Z\x12\x65\x66\x66use/v1;effusev1\xa2\x02\x03\x45XX\xaa\x02\tEffuse.V1\xca\x02\tEffuse\\V1\xe2\x02\x15\x45\x66\x66use\\V1\\GPBMetadata\xea\x02\nEffuse::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'effuse.v1.proof_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rcom.effuse.v1B\nProofProtoP\001Z\022effuse/v1;effusev1\242\002\003EXX\252\002\tEffuse.V1\312\002\tEffuse\\V1\342\002\025Effuse\\V1\\GPBMetadata\352\002\nEffuse::V1'
   _globals['_PROVEREQUEST']._serialized_start=36
   _globals['_PROVEREQUEST']._serialized_end=65
   _globals['_PROVERESPONSE']._serialized_start=67
