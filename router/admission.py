@@ -2,18 +2,25 @@
 
 As many requests run at once as live decode workers have seats, within a limit. What is beyond that
 waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
-them. A waiting request is bounded by its own deadline. Not here: where a request goes
-(`policy.py`).
+them. A waiting request is bounded by its own deadline, and refused where that cannot be met
+(`shedding.py`). Not here: where a request goes (`policy.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Final
 
 from effuse.protos.errors import Overloaded
+from effuse.router.shedding import HoldTimes
+
+LEAST_RETRY_S: Final = 0.1
+"""What a request that was refused for its deadline is told to wait at least."""
 
 
 def count_seats(seats: Sequence[int], most: int) -> int:
@@ -24,13 +31,18 @@ def count_seats(seats: Sequence[int], most: int) -> int:
 
 class Admission:
     """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, first come
-    first served."""
+    first served. `now` is a monotonic clock in seconds."""
 
-    def __init__(self, most_running: int, max_waiting: int) -> None:
+    def __init__(
+        self, most_running: int, max_waiting: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.most_running = most_running
         self.max_running = most_running
         self.max_waiting = max_waiting
         self.knows_seats = False  # of a live decode worker
+        self.holds = HoldTimes()
+        self.num_shed = 0
+        self._now = now
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -57,30 +69,59 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Holds a slot. Waits in the queue; the caller bounds how long.
+    async def slot(self, left_s: float = math.inf, size: int = 1) -> AsyncIterator[None]:
+        """Holds a slot for a request of `size` tokens at most that has `left_s` seconds. Waits in
+        the queue; the caller bounds how long.
 
-        Raises `Overloaded` at once, before anything is held."""
-        self.check()
-        await self._take_slot()
+        Raises `Overloaded` before anything is held: at once, or where the wait was so long that the
+        deadline cannot be met any more."""
+        self.check(left_s, size)
+        deadline = self._now() + left_s
+        has_waited = await self._take_slot()
+        began, is_answered = self._now(), False
         try:
+            if has_waited:
+                self._check_turn(deadline - began, size)
             yield
+            is_answered = True
         finally:
+            self.holds.add(self._now() - began, size, is_answered=is_answered)
             self._free_slot()
 
-    def check(self) -> None:
-        """Raises where a request would be refused now; costs nothing."""
-        if self._running >= self.max_running and len(self._waiting) >= self.max_waiting:
+    def check(self, left_s: float = math.inf, size: int = 1) -> None:
+        """Raises where a request of `size` tokens at most that has `left_s` seconds would be
+        refused now; costs nothing."""
+        if self._running < self.max_running and not self._waiting:
+            return
+        if len(self._waiting) >= self.max_waiting:
             raise Overloaded(
                 f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
                 "is all this router takes; try again later",
                 retry_after_s=1.0,
             )
+        late_s = self.holds.late_s(left_s, size, len(self._waiting), self.max_running)
+        if late_s > 0:
+            raise self._shed(f"{len(self._waiting)} requests are waiting", left_s, late_s)
 
-    async def _take_slot(self) -> None:
+    def _check_turn(self, left_s: float, size: int) -> None:
+        """Raises where a request whose turn has come has too little time left for it."""
+        late_s = self.holds.hold_s(size) - left_s
+        if late_s > 0:
+            raise self._shed("its turn came late", left_s, late_s)
+
+    def _shed(self, why: str, left_s: float, late_s: float) -> Overloaded:
+        self.num_shed += 1
+        return Overloaded(
+            f"{why}, and this one would end some {late_s:.2g} s after its deadline, which is in "
+            f"{left_s:.3g} s; try again later",
+            retry_after_s=max(LEAST_RETRY_S, late_s),
+        )
+
+    async def _take_slot(self) -> bool:
+        """Whether it had to wait for it."""
         if self._running < self.max_running and not self._waiting:
             self._running += 1
-            return
+            return False
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
@@ -91,6 +132,7 @@ class Admission:
             elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
+        return True
 
     def _free_slot(self) -> None:
         """Frees a slot, for who waits longest."""

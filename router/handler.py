@@ -80,11 +80,13 @@ def accept(
         asked_digest = _digest_of(message) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream)
+        # grpcio's types hide that there may be none
+        time_left: float | None = context.time_remaining()
+        limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
+        router.admission.check(limit_s, asked.most_tokens)
     except EffuseError as error:
         router.metrics.refused.labels(error.code.name).inc()
         raise
-    time_left: float | None = context.time_remaining()  # grpcio's types hide that there may be none
-    limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
     router.retry_budget.add_request(router.now())
     return Request(
         id=request_id,
@@ -132,7 +134,9 @@ class Handler:
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
-        async with self._router.admission.slot():
+        request = self._request
+        left_s = request.deadline - asyncio.get_running_loop().time()
+        async with self._router.admission.slot(left_s, request.asked.most_tokens):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)

@@ -61,7 +61,7 @@ class Router:
         self.others = OtherRouters(store, self.id)
         self.fleet = RoutedFleet(self.view, config.prefill, now, seats=self.others.seats)
         self.catalogue = Catalogue(self.fleet)
-        self.admission = Admission(config.max_concurrent_requests, config.max_queue)
+        self.admission = Admission(config.max_concurrent_requests, config.max_queue, now)
         self.requests = KnownRequests(store, now)
         self.cleanup = Cleanup(self.fleet)
         self.verdicts = Verdicts(now)
@@ -188,6 +188,7 @@ class Router:
         gauge, admission, cleanup = self.metrics.gauge, self.admission, self.cleanup
         gauge("num_requests_running", "Requests on workers", lambda: admission.num_running)
         gauge("num_requests_waiting", "Requests in the queue", lambda: admission.num_waiting)
+        gauge("requests_shed", "Refused for their deadline, so far", lambda: admission.num_shed)
         gauge("retries", "Attempts after losses, so far", lambda: self.num_retries)
         gauge(
             "retry_budget", "Attempts after losses that need not wait",

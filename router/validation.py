@@ -105,6 +105,11 @@ class Asked:
     wants_token_ids: bool
     wants_drafts: bool
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the answer may have, in a context that has room for them."""
+        return self.model.defaults.max_tokens if self.max_tokens is None else self.max_tokens
+
 
 def validate(
     request: pb.GenerateRequest,

@@ -10,6 +10,7 @@ import pytest
 
 from effuse.cli import bench
 from effuse.cli.figures import Run, Sample, ServiceGoals
+from effuse.cli.load import Tally
 
 
 def test_a_dataset_is_read(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_what_is_broken_off_is_told_as_far_as_it_came(
     """Once a rate is done and another one begun, Ctrl-C leaves figures, a file and a plot."""
     rates: list[float] = []
 
-    async def send(traffic: object, rate: float, seed: int, tally: bench.Tally) -> None:
+    async def send(traffic: object, rate: float, seed: int, tally: Tally) -> None:
         rates.append(rate)
         tally.add(Sample(4, 2, 0.1, 0.2, (0.1,)))
         if len(rates) == 2:
