@@ -139,7 +139,7 @@ def _failed(report: GhzReport, limits: GhzLimits) -> list[str]:
 
 
 def _slow(report: GhzReport, limits: GhzLimits) -> list[str]:
-    judged = [
+    judged: list[tuple[str, float | None, float | None]] = [
         ("the average", report.average * _NS, limits.average_s),
         ("the slowest", report.slowest * _NS, limits.slowest_s),
     ]

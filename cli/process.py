@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self, TextIO
 
 _TAIL_BYTES = 1 << 16
+_LINE_BYTES = 256
 _POLL_S = 0.1
 _LOOK_S = 0.02
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
@@ -67,13 +68,8 @@ class Process:
         self._child.wait(10)
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of its log, for an error message; of a log that may be very long."""
-        if not self.log.exists():
-            return ""
-        with self.log.open("rb") as log:
-            log.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
-            text = log.read(_TAIL_BYTES).decode(errors="replace")
-        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+        """The last lines of its log, for an error message."""
+        return "\n".join(f"  {line}" for line in last_lines(self.log, lines))
 
     def ending(self) -> str:
         """How it ended, in words."""
@@ -83,6 +79,15 @@ class Process:
         if code < 0:
             return f"{self.name} (pid {self.pid}) was ended by {signal.Signals(-code).name}"
         return f"{self.name} (pid {self.pid}) exited with status {code}"
+
+
+def last_lines(log: Path, lines: int) -> list[str]:
+    """The last lines of a log, which may be very long or not there."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - max(_TAIL_BYTES, lines * _LINE_BYTES)))
+        return file.read().decode(errors="replace").splitlines()[-lines:]
 
 
 class Spawner:
@@ -137,15 +142,21 @@ def stop_all(
         process.clear()
 
 
-class LogFollower:
-    """Copies what is appended to `*.log` in a directory to `out`, until the context ends; each line
-    is led by its process's name."""
+def led(log: Path, line: str) -> str:
+    """A line of a log, led by its process's name."""
+    return f"{log.stem:<10} | {line}"
 
-    def __init__(self, directory: Path, out: TextIO) -> None:
+
+class LogFollower:
+    """Copies what is appended to logs in a directory to `out`, until the context ends; each line is
+    led by its process's name."""
+
+    def __init__(self, directory: Path, out: TextIO, process: str = "*") -> None:
         self._directory = directory
         self._out = out
+        self._logs = f"{process}.log"
         # What an earlier fleet has left there is not shown again.
-        self._read = {log: log.stat().st_size for log in directory.glob("*.log")}
+        self._read = {log: log.stat().st_size for log in directory.glob(self._logs)}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs")
 
@@ -159,14 +170,14 @@ class LogFollower:
 
     def copy_new(self) -> None:
         """Copy every whole line that was added since the last time."""
-        for log in sorted(self._directory.glob("*.log")):
+        for log in sorted(self._directory.glob(self._logs)):
             with log.open("rb") as file:
                 file.seek(self._read.get(log, 0))
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._read[log] = self._read.get(log, 0) + len(whole) + len(newline)
             if newline:
                 for line in whole.decode(errors="replace").split("\n"):
-                    print(f"{log.stem:<10} | {line}", file=self._out)
+                    print(led(log, line), file=self._out)
         self._out.flush()
 
     def _run(self) -> None:

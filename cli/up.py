@@ -10,14 +10,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from effuse.cli.arguments import command, directory, redis_url, whole
+from effuse.cli.commands import new_name, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
+from effuse.cli.logs import KeptLogs, logs_home
+from effuse.cli.ports import check_port
 from effuse.cli.process import LogFollower
 from effuse.cli.status import taken_defaults
 from effuse.cli.upkeep import Rolling, watch_over
@@ -27,9 +31,11 @@ from effuse.config.flags import add_flags, add_switch
 from effuse.decode_worker.config import DecodeConfig
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import read_defaults
+from effuse.models.preflight import check_checkpoint
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos.errors import EffuseError
 from effuse.router.config import RouterConfig
+from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
 from effuse.worker.config import WorkerConfig
 
 _ASK_S = 5.0  # the longest that the router may take to describe its models
@@ -70,26 +76,53 @@ def main(argv: Sequence[str]) -> int:
     config, quiet = parse(argv)
     try:
         refuse_early(config)
-    except ValueError as error:
+    except (ValueError, TokenizerError, OSError) as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 2
     # SIGTERM ends the fleet exactly as Ctrl-C does, also while it starts.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        fleet = Fleet(config)
-    except OSError as error:
-        print(f"effuse up: {error}", file=sys.stderr)
-        return 2
-    if quiet:
-        return run(fleet)
-    with LogFollower(fleet.log_dir, sys.stderr):
-        return run(fleet)
+    with ExitStack() as stack:
+        config = keep_logs(config, stack)
+        try:
+            fleet = Fleet(config)
+        except OSError as error:
+            print(f"effuse up: {error}", file=sys.stderr)
+            return 2
+        if not quiet:
+            stack.enter_context(LogFollower(fleet.log_dir, sys.stderr))
+        return run(fleet, shows_logs=not quiet)
 
 
 def refuse_early(config: FleetConfig) -> None:
-    """Raises ValueError for a checkpoint that cannot be served, before any process is started."""
-    if config.model is not None:
-        read_defaults(config.model, ModelConfig.from_dir(config.model))
+    """Raises ValueError or TokenizerError for a checkpoint that cannot be served, and OSError for a
+    port that is taken, before any process is started. Needs no torch, so it takes no second."""
+    directory, flags = config.model or bundled_directory(), config.worker_flags
+    block_size = value_of(flags, "--block-size")
+    check_checkpoint(
+        directory,
+        adapter=config.adapter,
+        # On a CPU weights are computed in float32, whatever they are stored as.
+        dtype=value_of(flags, "--dtype") or "auto" if config.assignments() else "float32",
+        block_size=int(block_size) if block_size else None,
+    )
+    read_defaults(directory, ModelConfig.from_dir(directory))
+    read_backend(directory)
+    for port in (config.port, int(value_of(config.router_flags, "--metrics-port") or 0)):
+        check_port(config.host, port)
+
+
+def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
+    """Has the logs be kept where `effuse logs` finds them, unless a directory was named; where none
+    can be made they end with the fleet."""
+    if config.log_dir is not None:
+        return config
+    name = config.name or new_name()
+    try:
+        kept = stack.enter_context(KeptLogs(logs_home(), name, time.time()))
+    except (OSError, RuntimeError) as error:  # the latter without a home
+        print(f"effuse up: logs are not kept: {error}", file=sys.stderr)
+        return config
+    return replace(config, name=name, log_dir=kept.directory)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -194,7 +227,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="keep one log file a process here (default: none is kept)",
+        help="keep one log file a process here (default: where `effuse logs` looks)",
     )
     add_switch(parser, "--quiet", "do not show the processes' logs")
     add_config_flag(parser)
@@ -283,16 +316,16 @@ def _words_of(
     return tuple(others.parse_known_args(rest)[1])
 
 
-def run(fleet: Fleet) -> int:
+def run(fleet: Fleet, *, shows_logs: bool = False) -> int:
     """Start the fleet, watch over it until it is told to end; the exit status."""
     rolling = Rolling(fleet)
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
         fleet.start()
         print("\n".join([greeting(fleet), *taken(fleet)]), flush=True)
-        watch_over(fleet, rolling)
+        watch_over(fleet, rolling, shows_logs=shows_logs)
     except FleetError as error:
-        print(f"effuse up: {error}", file=sys.stderr)
+        print(f"effuse up: {error.why if shows_logs else error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0

@@ -83,8 +83,9 @@ class Rolling:
         print("effuse up: all were replaced", file=sys.stderr)
 
 
-def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
-    """Report each process that ends and start it again, side by side, until interrupted."""
+def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> NoReturn:
+    """Report each process that ends, with the end of its log unless that `shows` anyhow, and start
+    it again, side by side, until interrupted."""
     restarts = Restarts()
     starting: set[str] = set()
     while True:
@@ -93,7 +94,7 @@ def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
             starting.discard(process.name)
             pause_s = restarts.ended(process.name, now)
             if pause_s is not None:
-                _report(process, pause_s)
+                _report(process, pause_s, "" if shows_logs else process.tail())
         for name in restarts.due(now):
             fleet.begin_restart(name)
             starting.add(name)
@@ -105,8 +106,7 @@ def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
         time.sleep(_POLL_S)
 
 
-def _report(process: Process, pause_s: float) -> None:
+def _report(process: Process, pause_s: float, tail: str) -> None:
     again = f"it is started again in {pause_s:.0f} s" if pause_s else "it is started again"
-    print(
-        f"effuse up: {process.ending()}; {again}; its log ends:\n{process.tail()}", file=sys.stderr
-    )
+    end = f"; its log ends:\n{tail}" if tail else ""
+    print(f"effuse up: {process.ending()}; {again}{end}", file=sys.stderr)

@@ -7,13 +7,16 @@ import io
 import re
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from checkpoints import write_tiny_checkpoint
 
 from effuse.cli.commands import (
     Surroundings,
@@ -22,7 +25,8 @@ from effuse.cli.commands import (
     longest_worker_end_s,
     member_commands,
 )
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
+from effuse.cli.process import Process
 from effuse.cli.up import greeting, main, parse
 from effuse.cli.upkeep import Restarts, Rolling, watch_over
 from effuse.config.flags import flag_of
@@ -320,6 +324,40 @@ def test_a_port_that_somebody_has_is_refused() -> None:
         fleet = Fleet(FleetConfig(port=taken.getsockname()[1]))
         with pytest.raises(FleetError, match=r"cannot listen on 127\.0\.0\.1:"):
             fleet.start()
+
+
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+def test_a_port_that_is_taken_is_told_before_anything_starts(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("effuse.cli.up.Fleet", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--port", "0", flag, port]) == 2
+    assert f"effuse up: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_served_are_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("effuse.cli.up.Fleet", None)
+    path = write_tiny_checkpoint(tmp_path / "model", "sdar")
+    (path / "tokenizer.json").write_text("{}")
+    for told in ("cannot be read as a tokenizer", "neither model.safetensors nor"):
+        assert main(["--port", "0", "--model", str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("effuse up: ") and told in line
+        (path / "model.safetensors").unlink(missing_ok=True)
+
+
+def test_the_end_of_a_log_that_is_shown_anyhow_is_not_told_again() -> None:
+    child = subprocess.Popen(["false"])
+    child.wait(10)
+    with tempfile.NamedTemporaryFile("w") as log:
+        print("the reason", file=log, flush=True)
+        ended = ProcessEnded("decode-0 has ended", Process("decode-0", child, Path(log.name)))
+    assert str(ended) == "decode-0 has ended; its log ends:\n  the reason"
+    assert ended.why == "decode-0 has ended"
 
 
 def test_a_fleet_without_decode_workers_is_refused() -> None:
