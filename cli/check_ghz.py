@@ -143,8 +143,8 @@ def _slow(report: GhzReport, limits: GhzLimits) -> list[str]:
         ("the average", report.average * _NS, limits.average_s),
         ("the slowest", report.slowest * _NS, limits.slowest_s),
     ]
-    for at, most in limits.percentiles_s.items():
-        judged.append((f"p{at}", report.seconds_at(at), most))
+    for at, limit_s in limits.percentiles_s.items():
+        judged.append((f"p{at}", report.seconds_at(at), limit_s))
     found = []
     for name, value, most in judged:
         if value is None:
