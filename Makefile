@@ -23,7 +23,11 @@ OVERLAYS := $(wildcard k8s/overlays/*)
 # What `make eval` measures.
 SEED ?= 1
 COUNT ?= 2000
-# What `make chaos` does; SEED draws requests and faults.
+# What `make chaos` does; SEED draws transfers, requests and faults.
+TAMPERED ?= 10000
+CANCELS ?= 10000
+PROBLEMS ?= 500
+PROBLEM_KILLS ?= 50
 REQUESTS ?= 20000
 KILLS ?= 1000
 CONNECTOR ?= nixl
@@ -93,9 +97,14 @@ load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `ef
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Kill, stop and empty a loaded fleet's processes, judge every answer (SEED=1 REQUESTS=20000 KILLS=1000 CONNECTOR=nixl)
-	PYTHONPATH=tests $(BIN)/python -m chaos.run --seed $(SEED) --requests $(REQUESTS) --kills $(KILLS) \
-	  --connector $(CONNECTOR)
+chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= CANCELS= PROBLEMS= REQUESTS= KILLS=)
+	export PYTHONPATH=tests
+	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
+	$(BIN)/python -m simulation --cancels $(CANCELS)
+	run="$(BIN)/python -m chaos.run --seed $(SEED) --connector $(CONNECTOR)"
+	$$run --all-cancel --requests $(CANCELS) --kills 0
+	$$run --bundled --requests $(PROBLEMS) --kills $(PROBLEM_KILLS)
+	$$run --requests $(REQUESTS) --kills $(KILLS)
 
 .PHONY: k8s-try
 k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up

@@ -142,13 +142,12 @@ def _slow(report: GhzReport, limits: GhzLimits) -> list[str]:
     judged: list[tuple[str, float | None, float | None]] = [
         ("the average", report.average * _NS, limits.average_s),
         ("the slowest", report.slowest * _NS, limits.slowest_s),
+        *((f"p{at}", report.seconds_at(at), s) for at, s in limits.percentiles_s.items()),
     ]
-    for at, limit_s in limits.percentiles_s.items():
-        judged.append((f"p{at}", report.seconds_at(at), limit_s))
     found = []
-    for name, value, most in judged:
-        if value is None:
+    for name, took_s, most in judged:
+        if took_s is None:
             found.append(f"{name} is not in the report")
-        elif most is not None and value > most:
-            found.append(f"{name} is {value:.3g} s, expected {most:g} s at most")
+        elif most is not None and took_s > most:
+            found.append(f"{name} is {took_s:.3g} s, expected {most:g} s at most")
     return found

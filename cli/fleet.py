@@ -20,6 +20,7 @@ import grpc
 import redis
 
 from effuse.cli.commands import (
+    LOOPBACK,
     Surroundings,
     longest_router_end_s,
     longest_start_s,
@@ -70,7 +71,7 @@ class FleetConfig:
     connector: str = "zmq"  # how KV pages move: zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
     adapter: Path | None = None  # LoRA adapter directory beside it
-    host: str = "127.0.0.1"  # address every process listens on
+    host: str = LOOPBACK  # address that the routers listen on; all else stays on loopback
     port: int = 0  # the routers' port; 0 takes a free one
     redis_url: str | None = None  # a running Redis; None starts an embedded one
     name: str | None = None  # namespace of the keys in Redis; None makes a new one
@@ -131,7 +132,7 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.gpus = config.assignments()  # by worker; empty where the environment decides
         self.ready_s = 0.0  # seconds from `start` until the router knew every worker
-        self._addresses: dict[str, str] = {}
+        self._told: dict[str, dict[str, str]] = {}  # by a process when it was ready
         self._commands: dict[str, list[str]] = {}
         self._ended: list[Process] = []  # those that the caller ended
         self._spawner = Spawner()
@@ -151,11 +152,15 @@ class Fleet:
     @property
     def address(self) -> str:
         """Where clients find the router, as host:port."""
-        return self._addresses[router_names(self.config)[0]]
+        return self.address_of(router_names(self.config)[0])
 
     def address_of(self, name: str) -> str:
         """Where a process listens, as host:port."""
-        return self._addresses[name]
+        return self._told[name]["address"]
+
+    def metrics_of(self, name: str) -> str | None:
+        """Where its metrics are, as host:port; None where it serves none."""
+        return self._told[name].get("metrics")
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""
@@ -176,7 +181,7 @@ class Fleet:
             for name in members:
                 self._spawn(name)
             for name in members:
-                self._addresses[name] = self._await_address(name, deadline)
+                self._told[name] = self._await_ready(name, deadline)
             self.wait_for_workers(
                 self.config.prefill, self.config.decode, max(0.0, deadline - time.monotonic())
             )
@@ -255,7 +260,7 @@ class Fleet:
         ready = self._ready_file(name)
         if not ready.exists():
             return False
-        self._addresses[name] = _address_in(ready)
+        self._told[name] = _read_ready(ready)
         return True
 
     def dead(self) -> list[Process]:
@@ -317,16 +322,16 @@ class Fleet:
     def _ready_file(self, name: str) -> Path:
         return self._home / f"{name}.ready.json"
 
-    def _await_address(self, name: str, deadline: float, only: str | None = None) -> str:
+    def _await_ready(self, name: str, deadline: float, only: str | None = None) -> dict[str, str]:
         ready = self._ready_file(name)
         if not self._wait(deadline, ready.exists, only):
             raise FleetError(f"{name} did not become ready", self.processes[name])
-        return _address_in(ready)
+        return _read_ready(ready)
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
             port = free_port()
-            self.redis_url = f"redis://127.0.0.1:{port}/0"
+            self.redis_url = f"redis://{LOOPBACK}:{port}/0"
             self._commands["redis"] = redis_command(port, self._home)
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
@@ -356,8 +361,8 @@ def _role_of(name: str) -> str:
     return name.split("-")[0]
 
 
-def _address_in(ready: Path) -> str:
-    return str(json.loads(ready.read_text())["address"])
+def _read_ready(ready: Path) -> dict[str, str]:
+    return {name: str(value) for name, value in json.loads(ready.read_text()).items()}
 
 
 def _answers(client: redis.Redis) -> bool:

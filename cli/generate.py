@@ -212,7 +212,9 @@ async def ask(
     Raises grpc.aio.AioRpcError with the server's status, and StreamBroken.
     """
     gathering = Gathering()
-    async for event in stub.GenerateStream(request, timeout=timeout_s):
+    async for event in stub.GenerateStream(
+        generation_pb2.GenerateStreamRequest(request=request), timeout=timeout_s
+    ):
         on_event(event)
         gathering.take(event)
     return gathering.answer(request.request_id)
@@ -231,7 +233,7 @@ def figures(answer: Answer) -> str:
         f"{answer.usage.prompt_tokens} prompt tokens, first block after "
         f"{answer.first_block_s * 1e3:.0f} ms, {answer.usage.completion_tokens} tokens in "
         f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), "
-        f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all"
+        f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all, seed {answer.seed}"
     )
 
 

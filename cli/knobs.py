@@ -50,7 +50,7 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
     add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
-    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer")
+    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer; drawn if absent")
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
     add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")
     add("--confidence-threshold", type=within(THRESHOLD), metavar="P", help="write above this")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Self, TextIO
 
 from effuse.cli.arguments import command, directory, whole
-from effuse.cli.process import LogFollower, last_lines, led
+from effuse.cli.process import LogFollower, last_lines, with_name
 
 KEPT: Final = 10
 """Fleets whose logs are kept once they have ended."""
@@ -60,7 +60,7 @@ def show(where: Path, process: str, lines: int, out: TextIO, *, follow: bool) ->
     follower = LogFollower(where, out, process)
     for log in sorted(where.glob(f"{process}.log")):
         for line in last_lines(log, lines):
-            print(led(log, line), file=out)
+            print(with_name(log.stem, line), file=out)
     out.flush()
     while follow:
         follower.copy_new()

@@ -5,6 +5,7 @@ Knows nothing of roles, addresses or readiness; `fleet.py` does.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -142,19 +143,17 @@ def stop_all(
         process.clear()
 
 
-def led(log: Path, line: str) -> str:
-    """A line of a log, led by its process's name."""
-    return f"{log.stem:<10} | {line}"
-
-
 class LogFollower:
     """Copies what is appended to logs in a directory to `out`, until the context ends; each line is
-    led by its process's name."""
+    led by its process's name or, `as_json`, an object that says it."""
 
-    def __init__(self, directory: Path, out: TextIO, process: str = "*") -> None:
+    def __init__(
+        self, directory: Path, out: TextIO, process: str = "*", *, as_json: bool = False
+    ) -> None:
         self._directory = directory
         self._out = out
         self._logs = f"{process}.log"
+        self._lead = _as_object if as_json else with_name
         # What an earlier fleet has left there is not shown again.
         self._read = {log: log.stat().st_size for log in directory.glob(self._logs)}
         self._over = threading.Event()
@@ -177,10 +176,25 @@ class LogFollower:
             self._read[log] = self._read.get(log, 0) + len(whole) + len(newline)
             if newline:
                 for line in whole.decode(errors="replace").split("\n"):
-                    print(led(log, line), file=self._out)
+                    print(self._lead(log.stem, line), file=self._out)
         self._out.flush()
 
     def _run(self) -> None:
         while not self._over.wait(_POLL_S):
             self.copy_new()
         self.copy_new()
+
+
+def with_name(name: str, line: str) -> str:
+    """A log line led by the name of its process."""
+    return f"{name:<10} | {line}"
+
+
+def _as_object(name: str, line: str) -> str:
+    """A log line of ours with the name of its process in the fleet; of another program, its text as
+    a message."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        told = None
+    return json.dumps({"name": name, **(told if isinstance(told, dict) else {"message": line})})

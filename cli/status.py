@@ -144,9 +144,8 @@ def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:
 
 def _quarantine(worker: model_pb2.Worker, held: model_pb2.WorkerQuarantine) -> str:
     pages = f"{held.pages} pages in quarantine"
-    return (
-        f"{worker.worker_id}: {pages} for {held.age_s:.0f} s, until {held.writer} lets go of them"
-    )
+    age_s = held.age.ToTimedelta().total_seconds()
+    return f"{worker.worker_id}: {pages} for {age_s:.0f} s, until {held.writer} lets go of them"
 
 
 def _summary(workers: Sequence[model_pb2.Worker]) -> str:

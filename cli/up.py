@@ -2,10 +2,11 @@
 
 Flags that are not its own are those of the processes it starts (their `config.py`), checked here
 and passed on to whichever takes them.
-What ends by itself is started again (`upkeep.py`); SIGUSR1 replaces all processes.
+What ends by itself is started again (`keeper.py`); SIGUSR1 replaces all processes.
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -17,32 +18,32 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.commands import new_name, value_of
+from effuse.cli.commands import LOOPBACK, new_name, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
+from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import KeptLogs, logs_home
 from effuse.cli.ports import check_port
 from effuse.cli.process import LogFollower
 from effuse.cli.status import taken_defaults
-from effuse.cli.upkeep import Rolling, watch_over
 from effuse.client.client import Client
 from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
 from effuse.decode_worker.config import DecodeConfig
-from effuse.models.config import ModelConfig
-from effuse.models.defaults import read_defaults
+from effuse.models.defaults import refuse_unserved
 from effuse.models.preflight import check_checkpoint
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos.errors import EffuseError
 from effuse.router.config import RouterConfig
 from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
+from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 
 _ASK_S = 5.0  # the longest that the router may take to describe its models
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
 # Both have it, but workers on one machine cannot share a port.
-_ROUTERS_ALONE = {"metrics_port"}
+_ROUTERS_ALONE = {"metrics_port", "metrics_host"}
 
 Config = WorkerConfig | RouterConfig
 
@@ -88,8 +89,14 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             print(f"effuse up: {error}", file=sys.stderr)
             return 2
+        form = value_of(config.router_flags, "--log-format")
+        if form == "json":
+            logs.set_up("up", "info", "json")
+        else:
+            logging.basicConfig(level="INFO", format="effuse up: %(message)s")
         if not quiet:
-            stack.enter_context(LogFollower(fleet.log_dir, sys.stderr))
+            follower = LogFollower(fleet.log_dir, sys.stderr, as_json=form == "json")
+            stack.enter_context(follower)
         return run(fleet, shows_logs=not quiet)
 
 
@@ -105,10 +112,11 @@ def refuse_early(config: FleetConfig) -> None:
         dtype=value_of(flags, "--dtype") or "auto" if config.assignments() else "float32",
         block_size=int(block_size) if block_size else None,
     )
-    read_defaults(directory, ModelConfig.from_dir(directory))
+    refuse_unserved(directory)
     read_backend(directory)
-    for port in (config.port, int(value_of(config.router_flags, "--metrics-port") or 0)):
-        check_port(config.host, port)
+    check_port(config.host, config.port)
+    metrics_host = value_of(config.router_flags, "--metrics-host") or RouterConfig().metrics_host
+    check_port(metrics_host, int(value_of(config.router_flags, "--metrics-port") or 0))
 
 
 def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
@@ -143,10 +151,9 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
     """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
     parser, groups = make_parser(), _groups()
     argv = with_file(parser, argv)
-    rest = _own_parser().parse_known_args([word for word in argv if word not in ("-h", "--help")])[
-        1
-    ]
-    found = _check_flags(parser, argv, rest, groups.all())
+    words = [word for word in argv if word not in ("-h", "--help")]
+    _, rest = _own_parser().parse_known_args(words)
+    found = _check_flags(parser, argv, rest, groups)
     try:
         return _config(found, rest, groups), found.quiet
     except ValueError as error:
@@ -217,7 +224,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="how KV pages move (default: zmq)")  # fmt: skip
     add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--host", default=LOOPBACK,
+        help="the routers' address; all else stays on loopback (default: 127.0.0.1)")  # fmt: skip
     add("--port", type=whole(0, 65535), default=50051,
         help="the routers' port; 0 is any free one (default: 50051)")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
@@ -289,7 +297,7 @@ def _check_flags(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
     rest: Sequence[str],
-    groups: Sequence[FlagGroup],
+    groups: FlagGroups,
 ) -> argparse.Namespace:
     """The values of all flags; exits with status 2 on a bad one."""
     for flag in rest:
@@ -297,8 +305,11 @@ def _check_flags(
             parser.error(f"{flag}: not a flag of `effuse up`, which sets it for each process")
     found = parser.parse_args(argv)
     try:
-        for group in groups:
-            group.config(**{name: getattr(found, name) for name in group.names})
+        for group in groups.all():
+            names = group.names | groups.every.names  # may be judged together
+            if group is groups.router:
+                names = names | {"host"}  # which is the routers' alone
+            group.config(**{name: getattr(found, name) for name in names})
     except ValueError as error:
         parser.error(str(error))
     return found
@@ -322,10 +333,10 @@ def run(fleet: Fleet, *, shows_logs: bool = False) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
         fleet.start()
-        print("\n".join([greeting(fleet), *taken(fleet)]), flush=True)
+        print("\n".join([greeting(fleet), *watched(fleet), *taken(fleet)]), flush=True)
         watch_over(fleet, rolling, shows_logs=shows_logs)
     except FleetError as error:
-        print(f"effuse up: {error.why if shows_logs else error}", file=sys.stderr)
+        LOG.error("%s", error.why if shows_logs else error)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -347,6 +358,13 @@ def taken(fleet: Fleet) -> list[str]:
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
         return [line for model in client.models() for line in taken_defaults(model)]
     return []
+
+
+def watched(fleet: Fleet) -> list[str]:
+    """Where a fleet can be watched."""
+    names = [name for role in ("router", "prefill", "decode") for name in fleet.names(role)]
+    served = [f"{name} {at}" for name in names if (at := fleet.metrics_of(name))]
+    return [f"metrics are on {', '.join(served)}"] if served else []
 
 
 def greeting(fleet: Fleet) -> str:

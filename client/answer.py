@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from google.protobuf.duration_pb2 import Duration
+
 from effuse.v1 import generation_pb2 as pb
 
 Event = pb.GenerateStreamResponse
@@ -15,6 +17,48 @@ _REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What an answer cost, as the server saw it; GenerationStats with its times in seconds."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0
+    first_block_s: float = 0.0
+    total_s: float = 0.0
+    forward_passes: int = 0
+    tokens_per_forward: float = 0.0
+    kv_bytes: int = 0
+    kv_pages: int = 0
+    connector: str = ""  # empty where decode prefilled for itself
+    prefill_worker: str = ""  # empty where decode prefilled for itself
+    decode_worker: str = ""
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, stats: pb.GenerationStats) -> Stats:
+        """What a response tells."""
+        return cls(
+            queue_s=_seconds(stats.queue_duration),
+            prefill_s=_seconds(stats.prefill_duration),
+            handoff_s=_seconds(stats.handoff_duration),
+            first_block_s=_seconds(stats.time_to_first_block),
+            total_s=_seconds(stats.total_duration),
+            forward_passes=stats.forward_passes,
+            tokens_per_forward=stats.tokens_per_forward,
+            kv_bytes=stats.kv_bytes,
+            kv_pages=stats.kv_pages,
+            connector=stats.connector,
+            prefill_worker=stats.prefill_worker,
+            decode_worker=stats.decode_worker,
+            preemptions=stats.preemptions,
+        )
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToTimedelta().total_seconds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,27 +71,42 @@ class Answer:
     commits: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
     usage: pb.Usage
-    stats: pb.GenerationStats  # as the server saw it
+    stats: Stats
     request_id: str
     model: str
+    seed: int  # of the randomness: the request's, or what the server drew
+    stopped_by: str | int | None  # the stop string or the id that ended it; None at its length
     first_block_s: float  # until the first final text arrived; of a unary call the server's figure
     total_s: float  # until all had arrived
 
     @classmethod
     def of(cls, response: pb.GenerateResponse, total_s: float) -> Answer:
         """A unary response."""
+        stats = Stats.of(response.stats)
         return cls(
             text=response.text,
             token_ids=tuple(response.token_ids),
             commits=(),
             finish_reason=_REASONS.get(response.finish_reason, "unknown"),
             usage=response.usage,
-            stats=response.stats,
+            stats=stats,
             request_id=response.request_id,
             model=response.model,
-            first_block_s=response.stats.first_block_s,
+            first_block_s=stats.first_block_s,
+            seed=response.seed,
+            stopped_by=_stopped_by(response),
             total_s=total_s,
         )
+
+
+def _stopped_by(said: pb.GenerateResponse | pb.Finished) -> str | int | None:
+    match said.WhichOneof("matched_stop"):
+        case "stop_string":
+            return said.stop_string
+        case "end_token_id":
+            return said.end_token_id
+        case _:
+            return None
 
 
 class StreamBroken(Exception):
@@ -92,9 +151,11 @@ class Gathering:
             commits=tuple(self._commits),
             finish_reason=_REASONS.get(finished.finish_reason, "unknown"),
             usage=finished.usage,
-            stats=finished.stats,
+            stats=Stats.of(finished.stats),
             request_id=self._finished.request_id,
             model=finished.model,
+            seed=finished.seed,
+            stopped_by=_stopped_by(finished),
             first_block_s=total_s if self._first_block_s is None else self._first_block_s,
             total_s=total_s,
         )

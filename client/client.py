@@ -19,7 +19,7 @@ from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, make_request
 from effuse.protos.errors import from_rpc_error
 from effuse.protos.stubs import generation_stub, model_stub
-from effuse.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
+from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 
 _DEFAULTS = Params()
 
@@ -51,7 +51,7 @@ class Client:
         self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
     ) -> Stream:
         """The answer as it is written: iterate for its text, block by block."""
-        request = make_request(prompt, params, token_ids=True)
+        request = _streamed(prompt, params)
         return Stream(self._generation.GenerateStream(request, timeout=timeout_s), self._target)
 
     def models(self) -> list[model_pb2.Model]:
@@ -153,7 +153,7 @@ class AsyncClient:
         Raises EffuseError, and StreamBroken. Ending the iteration early ends the request.
         """
         gathering = Gathering()
-        request = make_request(prompt, params, token_ids=True)
+        request = _streamed(prompt, params)
         call = self._generation.GenerateStream(request, timeout=timeout_s)
         try:
             with _raising(self._target):
@@ -191,6 +191,11 @@ class AsyncClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _streamed(prompt: Prompt, params: Params) -> generation_pb2.GenerateStreamRequest:
+    request = make_request(prompt, params, token_ids=True)
+    return generation_pb2.GenerateStreamRequest(request=request)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ class Params:
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
     top_k: int | None = None
-    seed: int | None = None  # same seed, same answer
+    seed: int | None = None  # same seed, same answer; drawn by the server where absent
     algorithm: Algorithm | None = None
     window: int | None = None  # blocks in flight (D2F)
     confidence_threshold: float | None = None

@@ -28,9 +28,6 @@ from typing import (
 
 from effuse.config.file import add_config_flag, with_file
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-"""Least severe messages that a process logs."""
-
 
 class Dataclass(Protocol):
     """Any dataclass type."""
@@ -88,11 +85,13 @@ def _default_text(value: object) -> str:
     return text.replace("%", "%%")
 
 
-def add_switch(parser: "argparse._ActionsContainer", flag: str, about: str) -> None:
-    """Adds a flag that is off unless it is given, and that `--no-..` turns off again, as where a
-    file turned it on."""
+def add_switch(
+    parser: "argparse._ActionsContainer", flag: str, about: str, *, default: bool = False
+) -> None:
+    """Adds a flag that is off unless it is given, or on by `default`, and that `--no-..` turns off,
+    also where a file turned it on."""
     action = parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=about)
-    parser.set_defaults(**{action.dest: False})
+    parser.set_defaults(**{action.dest: default})
 
 
 def add_flags(
@@ -120,7 +119,7 @@ def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) 
     kind, text = _without_none(get_args(hint)[0]), str(get_args(hint)[1]).replace("%", "%%")
     default = None if one.default is MISSING else one.default
     if kind is bool:
-        add_switch(parser, flag, text)
+        add_switch(parser, flag, text, default=bool(default))
     elif get_origin(kind) is Literal:
         parser.add_argument(flag, choices=get_args(kind), default=default, help=text)
     else:

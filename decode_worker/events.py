@@ -45,6 +45,7 @@ def _committed(request: DecodeRequest, outcome: StepOutcome) -> Committed:
         token_ids=outcome.tokens,
         forward_passes=request.forward_passes,
         frontier=() if outcome.finish else request.sequence.frontier(),
+        end_token_id=outcome.end_token_id,
     )
 
 

@@ -48,6 +48,7 @@ class Claim:
     """What came of claiming a request id. It is this router's where nothing else is set."""
 
     response: bytes | None = None  # the kept answer, undecoded
+    earlier: bytes | None = None  # the placement of a router that is gone, undecoded
     elsewhere: bytes | None = None  # the placement of another live router, undecoded
     lease_s: float = 0.0  # that the other router's lease holds
 
@@ -199,7 +200,7 @@ class Store:
             return Claim(response=rest[0])
         if outcome == b"running":
             return Claim(elsewhere=rest[0], lease_s=int(rest[1]) / 1000)
-        return Claim()
+        return Claim(earlier=rest[0] or None)
 
     async def keep_answer(
         self, request_id: str, digest: str, response: bytes, keep_s: float

@@ -39,6 +39,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN: Final = "effuse"
 DETAILS_KEY: Final = "grpc-status-details-bin"
+REQUEST_ID_KEY: Final = "x-request-id"
+"""Trailing metadata of every error and of every answer: what to ask for, and what logs have."""
+
 MAX_MESSAGE_CHARS: Final = 1000
 """Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default)."""
 

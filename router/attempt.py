@@ -147,9 +147,7 @@ class Attempt:
             if (news := self._request.flush_text()) is not None:
                 await self._client.send(news)
             self._end_calls()
-            is_long = len(self._request.token_ids) >= self._request.max_tokens
-            is_stopped = self._request.text.is_stopped or not is_long
-            return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
+            return self._finish_reason(is_stopped=self._request.end_token_id is not None)
 
     async def _relay(self, decode: DecodeCall) -> FinishReason:
         """Takes what decode says, event by event, to the last one that counts."""
@@ -162,7 +160,7 @@ class Attempt:
                 if news is not None:
                     await self._client.send(news)
                 if event.HasField("finished") or self._request.text.is_stopped:
-                    return self._finish_reason(event)
+                    return self._finish_reason(is_stopped=event.finished.stopped)
             worker = self._placement.prefill
             if worker is not None and response.HasField("reservation"):
                 prefill = self._prefill
@@ -220,8 +218,9 @@ class Attempt:
         )
         return generation_pb2.GenerateStreamResponse(request_id=self._request.id, draft=shown)
 
-    def _finish_reason(self, last: worker_pb2.DecodeResponse) -> FinishReason:
-        is_stopped = self._request.text.is_stopped or last.finished.stopped
+    def _finish_reason(self, *, is_stopped: bool) -> FinishReason:
+        """is_stopped: whether a stop id ended the answer; a stop string may have."""
+        is_stopped = is_stopped or self._request.text.is_stopped
         return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
 
     # Ending.

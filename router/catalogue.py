@@ -8,6 +8,7 @@ is UNAVAILABLE and not NOT_FOUND.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Final
 
 import grpc.aio
@@ -169,7 +170,6 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=sampling.seed,
         ),
         decoding=generation_pb2.DecodingParams(**knobs),
         max_tokens=defaults.max_tokens,
@@ -204,7 +204,9 @@ def describe_worker(record: WorkerRecord, condition: Condition) -> model_pb2.Wor
         links=[_describe_link(link, record.min_handoff_gbps) for link in record.links],
         min_handoff_gbps=record.min_handoff_gbps,
         quarantines=[
-            model_pb2.WorkerQuarantine(writer=one.writer, pages=one.pages, age_s=one.age_s)
+            model_pb2.WorkerQuarantine(
+                writer=one.writer, pages=one.pages, age=timedelta(seconds=one.age_s)
+            )
             for one in record.quarantines
         ],
     )

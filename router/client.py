@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import Final, Protocol, cast
 
 import grpc.aio
@@ -13,7 +13,48 @@ from effuse.v1 import generation_pb2 as pb
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
-StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse]
+StreamContext = grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
+
+
+def answer_of(
+    request_id: str, finished: pb.Finished, text: str, token_ids: Iterable[int]
+) -> pb.GenerateResponse:
+    """The whole answer that ends so."""
+    answer = pb.GenerateResponse(
+        request_id=request_id,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=finished.finish_reason,
+        usage=finished.usage,
+        stats=finished.stats,
+        model=finished.model,
+        seed=finished.seed,
+    )
+    _copy_stop(finished, answer)
+    return answer
+
+
+def finished_of(answer: pb.GenerateResponse) -> pb.Finished:
+    """How a whole answer ends, as a stream says it."""
+    finished = pb.Finished(
+        finish_reason=answer.finish_reason,
+        usage=answer.usage,
+        stats=answer.stats,
+        model=answer.model,
+        seed=answer.seed,
+    )
+    _copy_stop(answer, finished)
+    return finished
+
+
+def _copy_stop(
+    source: pb.Finished | pb.GenerateResponse, target: pb.Finished | pb.GenerateResponse
+) -> None:
+    match source.WhichOneof("matched_stop"):
+        case "end_token_id":
+            target.end_token_id = source.end_token_id
+        case "stop_string":
+            target.stop_string = source.stop_string
 
 
 class ClientGone(Exception):

@@ -11,25 +11,24 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from effuse.config import checks, flags
-from effuse.config.flags import LogLevel
+from effuse.config.access import Access
 from effuse.placement.keys import check_name
 from effuse.router.policy import PrefillMode
+from effuse.telemetry.logs import LogFormat, LogLevel
 
 END_S: Final = 5.0
 """What a router takes at most to end after its drain: to tell clients and Redis, and abort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(Access):
     """Settings of a router. Raises ValueError naming the accepted form."""
 
     # The network.
-    host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 50051
     share_port: Annotated[
         bool, "let other routers listen on the same port, as one that takes this one's place"
     ] = False
-    metrics_port: Annotated[int | None, "serve Prometheus text here; 0 takes a free one"] = None
     max_message_bytes: Annotated[int, "largest message taken from a client"] = 4 << 20
 
     # The fleet.
@@ -71,11 +70,13 @@ class RouterConfig:
 
     ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
+        Access.__post_init__(self)
+        self.check_plaintext("host", self.host, "calls")
         for name, low, high in (
             ("port", 0, 65535),
-            ("metrics_port", 0, 65535),
             ("max_message_bytes", 1024, 1 << 30),
             ("tokenizer_threads", 1, 64),
             ("max_concurrent_requests", 1, 1 << 20),

@@ -127,7 +127,12 @@ class AnswerText:
     @property
     def is_stopped(self) -> bool:
         """A stop string has ended it."""
-        return self._matcher is not None and self._matcher.matched is not None
+        return self.matched_stop is not None
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that has ended it."""
+        return None if self._matcher is None else self._matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is decided by them.

@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 import grpc.aio
 
 from effuse.protos.errors import (
+    REQUEST_ID_KEY,
     Bug,
     Cancelled,
     DeadlineExceeded,
@@ -27,7 +28,7 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.router.attempt import Attempt, Unfinished
-from effuse.router.client import ClientGone, Recipient
+from effuse.router.client import ClientGone, Recipient, finished_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
@@ -40,6 +41,7 @@ from effuse.router.shared_request import SharedRequest
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
+Sent = TypeVar("Sent")
 Response = TypeVar("Response")
 
 LOG: Final = logging.getLogger(__name__)
@@ -66,20 +68,21 @@ ON_THE_WAY_S: Final = 0.02
 def accept(
     router: Router,
     message: pb.GenerateRequest,
-    context: grpc.aio.ServicerContext[pb.GenerateRequest, Response],
+    context: grpc.aio.ServicerContext[Sent, Response],
     *,
     is_stream: bool,
 ) -> Request:
     """The request that a client means; raises `EffuseError` with all that can be said against it
     before anything is held for it."""
     try:
+        request_id = _request_id(message)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         if not router.admission.knows_seats:
             router.count_seats()
         router.admission.check()
-        request_id = _request_id(message)
         asked_digest = _digest_of(message) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
-        asked = router.resolve(message, is_stream=is_stream)
+        asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
         # grpcio's types hide that there may be none
         time_left: float | None = context.time_remaining()
         limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
@@ -153,11 +156,9 @@ class Handler:
         if commit.num_tokens or commit.text:
             await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
-        request.status = "OK"
-        router.metrics.count_repeated()
-        return pb.Finished(
-            finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
-        )
+        request.status, request.was_kept = "OK", True
+        router.note_end(request, "OK", kept.stats)
+        return finished_of(kept)
 
     async def _encode_prompt(self) -> None:
         request = self._request
@@ -321,13 +322,12 @@ class Handler:
 
     def _finish(self, reason: pb.FinishReason) -> pb.Finished:
         request = self._request
-        usage, stats = request.usage(), request.stats(self._router.now())
+        finished = request.finished(reason, self._router.now())
         request.status = "OK"
-        # Counted once the answer is on its way.
-        asyncio.get_running_loop().call_soon(self._router.metrics.count_answer, usage, stats)
-        return pb.Finished(
-            finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
-        )
+        # Told once the answer is on its way.
+        told = self._router.note_end
+        asyncio.get_running_loop().call_soon(told, request, "OK", finished.stats)
+        return finished
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
         """UNAVAILABLE, with how far the request got and what it met with."""
@@ -356,13 +356,11 @@ class Handler:
         return error
 
     def _record_end(self, event: Event, status: str) -> None:
-        request, metrics, now = self._request, self._router.metrics, self._router.now()
+        request, now = self._request, self._router.now()
         if not request.is_ended:
             request.apply_event(event, now, status)
             request.status = status
-        metrics.requests.labels(status).inc()
-        metrics.latency.observe(now - request.arrived)
-        LOG.info("request %s ended with %s: %s", request.id, status, request.tell_story())
+        self._router.note_end(request, status, request.stats(now))
 
 
 def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:

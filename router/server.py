@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from effuse.protos.errors import Cancelled, EffuseError
-from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
+from effuse.router.client import AnswerStream, ClientGone, WholeAnswer, answer_of
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, accept
 from effuse.router.router import Router
@@ -28,26 +28,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer = WholeAnswer()
         accepted = accept(self._router, request, context, is_stream=False)
         finished = await Handler(self._router, accepted, answer).serve()
-        return pb.GenerateResponse(
-            request_id=accepted.id,
-            text=answer.text,
-            token_ids=answer.token_ids,
-            finish_reason=finished.finish_reason,
-            usage=finished.usage,
-            stats=finished.stats,
-            model=finished.model,
-        )
+        return answer_of(accepted.id, finished, answer.text, answer.token_ids)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse],
+        request: pb.GenerateStreamRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
     ) -> None:
         """The answer as it grows.
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        accepted = accept(self._router, request, context, is_stream=True)
+        accepted = accept(self._router, request.request, context, is_stream=True)
         stream = AnswerStream(context)
         try:
             finished = await Handler(self._router, accepted, stream).serve()

@@ -101,6 +101,7 @@ class Asked:
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
     sampling: Sampling
+    has_seed: bool  # the client's; else it is 0 until one is drawn
     settings: DecodeSettings
     wants_token_ids: bool
     wants_drafts: bool
@@ -109,6 +110,12 @@ class Asked:
     def most_tokens(self) -> int:
         """Tokens that the answer may have, in a context that has room for them."""
         return self.model.defaults.max_tokens if self.max_tokens is None else self.max_tokens
+
+    def seeded(self, fresh: int) -> Asked:
+        """The same with the seed `fresh`, a uint64, where the client set none."""
+        if self.has_seed:
+            return self
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, seed=fresh))
 
 
 def validate(
@@ -151,6 +158,7 @@ def validate(
         stops=tuple(request.stopping.stop),
         stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
         sampling=_resolve_sampling(request.sampling, model),
+        has_seed=request.sampling.HasField("seed"),
         settings=_resolve_settings(request.decoding, algorithm, model),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,

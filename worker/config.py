@@ -11,8 +11,9 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from effuse.config import checks
-from effuse.config.flags import LogLevel
+from effuse.config.access import Access
 from effuse.placement.keys import check_name
+from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]
 Connector = Literal["nixl", "zmq"]
@@ -27,7 +28,7 @@ STOP_S: Final = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(Access):
     """Settings of a prefill or decode worker. Raises ValueError naming the accepted form."""
 
     # The model.
@@ -60,7 +61,6 @@ class WorkerConfig:
     ] = None
 
     # The network.
-    host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 0
     advertise_host: Annotated[
         str | None, "name or address that others reach this worker by (default: host)"
@@ -68,9 +68,6 @@ class WorkerConfig:
     connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
     connector_host: Annotated[
         str | None, "address of the zmq connector (default: advertise-host)"
-    ] = None
-    metrics_port: Annotated[
-        int | None, "serve Prometheus text on this port; 0 takes a free one"
     ] = None
 
     # The fleet.
@@ -92,14 +89,17 @@ class WorkerConfig:
     max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
 
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
+        Access.__post_init__(self)
+        self.check_plaintext("host", self.host, "calls")
+        self.check_plaintext("host", self.host, "pages")
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)
         for name in ("num_pages", "block_size", "max_model_len"):
             checks.whole(name, getattr(self, name), 1)
-        for name in ("port", "metrics_port"):
-            checks.whole(name, getattr(self, name), 0, 65535)
+        checks.whole("port", self.port, 0, 65535)
         for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
             checks.seconds(name, getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:

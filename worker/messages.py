@@ -170,6 +170,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     token_ids: tuple[int, ...]  # a stop id is left out
     forward_passes: int  # so far
     frontier: tuple[BlockState, ...]  # blocks in flight after this commit
+    end_token_id: int | None = None  # the stop id behind them, where it ends the answer
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):

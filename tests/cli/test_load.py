@@ -43,15 +43,15 @@ class FakeRouter(pb_grpc.GenerationServiceServicer):
 
     async def GenerateStream(  # type: ignore[override]
         self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse],
+        request: pb.GenerateStreamRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
     ) -> None:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        if request.prompt == "bad":
+        if request.request.prompt == "bad":
             self.running -= 1
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a bad prompt")
-        if request.prompt == "slow":
+        if request.request.prompt == "slow":
             await self.all_here(12)
         for offset in (0, 3):
             commit = pb.BlockCommit(token_offset=offset, num_tokens=3, text="abc")

@@ -26,9 +26,9 @@ from effuse.cli.commands import (
     member_commands,
 )
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
+from effuse.cli.keeper import Restarts, Rolling, watch_over
 from effuse.cli.process import Process
 from effuse.cli.up import greeting, main, parse
-from effuse.cli.upkeep import Restarts, Rolling, watch_over
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -229,7 +229,7 @@ def _memory(fleet: Fleet) -> dict[str, list[str]]:
 
 
 def _greeting(fleet: Fleet, address: str) -> str:
-    fleet._addresses["router"] = address
+    fleet._told["router"] = {"address": address}
     return greeting(fleet)
 
 
@@ -275,7 +275,7 @@ def test_a_log_directory_that_cannot_be_is_one_line(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert main(["--log-dir", str(tmp_path / "taken")]) == 2
+        assert main(["--port", "0", "--log-dir", str(tmp_path / "taken")]) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
     assert "File exists" in capsys.readouterr().err
@@ -387,26 +387,24 @@ def fleet() -> Iterator[Fleet]:
 
 
 def test_processes_that_end_together_or_once_more_are_started_again(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = ""
+    caplog.set_level("INFO")
 
     class Clock:
         monotonic = staticmethod(time.monotonic)
 
         def sleep(self, seconds: float) -> None:
-            nonlocal told
-            told += capsys.readouterr().err
-            if told.count("is back") == 2:
+            if caplog.text.count("is back") == 2:
                 raise KeyboardInterrupt
             time.sleep(0.01)
 
     for name in fleet._commands:
         fleet._spawn(name)
         assert fleet.processes[name].wait(20) == 1
-    monkeypatch.setattr("effuse.cli.upkeep.time", Clock())
+    monkeypatch.setattr("effuse.cli.keeper.time", Clock())
     with pytest.raises(KeyboardInterrupt):
         watch_over(fleet, Rolling(fleet))
-    assert told.count("exited with status 1") == 3
-    assert told.count("it is started again in 1 s") == 1  # who ended twice
+    assert caplog.text.count("exited with status 1") == 3
+    assert caplog.text.count("it is started again in 1 s") == 1  # who ended twice
     assert not fleet._ended

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -26,7 +27,7 @@ WHOLE = pb.GenerateResponse(
     token_ids=[1, 2, 3],
     finish_reason=pb.FINISH_REASON_LENGTH,
     usage=pb.Usage(prompt_tokens=2, completion_tokens=3),
-    stats=pb.GenerationStats(first_block_s=0.25),
+    stats=pb.GenerationStats(time_to_first_block=timedelta(seconds=0.25)),
     model="m",
 )
 EVENTS = [
@@ -37,7 +38,11 @@ EVENTS = [
     pb.GenerateStreamResponse(
         request_id="r",
         finished=pb.Finished(
-            finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(completion_tokens=3), model="m"
+            finish_reason=pb.FINISH_REASON_STOP,
+            usage=pb.Usage(completion_tokens=3),
+            model="m",
+            seed=9,
+            stop_string="d",
         ),
     ),
 ]
@@ -63,9 +68,9 @@ class FakeRouter(
         return WHOLE
 
     def GenerateStream(
-        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+        self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateStreamResponse]:
-        self._note(request, context)
+        self._note(request.request, context)
         context.add_callback(self.cancelled.set)
         yield from self.events
         if self.hangs:
@@ -138,6 +143,7 @@ def test_pieces_then_the_answer(router: FakeRouter, target: str) -> None:
         answer = stream.answer
         assert client.stream("again").answer.text == "abc"  # without a loop of one's own
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("abc", (1, 2, 3), "stop")
+    assert (answer.seed, answer.stopped_by) == (9, "d")
     assert 0 < answer.first_block_s <= answer.total_s
     assert list(router.asked[0].prompt_token_ids.ids) == [7, 8]
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
-from router.fake_model import BLOCK_SIZE, MASK, ids_of, worker_record
+from router.fake_model import BLOCK_SIZE, EOS, MASK, ids_of, worker_record
 
 from effuse.placement.records import Role
 from effuse.protos import rpc
@@ -161,7 +161,6 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
     def __init__(self, worker_id: str, handoffs: Handoffs) -> None:
         super().__init__(worker_id, handoffs)
         self.answer: list[int] = ids_of("the answer is three")
-        self.stopped = True
         self.requests: list[pb.DecodeRequest] = []
         self.twist: Callable[[pb.DecodeResponse], pb.DecodeResponse] = lambda response: response
         self.at_once = False  # all that follows the reservation goes in one message
@@ -211,17 +210,21 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             yield pb.DecodeResponse(verified=pb.PrefillVerified())
         await self.point("verified")
         answer = self.answer[: request.max_tokens]
+        is_stopped = len(self.answer) < request.max_tokens
         done = list(request.resume.committed_token_ids)
         assert done == answer[: len(done)], "resumed with tokens that were never said"
         for offset in range(len(done), len(answer), BLOCK_SIZE):
             await self.point(f"commit {offset // BLOCK_SIZE}")
             if request.drafts:
                 yield pb.DecodeResponse(draft=_draft(offset, answer))
-            yield pb.DecodeResponse(commit=_commit(offset, answer))
+            commit = _commit(offset, answer)
+            if is_stopped and offset + BLOCK_SIZE >= len(answer):
+                commit.end_token_id = EOS
+            yield pb.DecodeResponse(commit=commit)
         await self.point("finish")
         yield pb.DecodeResponse(
             finished=pb.DecodeFinished(
-                stopped=self.stopped, num_tokens=len(answer), forward_passes=len(answer)
+                stopped=is_stopped, num_tokens=len(answer), forward_passes=len(answer)
             )
         )
 

@@ -70,7 +70,8 @@ class FakeStore(Store):
         if kept is not None and kept[0] == digest:
             return Claim(response=kept[1])
         self.placements[record.request_id] = record
-        return Claim()
+        runs = held is not None and held.state == "running" and held.router_id != record.router_id
+        return Claim(earlier=encode(held) if held is not None and runs else None)
 
     async def keep_answer(
         self, request_id: str, digest: str, response: bytes, keep_s: float
@@ -124,7 +125,7 @@ class FakeFleet:
 
     def metric(self, name: str, **labels: str) -> float | None:
         """A metric of the router, as it would be scraped now."""
-        return self.router.metrics.registry.get_sample_value(name, labels)
+        return self.router.metrics.value(name, labels)
 
     def is_waiting(self, reason: str) -> bool:
         """Whether one request waits for that."""
@@ -159,7 +160,7 @@ async def fake_fleet(
             workers.create_task(worker.until_crash())
             stack.callback(worker.crashed.set)
             store.records[worker.worker_id] = worker.record
-        config = RouterConfig(port=0, **settings)  # type: ignore[arg-type]
+        config = RouterConfig(port=0, **{"metrics": False, **settings})  # type: ignore[arg-type]
         router = Router(config, Tokenizer(byte_tokenizer(), chat_template()), store)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         group.create_task(process.serve(router, stop))

@@ -85,9 +85,9 @@ def test_a_client_that_comes_back_late_reads_how_it_ended(
         fleet.decode[0].answer = fake_model.ids_of("x" * 8000)
         options = pb.StoppingParams(max_tokens=8000)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.router.port}", NARROW) as channel:
-            call = generation_stub(channel).GenerateStream(
-                pb.GenerateRequest(request_id="r" * 128, prompt="how many?", stopping=options)
-            )
+            asked = pb.GenerateRequest(request_id="r" * 128, prompt="how many?", stopping=options)
+            request = pb.GenerateStreamRequest(request=asked)
+            call = generation_stub(channel).GenerateStream(request)
             await until(lambda: _has_ended(fleet, "r" * 128))
             await fleet.idle()
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -19,14 +19,15 @@ def test_defaults() -> None:
 def test_every_field_is_a_flag(tmp_path: Path) -> None:
     config = parse(
         [
-            "--host", "0.0.0.0", "--port", "0", "--share-port", "--metrics-port", "9",
+            "--host", "0.0.0.0", "--allow-plaintext", "all", "--port", "0", "--share-port",
+            "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics",
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
             "--max-queue", "5", "--max-losses", "6", "--retry-share", "0.5",
             "--max-request-s", "7.5", "--recovery-s", "9",
             "--keep-answers-s", "3", "--drain-s", "8",
-            "--ready-file", "x", "--log-level", "debug",
+            "--ready-file", "x", "--log-level", "debug", "--log-format", "json",
         ]
     )  # fmt: skip
     changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
@@ -39,6 +40,9 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
         (["--prot", "1"], "unrecognized arguments: --prot"),
         (["--port", "many"], "invalid int value: 'many'"),
         (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
+        (["--host", "0.0.0.0"], "--host: expected a loopback address, as calls go in plain text"),
+        (["--host", "0.0.0.0", "--allow-plaintext", "pages"], "or --allow-plaintext all; got"),
+        (["--metrics-host", "::", "--metrics-port", "1"], "--metrics-host: expected a loopback"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to"),
         (["--retry-share", "nan"], "--retry-share: expected 0 to 1, got nan"),
         (["--max-request-s", "nan"], "--max-request-s: expected seconds above 0, got nan"),

@@ -36,7 +36,8 @@ async def failure(fleet: FakeFleet, **fields: object) -> errors.EffuseError:
 
 async def stream(fleet: FakeFleet, **fields: object) -> list[pb.GenerateStreamResponse]:
     request = pb.GenerateRequest(prompt="how many?", **fields)  # type: ignore[arg-type]
-    return [event async for event in fleet.generation.GenerateStream(request, timeout=30)]
+    asked = pb.GenerateStreamRequest(request=request)
+    return [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
 
 
 def text_of(events: list[pb.GenerateStreamResponse]) -> str:
@@ -286,7 +287,7 @@ def test_a_late_reservation_is_nobodys_fault_and_then_comes_first() -> None:
         answer = await asking
         assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p0")
         assert (len(decode.requests), len(prefill.served)) == (2, 2)
-        assert fleet.router.metrics.registry.get_sample_value("effuse_retries") == 0
+        assert fleet.metric("effuse_retries_total") == 0
 
     run(body, max_losses=0, prefill="remote")
 

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router.asking import ask, failure, request
 from router.fake_model import MASK, MAX_MODEL_LEN
 from router.fake_workers import holds, raises
@@ -147,8 +146,7 @@ def test_an_id_that_is_running_is_refused_and_free_afterwards() -> None:
         await reached.wait()
         error = await failure(ask(fleet, request_id="twin"))
         assert (type(error), "'twin' is running" in error.message) == (errors.AlreadyRunning, True)
-        sample = fleet.router.metrics.registry.get_sample_value
-        assert sample("effuse_refused_total", {"status": "ALREADY_EXISTS"}) == 1
+        assert fleet.metric("effuse_refused_total", status="ALREADY_EXISTS") == 1
         go.set()
         assert (await first).text == TEXT
         assert (await ask(fleet, request_id="twin")).text == TEXT
@@ -180,7 +178,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
         assert await fleet.models.ListModels(model_pb2.ListModelsRequest())
         go.set()
         assert [a.text for a in await asyncio.gather(running, waiting)] == [TEXT, TEXT]
-        assert (await waiting).stats.queue_s > 0
+        assert (await waiting).stats.queue_duration.ToMicroseconds() > 0
 
     run(body, max_concurrent_requests=1, max_queue=1)
 
@@ -298,22 +296,6 @@ def test_health_follows_the_workers_by_service_and_role(mode: str, without_prefi
     run(body, prefill=mode)
 
 
-def test_reflection_lists_the_public_services_only() -> None:
-    async def body(fleet: FakeFleet) -> None:
-        stub = reflection_pb2_grpc.ServerReflectionStub(fleet.channel)
-        ask_for_all = reflection_pb2.ServerReflectionRequest(list_services="")
-        call = stub.ServerReflectionInfo(iter([ask_for_all]))
-        answer = await call.read()
-        names = {service.name for service in answer.list_services_response.service}
-        assert names == {
-            "effuse.v1.GenerationService", "effuse.v1.ModelService", "grpc.health.v1.Health",
-            "grpc.reflection.v1alpha.ServerReflection",
-        }  # fmt: skip
-        call.cancel()
-
-    run(body)
-
-
 def test_draining_finishes_what_runs_and_what_waits_and_takes_no_more() -> None:
     async def body(fleet: FakeFleet) -> None:
         go, reached = asyncio.Event(), asyncio.Event()
@@ -353,7 +335,9 @@ def test_what_a_drain_has_no_time_for_is_told_to_ask_again() -> None:
 
 def test_metrics_are_served_as_prometheus_text() -> None:
     async def body(fleet: FakeFleet) -> None:
-        await ask(fleet)
+        asked = pb.GenerateStreamRequest(request=request(prompt="how many?"))
+        events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
+        gaps = sum(event.HasField("commit") for event in events) - 1
         await failure(ask(fleet, prompt=""))
         port = fleet.router.metrics_port
         url = f"http://127.0.0.1:{port}/metrics"
@@ -363,12 +347,21 @@ def test_metrics_are_served_as_prometheus_text() -> None:
                 return str(page.read().decode())
 
         text = await asyncio.to_thread(scrape)
-        assert 'effuse_requests_total{status="OK"} 1.0' in text
-        assert 'effuse_refused_total{status="INVALID_ARGUMENT"} 1.0' in text
-        assert f"effuse_prompt_tokens_total {len('how many?') + 2}.0" in text
-        assert "effuse_num_requests_running 0.0" in text
+        of = 'model_name="fake",role="router"'
+        for line in (
+            f'effuse_requests_total{{{of},status="OK"}} 1.0',
+            'effuse_refused_total{role="router",status="INVALID_ARGUMENT"} 1.0',
+            f"effuse_prompt_tokens_total{{{of}}} {len('how many?') + 2}.0",
+            f"effuse_time_to_first_block_seconds_count{{{of}}} 1.0",
+            f"effuse_inter_block_latency_seconds_count{{{of}}} {gaps}.0",
+            f"effuse_request_queue_time_seconds_count{{{of}}} 1.0",
+            f"effuse_tokens_per_forward_count{{{of}}} 1.0",
+            'effuse_num_requests_running{role="router"} 0.0',
+            'effuse_retries_total{role="router"} 0.0',
+        ):
+            assert line in text.splitlines(), line
 
-    run(body, metrics_port=0)
+    run(body, metrics=True)
 
 
 @pytest.mark.parametrize("mode", ["auto", "remote"])

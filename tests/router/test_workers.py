@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import msgspec
 import pytest
 from router.asking import ask, failure
@@ -43,7 +45,9 @@ def test_workers_are_listed_with_their_loads_and_links() -> None:
             max_num_seqs=64, running=3, waiting=2, queued_tokens=77, blocks_left=9, steps=12,
             preemptions=1, kv_bytes=4096,
             quarantines=[
-                model_pb2.WorkerQuarantine(writer="10.0.0.7:50052", pages=4, age_s=41.5)
+                model_pb2.WorkerQuarantine(
+                    writer="10.0.0.7:50052", pages=4, age=timedelta(seconds=41.5)
+                )
             ],
         )  # fmt: skip
         found = listed.workers[2]

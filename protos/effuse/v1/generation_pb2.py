@@ -22,64 +22,68 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x65\x66\x66use/v1/generation.proto\x12\teffuse.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x98\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x13.effuse.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\t \x01(\x0b\x32\x14.effuse.v1.ChatInputH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.effuse.v1.SamplingParams\x12+\n\x08stopping\x18\x06 \x01(\x0b\x32\x19.effuse.v1.StoppingParams\x12+\n\x08\x64\x65\x63oding\x18\x07 \x01(\x0b\x32\x19.effuse.v1.DecodingParams\x12(\n\x06output\x18\x08 \x01(\x0b\x32\x18.effuse.v1.OutputOptions\x12\x1c\n\x14parse_special_tokens\x18\n \x01(\x08\x42\x07\n\x05inputB\r\n\x0b_request_idB\x08\n\x06_model\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc7\x01\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.effuse.v1.ChatMessage\x12\x33\n\x12template_arguments\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x15\x63ontinue_last_message\x18\x04 \x01(\x08\x42\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x92\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\x9b\x06\n\x0e\x44\x65\x63odingParams\x12\'\n\talgorithm\x18\x01 \x01(\x0e\x32\x14.effuse.v1.Algorithm\x12\x13\n\x06window\x18\x02 \x01(\rH\x00\x88\x01\x01\x12!\n\x14\x63onfidence_threshold\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12 \n\x13\x62lock_add_threshold\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12&\n\x19\x66ull_activation_threshold\x18\x05 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x05score\x18\x06 \x01(\x0e\x32\x10.effuse.v1.Score\x12\'\n\tremasking\x18\x07 \x01(\x0e\x32\x14.effuse.v1.Remasking\x12\x1c\n\x0f\x64\x65noising_steps\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x19\n\x0c\x62lock_length\x18\t \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05steps\x18\n \x01(\rH\x06\x88\x01\x01\x12\x16\n\tcfg_scale\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1b\n\x0elogits_eos_inf\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12#\n\x16\x63onfidence_eos_eot_inf\x18\r \x01(\x08H\t\x88\x01\x01\x12\x1b\n\x03\x61lg\x18\x0e \x01(\x0e\x32\x0e.effuse.v1.Alg\x12\x10\n\x03\x65ps\x18\x0f \x01(\x02H\n\x88\x01\x01\x12\x15\n\x08\x61lg_temp\x18\x10 \x01(\x02H\x0b\x88\x01\x01\x12\x1f\n\x05\x63\x61\x63he\x18\x11 \x01(\x0e\x32\x10.effuse.v1.Cache\x12\x1a\n\rentropy_bound\x18  \x01(\x02H\x0c\x88\x01\x01\x42\t\n\x07_windowB\x17\n\x15_confidence_thresholdB\x16\n\x14_block_add_thresholdB\x1c\n\x1a_full_activation_thresholdB\x12\n\x10_denoising_stepsB\x0f\n\r_block_lengthB\x08\n\x06_stepsB\x0c\n\n_cfg_scaleB\x11\n\x0f_logits_eos_infB\x19\n\x17_confidence_eos_eot_infB\x06\n\x04_epsB\x0b\n\t_alg_tempB\x10\n\x0e_entropy_bound\"U\n\rOutputOptions\x12\x16\n\ttoken_ids\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06\x64rafts\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x0c\n\n_token_idsB\t\n\x07_drafts\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x9f\x02\n\x0fGenerationStats\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x11\n\thandoff_s\x18\x03 \x01(\x01\x12\x15\n\rfirst_block_s\x18\x04 \x01(\x01\x12\x0f\n\x07total_s\x18\x05 \x01(\x01\x12\x16\n\x0e\x66orward_passes\x18\x06 \x01(\r\x12\x1a\n\x12tokens_per_forward\x18\x07 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x10\n\x08kv_pages\x18\t \x01(\r\x12\x11\n\tconnector\x18\n \x01(\t\x12\x16\n\x0eprefill_worker\x18\x0b \x01(\t\x12\x15\n\rdecode_worker\x18\x0c \x01(\t\x12\x13\n\x0bpreemptions\x18\r \x01(\r\"\xd2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.effuse.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.effuse.v1.Usage\x12)\n\x05stats\x18\x06 \x01(\x0b\x32\x1a.effuse.v1.GenerationStats\x12\r\n\x05model\x18\x07 \x01(\t\"\xb0\x01\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x16.effuse.v1.BlockCommitH\x00\x12&\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x15.effuse.v1.BlockDraftH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.effuse.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"p\n\x0b\x42lockCommit\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x16\n\x0e\x66orward_passes\x18\x05 \x01(\r\"C\n\nBlockDraft\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\x11\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\tnum_masks\x18\x03 \x01(\r\"\x95\x01\n\x08\x46inished\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.effuse.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.effuse.v1.Usage\x12)\n\x05stats\x18\x03 \x01(\x0b\x32\x1a.effuse.v1.GenerationStats\x12\r\n\x05model\x18\x04 \x01(\t\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xdd\x01\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.effuse.v1.RequestState\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0e\n\x06status\x18\x06 \x01(\t\x12\x0e\n\x06router\x18\x07 \x01(\t\x12+\n\x06\x61nswer\x18\x08 \x01(\x0b\x32\x1b.effuse.v1.GenerateResponse*\x9b\x01\n\tAlgorithm\x12\x19\n\x15\x41LGORITHM_UNSPECIFIED\x10\x00\x12\x11\n\rALGORITHM_D2F\x10\x01\x12\x1d\n\x19\x41LGORITHM_BLOCK_DIFFUSION\x10\x02\x12\x13\n\x0f\x41LGORITHM_LLADA\x10\x03\x12\x13\n\x0f\x41LGORITHM_DREAM\x10\x04\x12\x17\n\x13\x41LGORITHM_FAST_DLLM\x10\x05*\xde\x01\n\tRemasking\x12\x19\n\x15REMASKING_UNSPECIFIED\x10\x00\x12$\n REMASKING_LOW_CONFIDENCE_DYNAMIC\x10\x01\x12#\n\x1fREMASKING_LOW_CONFIDENCE_STATIC\x10\x02\x12\x18\n\x14REMASKING_SEQUENTIAL\x10\x03\x12\x1d\n\x19REMASKING_ENTROPY_BOUNDED\x10\x04\x12\x1c\n\x18REMASKING_LOW_CONFIDENCE\x10\x05\x12\x14\n\x10REMASKING_RANDOM\x10\x06*]\n\x05Score\x12\x15\n\x11SCORE_UNSPECIFIED\x10\x00\x12\x14\n\x10SCORE_CONFIDENCE\x10\x01\x12\x10\n\x0cSCORE_MARGIN\x10\x02\x12\x15\n\x11SCORE_NEG_ENTROPY\x10\x03*f\n\x03\x41lg\x12\x13\n\x0f\x41LG_UNSPECIFIED\x10\x00\x12\x0e\n\nALG_ORIGIN\x10\x01\x12\x14\n\x10\x41LG_MASKGIT_PLUS\x10\x02\x12\x13\n\x0f\x41LG_TOPK_MARGIN\x10\x03\x12\x0f\n\x0b\x41LG_ENTROPY\x10\x04*P\n\x05\x43\x61\x63he\x12\x15\n\x11\x43\x41\x43HE_UNSPECIFIED\x10\x00\x12\x0e\n\nCACHE_NONE\x10\x01\x12\x10\n\x0c\x43\x41\x43HE_PREFIX\x10\x02\x12\x0e\n\nCACHE_DUAL\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\xb5\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x03\x12\x18\n\x14REQUEST_STATE_FAILED\x10\x04\x12\x1b\n\x17REQUEST_STATE_CANCELLED\x10\x05\x32\xf6\x01\n\x11GenerationService\x12\x43\n\x08Generate\x12\x1a.effuse.v1.GenerateRequest\x1a\x1b.effuse.v1.GenerateResponse\x12Q\n\x0eGenerateStream\x12\x1a.effuse.v1.GenerateRequest\x1a!.effuse.v1.GenerateStreamResponse0\x01\x12I\n\nGetRequest\x12\x1c.effuse.v1.GetRequestRequest\x1a\x1d.effuse.v1.GetRequestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x65\x66\x66use/v1/generation.proto\x12\teffuse.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x98\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x13.effuse.v1.TokenIdsH\x00\x12$\n\x04\x63hat\x18\t \x01(\x0b\x32\x14.effuse.v1.ChatInputH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.effuse.v1.SamplingParams\x12+\n\x08stopping\x18\x06 \x01(\x0b\x32\x19.effuse.v1.StoppingParams\x12+\n\x08\x64\x65\x63oding\x18\x07 \x01(\x0b\x32\x19.effuse.v1.DecodingParams\x12(\n\x06output\x18\x08 \x01(\x0b\x32\x18.effuse.v1.OutputOptions\x12\x1c\n\x14parse_special_tokens\x18\n \x01(\x08\x42\x07\n\x05inputB\r\n\x0b_request_idB\x08\n\x06_model\"D\n\x15GenerateStreamRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.effuse.v1.GenerateRequest\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc7\x01\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.effuse.v1.ChatMessage\x12\x33\n\x12template_arguments\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x15\x63ontinue_last_message\x18\x04 \x01(\x08\x42\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x92\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\x9b\x06\n\x0e\x44\x65\x63odingParams\x12\'\n\talgorithm\x18\x01 \x01(\x0e\x32\x14.effuse.v1.Algorithm\x12\x13\n\x06window\x18\x02 \x01(\rH\x00\x88\x01\x01\x12!\n\x14\x63onfidence_threshold\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12 \n\x13\x62lock_add_threshold\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12&\n\x19\x66ull_activation_threshold\x18\x05 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x05score\x18\x06 \x01(\x0e\x32\x10.effuse.v1.Score\x12\'\n\tremasking\x18\x07 \x01(\x0e\x32\x14.effuse.v1.Remasking\x12\x1c\n\x0f\x64\x65noising_steps\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x19\n\x0c\x62lock_length\x18\t \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05steps\x18\n \x01(\rH\x06\x88\x01\x01\x12\x16\n\tcfg_scale\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1b\n\x0elogits_eos_inf\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12#\n\x16\x63onfidence_eos_eot_inf\x18\r \x01(\x08H\t\x88\x01\x01\x12\x1b\n\x03\x61lg\x18\x0e \x01(\x0e\x32\x0e.effuse.v1.Alg\x12\x10\n\x03\x65ps\x18\x0f \x01(\x02H\n\x88\x01\x01\x12\x15\n\x08\x61lg_temp\x18\x10 \x01(\x02H\x0b\x88\x01\x01\x12\x1f\n\x05\x63\x61\x63he\x18\x11 \x01(\x0e\x32\x10.effuse.v1.Cache\x12\x1a\n\rentropy_bound\x18  \x01(\x02H\x0c\x88\x01\x01\x42\t\n\x07_windowB\x17\n\x15_confidence_thresholdB\x16\n\x14_block_add_thresholdB\x1c\n\x1a_full_activation_thresholdB\x12\n\x10_denoising_stepsB\x0f\n\r_block_lengthB\x08\n\x06_stepsB\x0c\n\n_cfg_scaleB\x11\n\x0f_logits_eos_infB\x19\n\x17_confidence_eos_eot_infB\x06\n\x04_epsB\x0b\n\t_alg_tempB\x10\n\x0e_entropy_bound\"U\n\rOutputOptions\x12\x16\n\ttoken_ids\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06\x64rafts\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x0c\n\n_token_idsB\t\n\x07_drafts\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xc8\x03\n\x0fGenerationStats\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10handoff_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_block\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x66orward_passes\x18\x06 \x01(\r\x12\x1a\n\x12tokens_per_forward\x18\x07 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x10\n\x08kv_pages\x18\t \x01(\r\x12\x11\n\tconnector\x18\n \x01(\t\x12\x16\n\x0eprefill_worker\x18\x0b \x01(\t\x12\x15\n\rdecode_worker\x18\x0c \x01(\t\x12\x13\n\x0bpreemptions\x18\r \x01(\r\"\x9f\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.effuse.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.effuse.v1.Usage\x12)\n\x05stats\x18\x06 \x01(\x0b\x32\x1a.effuse.v1.GenerationStats\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x16\n\x0c\x65nd_token_id\x18\t \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\n \x01(\tH\x00\x42\x0e\n\x0cmatched_stop\"\xb0\x01\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x16.effuse.v1.BlockCommitH\x00\x12&\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x15.effuse.v1.BlockDraftH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.effuse.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"p\n\x0b\x42lockCommit\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x16\n\x0e\x66orward_passes\x18\x05 \x01(\r\"C\n\nBlockDraft\x12\x14\n\x0ctoken_offset\x18\x01 \x01(\x11\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\tnum_masks\x18\x03 \x01(\r\"\xe2\x01\n\x08\x46inished\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.effuse.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.effuse.v1.Usage\x12)\n\x05stats\x18\x03 \x01(\x0b\x32\x1a.effuse.v1.GenerationStats\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0c\x65nd_token_id\x18\x06 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x42\x0e\n\x0cmatched_stop\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xdd\x01\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.effuse.v1.RequestState\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x0e\n\x06status\x18\x06 \x01(\t\x12\x0e\n\x06router\x18\x07 \x01(\t\x12+\n\x06\x61nswer\x18\x08 \x01(\x0b\x32\x1b.effuse.v1.GenerateResponse*\x9b\x01\n\tAlgorithm\x12\x19\n\x15\x41LGORITHM_UNSPECIFIED\x10\x00\x12\x11\n\rALGORITHM_D2F\x10\x01\x12\x1d\n\x19\x41LGORITHM_BLOCK_DIFFUSION\x10\x02\x12\x13\n\x0f\x41LGORITHM_LLADA\x10\x03\x12\x13\n\x0f\x41LGORITHM_DREAM\x10\x04\x12\x17\n\x13\x41LGORITHM_FAST_DLLM\x10\x05*\xde\x01\n\tRemasking\x12\x19\n\x15REMASKING_UNSPECIFIED\x10\x00\x12$\n REMASKING_LOW_CONFIDENCE_DYNAMIC\x10\x01\x12#\n\x1fREMASKING_LOW_CONFIDENCE_STATIC\x10\x02\x12\x18\n\x14REMASKING_SEQUENTIAL\x10\x03\x12\x1d\n\x19REMASKING_ENTROPY_BOUNDED\x10\x04\x12\x1c\n\x18REMASKING_LOW_CONFIDENCE\x10\x05\x12\x14\n\x10REMASKING_RANDOM\x10\x06*]\n\x05Score\x12\x15\n\x11SCORE_UNSPECIFIED\x10\x00\x12\x14\n\x10SCORE_CONFIDENCE\x10\x01\x12\x10\n\x0cSCORE_MARGIN\x10\x02\x12\x15\n\x11SCORE_NEG_ENTROPY\x10\x03*f\n\x03\x41lg\x12\x13\n\x0f\x41LG_UNSPECIFIED\x10\x00\x12\x0e\n\nALG_ORIGIN\x10\x01\x12\x14\n\x10\x41LG_MASKGIT_PLUS\x10\x02\x12\x13\n\x0f\x41LG_TOPK_MARGIN\x10\x03\x12\x0f\n\x0b\x41LG_ENTROPY\x10\x04*P\n\x05\x43\x61\x63he\x12\x15\n\x11\x43\x41\x43HE_UNSPECIFIED\x10\x00\x12\x0e\n\nCACHE_NONE\x10\x01\x12\x10\n\x0c\x43\x41\x43HE_PREFIX\x10\x02\x12\x0e\n\nCACHE_DUAL\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\xb5\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x03\x12\x18\n\x14REQUEST_STATE_FAILED\x10\x04\x12\x1b\n\x17REQUEST_STATE_CANCELLED\x10\x05\x32\xfc\x01\n\x11GenerationService\x12\x43\n\x08Generate\x12\x1a.effuse.v1.GenerateRequest\x1a\x1b.effuse.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12 .effuse.v1.GenerateStreamRequest\x1a!.effuse.v1.GenerateStreamResponse0\x01\x12I\n\nGetRequest\x12\x1c.effuse.v1.GetRequestRequest\x1a\x1d.effuse.v1.GetRequestResponseBy\n\rcom.effuse.v1B\x0fGenerationProtoP\x01Z\x12\x65\x66\x66use/v1;effusev1\xa2\x02\x03\x45XX\xaa\x02\tEffuse.V1\xca\x02\tEffuse\\V1\xe2\x02\x15\x45\x66\x66use\\V1\\GPBMetadata\xea\x02\nEffuse::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'effuse.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_ALGORITHM']._serialized_start=3268
-  _globals['_ALGORITHM']._serialized_end=3423
-  _globals['_REMASKING']._serialized_start=3426
-  _globals['_REMASKING']._serialized_end=3648
-  _globals['_SCORE']._serialized_start=3650
-  _globals['_SCORE']._serialized_end=3743
-  _globals['_ALG']._serialized_start=3745
-  _globals['_ALG']._serialized_end=3847
-  _globals['_CACHE']._serialized_start=3849
-  _globals['_CACHE']._serialized_end=3929
-  _globals['_FINISHREASON']._serialized_start=3931
-  _globals['_FINISHREASON']._serialized_end=4026
-  _globals['_REQUESTSTATE']._serialized_start=4029
-  _globals['_REQUESTSTATE']._serialized_end=4210
-  _globals['_GENERATEREQUEST']._serialized_start=72
-  _globals['_GENERATEREQUEST']._serialized_end=480
-  _globals['_TOKENIDS']._serialized_start=482
-  _globals['_TOKENIDS']._serialized_end=505
-  _globals['_CHATINPUT']._serialized_start=508
-  _globals['_CHATINPUT']._serialized_end=707
-  _globals['_CHATMESSAGE']._serialized_start=709
-  _globals['_CHATMESSAGE']._serialized_end=753
-  _globals['_SAMPLINGPARAMS']._serialized_start=756
-  _globals['_SAMPLINGPARAMS']._serialized_end=902
-  _globals['_STOPPINGPARAMS']._serialized_start=905
-  _globals['_STOPPINGPARAMS']._serialized_end=1039
-  _globals['_DECODINGPARAMS']._serialized_start=1042
-  _globals['_DECODINGPARAMS']._serialized_end=1837
-  _globals['_OUTPUTOPTIONS']._serialized_start=1839
-  _globals['_OUTPUTOPTIONS']._serialized_end=1924
-  _globals['_USAGE']._serialized_start=1926
-  _globals['_USAGE']._serialized_end=1983
-  _globals['_GENERATIONSTATS']._serialized_start=1986
-  _globals['_GENERATIONSTATS']._serialized_end=2273
-  _globals['_GENERATERESPONSE']._serialized_start=2276
-  _globals['_GENERATERESPONSE']._serialized_end=2486
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2489
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2665
-  _globals['_BLOCKCOMMIT']._serialized_start=2667
-  _globals['_BLOCKCOMMIT']._serialized_end=2779
-  _globals['_BLOCKDRAFT']._serialized_start=2781
-  _globals['_BLOCKDRAFT']._serialized_end=2848
-  _globals['_FINISHED']._serialized_start=2851
-  _globals['_FINISHED']._serialized_end=3000
-  _globals['_GETREQUESTREQUEST']._serialized_start=3002
-  _globals['_GETREQUESTREQUEST']._serialized_end=3041
-  _globals['_GETREQUESTRESPONSE']._serialized_start=3044
-  _globals['_GETREQUESTRESPONSE']._serialized_end=3265
-  _globals['_GENERATIONSERVICE']._serialized_start=4213
-  _globals['_GENERATIONSERVICE']._serialized_end=4459
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rcom.effuse.v1B\017GenerationProtoP\001Z\022effuse/v1;effusev1\242\002\003EXX\252\002\tEffuse.V1\312\002\tEffuse\\V1\342\002\025Effuse\\V1\\GPBMetadata\352\002\nEffuse::V1'
+  _globals['_ALGORITHM']._serialized_start=3693
+  _globals['_ALGORITHM']._serialized_end=3848
+  _globals['_REMASKING']._serialized_start=3851
+  _globals['_REMASKING']._serialized_end=4073
+  _globals['_SCORE']._serialized_start=4075
+  _globals['_SCORE']._serialized_end=4168
+  _globals['_ALG']._serialized_start=4170
+  _globals['_ALG']._serialized_end=4272
+  _globals['_CACHE']._serialized_start=4274
+  _globals['_CACHE']._serialized_end=4354
+  _globals['_FINISHREASON']._serialized_start=4356
+  _globals['_FINISHREASON']._serialized_end=4451
+  _globals['_REQUESTSTATE']._serialized_start=4454
+  _globals['_REQUESTSTATE']._serialized_end=4635
+  _globals['_GENERATEREQUEST']._serialized_start=104
+  _globals['_GENERATEREQUEST']._serialized_end=512
+  _globals['_GENERATESTREAMREQUEST']._serialized_start=514
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=582
+  _globals['_TOKENIDS']._serialized_start=584
+  _globals['_TOKENIDS']._serialized_end=607
+  _globals['_CHATINPUT']._serialized_start=610
+  _globals['_CHATINPUT']._serialized_end=809
+  _globals['_CHATMESSAGE']._serialized_start=811
+  _globals['_CHATMESSAGE']._serialized_end=855
+  _globals['_SAMPLINGPARAMS']._serialized_start=858
+  _globals['_SAMPLINGPARAMS']._serialized_end=1004
+  _globals['_STOPPINGPARAMS']._serialized_start=1007
+  _globals['_STOPPINGPARAMS']._serialized_end=1141
+  _globals['_DECODINGPARAMS']._serialized_start=1144
+  _globals['_DECODINGPARAMS']._serialized_end=1939
+  _globals['_OUTPUTOPTIONS']._serialized_start=1941
+  _globals['_OUTPUTOPTIONS']._serialized_end=2026
+  _globals['_USAGE']._serialized_start=2028
+  _globals['_USAGE']._serialized_end=2085
+  _globals['_GENERATIONSTATS']._serialized_start=2088
+  _globals['_GENERATIONSTATS']._serialized_end=2544
+  _globals['_GENERATERESPONSE']._serialized_start=2547
+  _globals['_GENERATERESPONSE']._serialized_end=2834
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2837
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=3013
+  _globals['_BLOCKCOMMIT']._serialized_start=3015
+  _globals['_BLOCKCOMMIT']._serialized_end=3127
+  _globals['_BLOCKDRAFT']._serialized_start=3129
+  _globals['_BLOCKDRAFT']._serialized_end=3196
+  _globals['_FINISHED']._serialized_start=3199
+  _globals['_FINISHED']._serialized_end=3425
+  _globals['_GETREQUESTREQUEST']._serialized_start=3427
+  _globals['_GETREQUESTREQUEST']._serialized_end=3466
+  _globals['_GETREQUESTRESPONSE']._serialized_start=3469
+  _globals['_GETREQUESTRESPONSE']._serialized_end=3690
+  _globals['_GENERATIONSERVICE']._serialized_start=4638
+  _globals['_GENERATIONSERVICE']._serialized_end=4890
 # @@protoc_insertion_point(module_scope)

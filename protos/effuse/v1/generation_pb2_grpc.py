@@ -42,7 +42,7 @@ class GenerationServiceStub:
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/effuse.v1.GenerationService/GenerateStream',
-                request_serializer=effuse_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                request_serializer=effuse_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
         self.GetRequest = channel.unary_unary(
@@ -58,7 +58,6 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Runs a request to its end and returns the whole answer.
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,8 +65,6 @@ class GenerationServiceServicer:
 
     def GenerateStream(self, request, context):
         """Runs a request and streams its blocks as they are committed.
-        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +87,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=effuse_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    request_deserializer=effuse_dot_v1_dot_generation__pb2.GenerateStreamRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
             ),
             'GetRequest': grpc.unary_unary_rpc_method_handler(
@@ -152,7 +149,7 @@ class GenerationService:
             request,
             target,
             '/effuse.v1.GenerationService/GenerateStream',
-            effuse_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            effuse_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
             effuse_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
             options,
             channel_credentials,

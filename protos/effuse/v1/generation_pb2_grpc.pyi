@@ -25,18 +25,13 @@ class GenerationServiceStub:
         effuse.v1.generation_pb2.GenerateRequest,
         effuse.v1.generation_pb2.GenerateResponse,
     ]
-    """Runs a request to its end and returns the whole answer.
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-    """
+    """Runs a request to its end and returns the whole answer."""
 
     GenerateStream: grpc.UnaryStreamMultiCallable[
-        effuse.v1.generation_pb2.GenerateRequest,
+        effuse.v1.generation_pb2.GenerateStreamRequest,
         effuse.v1.generation_pb2.GenerateStreamResponse,
     ]
-    """Runs a request and streams its blocks as they are committed.
-    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-    """
+    """Runs a request and streams its blocks as they are committed."""
 
     GetRequest: grpc.UnaryUnaryMultiCallable[
         effuse.v1.generation_pb2.GetRequestRequest,
@@ -51,18 +46,13 @@ class GenerationServiceAsyncStub:
         effuse.v1.generation_pb2.GenerateRequest,
         effuse.v1.generation_pb2.GenerateResponse,
     ]
-    """Runs a request to its end and returns the whole answer.
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-    """
+    """Runs a request to its end and returns the whole answer."""
 
     GenerateStream: grpc.aio.UnaryStreamMultiCallable[
-        effuse.v1.generation_pb2.GenerateRequest,
+        effuse.v1.generation_pb2.GenerateStreamRequest,
         effuse.v1.generation_pb2.GenerateStreamResponse,
     ]
-    """Runs a request and streams its blocks as they are committed.
-    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-    """
+    """Runs a request and streams its blocks as they are committed."""
 
     GetRequest: grpc.aio.UnaryUnaryMultiCallable[
         effuse.v1.generation_pb2.GetRequestRequest,
@@ -79,20 +69,15 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: effuse.v1.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.generation_pb2.GenerateResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.GenerateResponse]]:
-        """Runs a request to its end and returns the whole answer.
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-        """
+        """Runs a request to its end and returns the whole answer."""
 
     @abc.abstractmethod
     def GenerateStream(
         self,
-        request: effuse.v1.generation_pb2.GenerateRequest,
+        request: effuse.v1.generation_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[effuse.v1.generation_pb2.GenerateStreamResponse], collections.abc.AsyncIterator[effuse.v1.generation_pb2.GenerateStreamResponse]]:
-        """Runs a request and streams its blocks as they are committed.
-        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-        """
+        """Runs a request and streams its blocks as they are committed."""
 
     @abc.abstractmethod
     def GetRequest(

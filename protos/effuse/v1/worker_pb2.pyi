@@ -255,16 +255,18 @@ class PrefillVerified(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., pages: _Optional[int] = ..., handoff_s: _Optional[float] = ...) -> None: ...
 
 class DecodeCommit(_message.Message):
-    __slots__ = ("token_offset", "token_ids", "forward_passes", "frontier")
+    __slots__ = ("token_offset", "token_ids", "forward_passes", "frontier", "end_token_id")
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_PASSES_FIELD_NUMBER: _ClassVar[int]
     FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     token_offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     forward_passes: int
     frontier: _containers.RepeatedCompositeFieldContainer[BlockState]
-    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., forward_passes: _Optional[int] = ..., frontier: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ...) -> None: ...
+    end_token_id: int
+    def __init__(self, token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., forward_passes: _Optional[int] = ..., frontier: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ..., end_token_id: _Optional[int] = ...) -> None: ...
 
 class DecodeDraft(_message.Message):
     __slots__ = ("token_offset", "block")

@@ -1,17 +1,17 @@
-"""Keeping a fleet up: what has ended is started again, and all is replaced when asked for.
+"""Keeps a fleet whole: what has ended is started again, and all is replaced when it is asked for.
 
-A process that ends by itself is reported and started again, ever more slowly if it keeps ending.
-Asked to, all processes are replaced, one after the other, with no request lost.
+Says on the log what it does. Not here: how a process is started or ended (`fleet.py`).
 """
 
-import sys
+import logging
 import time
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from effuse.cli.fleet import Fleet
 from effuse.cli.process import Process
 
+LOG: Final = logging.getLogger("effuse.up")
 _POLL_S = 0.2
 _WELL_S = 60.0  # a process that ran for so long did not fail at its start
 _MOST_PAUSE_S = 60.0
@@ -79,8 +79,8 @@ class Rolling:
             while name not in fleet.processes or fleet.processes[name].returncode is not None:
                 yield  # it ended by itself, and is being started again
             yield from fleet.roll(name)
-            print(f"effuse up: {name} was replaced", file=sys.stderr)
-        print("effuse up: all were replaced", file=sys.stderr)
+            LOG.info("%s was replaced", name)
+        LOG.info("all were replaced")
 
 
 def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> NoReturn:
@@ -101,7 +101,7 @@ def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> N
         for name in sorted(name for name in starting if fleet.is_back(name)):
             starting.discard(name)
             restarts.back(name, now)
-            print(f"effuse up: {name} is back", file=sys.stderr)
+            LOG.info("%s is back", name)
         rolling.advance()
         time.sleep(_POLL_S)
 
@@ -109,4 +109,4 @@ def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> N
 def _report(process: Process, pause_s: float, tail: str) -> None:
     again = f"it is started again in {pause_s:.0f} s" if pause_s else "it is started again"
     end = f"; its log ends:\n{tail}" if tail else ""
-    print(f"effuse up: {process.ending()}; {again}{end}", file=sys.stderr)
+    LOG.warning("%s; %s%s", process.ending(), again, end)
