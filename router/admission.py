@@ -2,8 +2,9 @@
 
 As many requests run at once as live decode workers have seats, within a limit. What is beyond that
 waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
-them. A waiting request is bounded by its own deadline, and refused where that cannot be met
-(`shedding.py`). Not here: where a request goes (`policy.py`).
+them; first come, first served, but for what a request's class adds to its waiting. A waiting
+request is bounded by its own deadline, and refused where that cannot be met (`shedding.py`). Not
+here: where a request goes (`policy.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from bisect import bisect_right, insort
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
+from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
 from effuse.router.shedding import HoldTimes
 
@@ -29,9 +32,29 @@ def count_seats(seats: Sequence[int], most: int) -> int:
     return min(most, sum(seats)) if seats else most
 
 
+AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
+"""By how much earlier a class counts as having come. So waiting makes up for any class, and whoever
+waits for the difference goes before all that come then."""
+
+
+def place_of(arrived: float, priority: Priority) -> float:
+    """The place in the queue of a request that arrived then: the time at which it counts as having
+    come."""
+    return arrived - AHEAD_S[priority]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Turn:
+    """Somebody's place in the queue."""
+
+    place: float
+    number: int  # first come, first served among equals
+    come: asyncio.Future[None] = field(compare=False)
+
+
 class Admission:
-    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, first come
-    first served. `now` is a monotonic clock in seconds."""
+    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, by their
+    places. `now` is a monotonic clock in seconds."""
 
     def __init__(
         self, most_running: int, max_waiting: int, now: Callable[[], float] = time.monotonic
@@ -44,7 +67,8 @@ class Admission:
         self.num_shed = 0
         self._now = now
         self._running = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[_Turn] = []  # the next one first
+        self._num_turns = 0
 
     @property
     def num_running(self) -> int:
@@ -69,15 +93,18 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(self, left_s: float = math.inf, size: int = 1) -> AsyncIterator[None]:
+    async def slot(
+        self, place: float = 0.0, *, left_s: float = math.inf, size: int = 1
+    ) -> AsyncIterator[None]:
         """Holds a slot for a request of `size` tokens at most that has `left_s` seconds. Waits in
-        the queue; the caller bounds how long.
+        the queue, before those of a larger `place`: the time of coming, or what counts as such. The
+        caller bounds how long.
 
         Raises `Overloaded` before anything is held: at once, or where the wait was so long that the
         deadline cannot be met any more."""
-        self.check(left_s, size)
+        self.check(place, left_s=left_s, size=size)
         deadline = self._now() + left_s
-        has_waited = await self._take_slot()
+        has_waited = await self._take_slot(place)
         began, is_answered = self._now(), False
         try:
             if has_waited:
@@ -88,7 +115,7 @@ class Admission:
             self.holds.add(self._now() - began, size, is_answered=is_answered)
             self._free_slot()
 
-    def check(self, left_s: float = math.inf, size: int = 1) -> None:
+    def check(self, place: float = 0.0, *, left_s: float = math.inf, size: int = 1) -> None:
         """Raises where a request of `size` tokens at most that has `left_s` seconds would be
         refused now; costs nothing."""
         if self._running < self.max_running and not self._waiting:
@@ -99,9 +126,10 @@ class Admission:
                 "is all this router takes; try again later",
                 retry_after_s=1.0,
             )
-        late_s = self.holds.late_s(left_s, size, len(self._waiting), self.max_running)
+        ahead = bisect_right(self._waiting, place, key=lambda turn: turn.place)
+        late_s = self.holds.late_s(left_s, size, ahead, self.max_running)
         if late_s > 0:
-            raise self._shed(f"{len(self._waiting)} requests are waiting", left_s, late_s)
+            raise self._shed(f"{ahead} requests wait before it", left_s, late_s)
 
     def _check_turn(self, left_s: float, size: int) -> None:
         """Raises where a request whose turn has come has too little time left for it."""
@@ -112,22 +140,23 @@ class Admission:
     def _shed(self, why: str, left_s: float, late_s: float) -> Overloaded:
         self.num_shed += 1
         return Overloaded(
-            f"{why}, and this one would end some {late_s:.2g} s after its deadline, which is in "
+            f"{why}, and it would end some {late_s:.2g} s after its deadline, which is in "
             f"{left_s:.3g} s; try again later",
             retry_after_s=max(LEAST_RETRY_S, late_s),
         )
 
-    async def _take_slot(self) -> bool:
+    async def _take_slot(self, place: float) -> bool:
         """Whether it had to wait for it."""
         if self._running < self.max_running and not self._waiting:
             self._running += 1
             return False
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._num_turns += 1
+        turn = _Turn(place, self._num_turns, asyncio.get_running_loop().create_future())
+        insort(self._waiting, turn)
         try:
-            await turn
+            await turn.come
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if not turn.come.cancelled():
                 self._free_slot()  # its turn came in the same moment
             elif turn in self._waiting:
                 self._waiting.remove(turn)
@@ -135,13 +164,13 @@ class Admission:
         return True
 
     def _free_slot(self) -> None:
-        """Frees a slot, for who waits longest."""
+        """Frees a slot, for who is first in the queue."""
         self._running -= 1
         self._admit_next()
 
     def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
-            turn = self._waiting.popleft()
-            if not turn.done():
+            turn = self._waiting.pop(0)
+            if not turn.come.done():
                 self._running += 1
-                turn.set_result(None)
+                turn.come.set_result(None)

@@ -33,7 +33,7 @@ def _goodput(load: float, *, is_known: bool, count: int = 1500, spread: float = 
             nonlocal answered
             left_s = DEADLINE_S if is_known else math.inf
             try:
-                async with asyncio.timeout(DEADLINE_S), admission.slot(left_s, 64):
+                async with asyncio.timeout(DEADLINE_S), admission.slot(left_s=left_s, size=64):
                     await asyncio.sleep(takes_s)
                     answered += 1
             except (TimeoutError, Overloaded):
@@ -123,12 +123,12 @@ def test_a_refusal_says_when_to_come_back_and_holds_nothing() -> None:
                 await asyncio.sleep(1.0)
         async with admission.slot():
             with pytest.raises(Overloaded, match=r"1\.5 s after its deadline") as refused:
-                async with admission.slot(0.5):
+                async with admission.slot(left_s=0.5):
                     pass
             assert refused.value.retry_after_s == pytest.approx(1.5)
             assert (admission.num_running, admission.num_waiting, admission.num_shed) == (1, 0, 1)
-            admission.check(2.5)  # one that has the time may wait
-        async with admission.slot(0.5):  # and where nobody has to wait, nobody is refused
+            admission.check(left_s=2.5)  # one that has the time may wait
+        async with admission.slot(left_s=0.5):  # and where nobody has to wait, nobody is refused
             pass
 
     run_virtually(main())
@@ -140,7 +140,7 @@ def test_one_whose_turn_comes_too_late_is_not_begun() -> None:
         admission, begun = Admission(1, 10, loop.time), []
 
         async def late() -> None:
-            async with admission.slot(2.5):
+            async with admission.slot(left_s=2.5):
                 begun.append(1)
 
         for _ in range(LEAST_HOLDS):
@@ -153,5 +153,28 @@ def test_one_whose_turn_comes_too_late_is_not_begun() -> None:
             await waiting
         assert not begun and admission.num_shed == 1
         assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    run_virtually(main())
+
+
+def test_only_those_who_go_first_count_as_ahead() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        admission = Admission(1, 10, loop.time)
+        for _ in range(LEAST_HOLDS):
+            async with admission.slot():
+                await asyncio.sleep(1.0)
+
+        async def wait() -> None:
+            async with admission.slot(place=5.0):
+                pass
+
+        async with admission.slot():
+            waiting = [asyncio.create_task(wait()) for _ in range(4)]
+            await asyncio.sleep(0)
+            admission.check(place=4.0, left_s=2.5)
+            with pytest.raises(Overloaded, match="4 requests wait before it"):
+                admission.check(place=5.0, left_s=2.5)
+        await asyncio.gather(*waiting)
 
     run_virtually(main())
