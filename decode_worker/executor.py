@@ -15,6 +15,7 @@ import numpy as np
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
+from effuse.decode_worker.edits import edits_for
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
@@ -196,6 +197,7 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
     if not candidates.is_finite():
         return Broken(request, NOT_FINITE, is_retryable=False)
     plan = request.close_step()
+    before = request.sequence.shown(plan.candidates)
     if request.settings.is_canvas:
         step = request.canvas_step()
         if plan.num_stored:
@@ -203,6 +205,8 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
         outcome = canvas.apply_step(step, plan, candidates)
     else:
         outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
+    if result.logprobs is not None:
+        request.note_logprobs(plan.candidates, before, result.logprobs)
     return Denoised(request, outcome)
 
 
@@ -237,6 +241,8 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=sampling,
         score=ScoreCode.named(request.settings.ranked_by),
+        num_logprobs=request.num_logprobs,
+        edits=edits_for(request.sampling, request.sequence, plan.candidates),
     )
 
 

@@ -175,6 +175,11 @@ class Sequence:
         return self.prompt_len + self.stopping.max_tokens
 
     @property
+    def min_end(self) -> int:
+        """Position before which no stop id is written."""
+        return self.prompt_len + self.stopping.min_tokens
+
+    @property
     def first_block_start(self) -> int:
         """Where denoising begins; everything before it is prefilled."""
         in_grid = (self.prompt_len - self.origin) // self.block_size
@@ -238,6 +243,10 @@ class Sequence:
     def masks(self, block: Block) -> IntArray:
         """Positions of the block's masks, ascending."""
         return np.flatnonzero(self.masked[block.start : block.end]) + block.start
+
+    def shown(self, positions: IntArray) -> IntArray:
+        """The tokens at these positions, -1 for a mask."""
+        return np.where(self.masked[positions], -1, self.token_ids[positions])
 
     def write(self, block: Block, positions: IntArray, tokens: IntArray) -> None:
         """Replaces masks of `block` by tokens; positions are absolute and masked."""

@@ -22,6 +22,7 @@ from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import Prospect, live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
+from effuse.router.texts import Texts
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.telemetry import logs
 from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
@@ -110,7 +111,10 @@ async def _start(router: Router) -> RpcServer:
         GenerationServicer(router), server.server
     )
     models = ModelServicer(
-        router.fleet, router.catalogue, has_chat_template=router.tokenizer.has_chat_template
+        router.fleet,
+        router.catalogue,
+        Texts(router.tokenizer, router.resolve, router.catalogue.find),
+        has_chat_template=router.tokenizer.has_chat_template,
     )
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
     router.port = await server.start(f"{config.host}:{config.port}", (GENERATION, MODELS))
@@ -135,7 +139,7 @@ def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
     """Serves metrics until the stack is left; False where another router that shares our port still
     has that of the metrics. Raises OSError where it is taken otherwise."""
     config = router.config
-    if config.no_metrics:
+    if not config.metrics:
         return True
     try:
         served = router.metrics.served(config.metrics_host, config.metrics_port)
