@@ -82,6 +82,20 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--logit-bias", action="append", default=[], type=_bias, metavar="ID=X",
         help="add X to the logit of a token (default: none)")  # fmt: skip
     add("--seed", type=within(SEED), metavar="N", help="same seed, same answer (default: drawn)")
+    add(
+        "--priority",
+        choices=PRIORITIES,
+        help="who goes first where requests wait (default: normal)",
+    )
+    add("--parse-special-tokens", action="store_true", default=None,
+        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
+    _add_block_knobs(parser)
+    _add_canvas_knobs(parser)
+
+
+def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
+    """Flags of the algorithm, and of those that denoise block by block."""
+    add = _adder(parser)
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
     add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")
     add("--confidence-threshold", type=within(THRESHOLD), metavar="P", help="write above this")
@@ -107,14 +121,6 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="replace written tokens above this (block diffusion)")  # fmt: skip
     add("--max-post-steps", type=within(POST_STEPS), metavar="N",
         help="forward passes that edit a full block (block diffusion)")  # fmt: skip
-    add(
-        "--priority",
-        choices=PRIORITIES,
-        help="who goes first where requests wait (default: normal)",
-    )
-    add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
-    _add_canvas_knobs(parser)
 
 
 def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:

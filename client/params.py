@@ -141,29 +141,7 @@ def make_request(
             ignore_eos=params.ignore_eos,
             min_tokens=params.min_tokens,
         ),
-        decoding=pb.DecodingParams(
-            algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
-            window=params.window,
-            confidence_threshold=params.confidence_threshold,
-            block_add_threshold=params.block_add_threshold,
-            full_activation_threshold=params.full_activation_threshold,
-            score=_named("score", params.score, SCORES),
-            remasking=_named("remasking", params.remasking, REMASKINGS),
-            denoising_steps=params.denoising_steps,
-            entropy_bound=params.entropy_bound,
-            editing_threshold=params.editing_threshold,
-            max_post_steps=params.max_post_steps,
-            factor=params.factor,
-            block_length=params.block_length,
-            steps=params.steps,
-            cfg_scale=params.cfg_scale,
-            logits_eos_inf=params.logits_eos_inf,
-            confidence_eos_eot_inf=params.confidence_eos_eot_inf,
-            alg=_named("alg", params.alg, ALGS),
-            eps=params.eps,
-            alg_temp=params.alg_temp,
-            cache=_named("cache", params.cache, CACHES),
-        ),
+        decoding=_decoding(params),
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts, logprobs=params.logprobs),
     )
 
@@ -177,6 +155,32 @@ def make_tokenize_request(
         prompt=prompt if isinstance(prompt, str) else None,
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
         parse_special_tokens=parse_special_tokens,
+    )
+
+
+def _decoding(params: Params) -> pb.DecodingParams:
+    return pb.DecodingParams(
+        algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
+        window=params.window,
+        confidence_threshold=params.confidence_threshold,
+        block_add_threshold=params.block_add_threshold,
+        full_activation_threshold=params.full_activation_threshold,
+        score=_named("score", params.score, SCORES),
+        remasking=_named("remasking", params.remasking, REMASKINGS),
+        denoising_steps=params.denoising_steps,
+        entropy_bound=params.entropy_bound,
+        editing_threshold=params.editing_threshold,
+        max_post_steps=params.max_post_steps,
+        factor=params.factor,
+        block_length=params.block_length,
+        steps=params.steps,
+        cfg_scale=params.cfg_scale,
+        logits_eos_inf=params.logits_eos_inf,
+        confidence_eos_eot_inf=params.confidence_eos_eot_inf,
+        alg=_named("alg", params.alg, ALGS),
+        eps=params.eps,
+        alg_temp=params.alg_temp,
+        cache=_named("cache", params.cache, CACHES),
     )
 
 
