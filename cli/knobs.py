@@ -60,6 +60,21 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="tokens before which the answer does not stop (default: 0)")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None,
         help="go on past the end of sequence (default: off)")  # fmt: skip
+    add(
+        "--priority",
+        choices=PRIORITIES,
+        help="who goes first where requests wait (default: normal)",
+    )
+    add("--parse-special-tokens", action="store_true", default=None,
+        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
+    _add_sampling_knobs(parser)
+    _add_block_knobs(parser)
+    _add_canvas_knobs(parser)
+
+
+def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
+    """What a token is drawn from."""
+    add = _adder(parser)
     add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
     add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
@@ -82,19 +97,10 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--logit-bias", action="append", default=[], type=_bias, metavar="ID=X",
         help="add X to the logit of a token (default: none)")  # fmt: skip
     add("--seed", type=within(SEED), metavar="N", help="same seed, same answer (default: drawn)")
-    add(
-        "--priority",
-        choices=PRIORITIES,
-        help="who goes first where requests wait (default: normal)",
-    )
-    add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
-    _add_block_knobs(parser)
-    _add_canvas_knobs(parser)
 
 
 def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
-    """Flags of the algorithm, and of those that denoise block by block."""
+    """How blocks are denoised."""
     add = _adder(parser)
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
     add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")

@@ -198,7 +198,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
 
     @property
-    def edits(self) -> bool:
+    def edits_tokens(self) -> bool:
         """Whether written tokens of a block in flight may be replaced (block diffusion)."""
         return self.algorithm == "block_diffusion" and self.editing_threshold < 1
 

@@ -23,7 +23,7 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
 
 def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
     """All masks of the block, and where tokens may be edited all of its tokens but the prompt's."""
-    if not settings.edits:
+    if not settings.edits_tokens:
         return sequence.masks(block)
     return np.arange(max(block.start, sequence.prompt_len), block.end)
 

@@ -94,7 +94,7 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
     if not sequence.step_open:
         if may_append(sequence) and rules.wants_block(sequence, settings):
             block = sequence.append_block()
-            block.edits_left = settings.max_post_steps if settings.edits else 0
+            block.edits_left = settings.max_post_steps if settings.edits_tokens else 0
         rules.activate(sequence, settings)
         sequence.step_open = True
     active = [block for block in sequence.blocks if block.state is BlockPhase.ACTIVE]
@@ -162,7 +162,7 @@ def _write(
         first, end = np.searchsorted(plan.candidates, (block.start, block.end)).tolist()
         own, positions = candidates.part(first, end), plan.candidates[first:end]
         is_edited = False
-        if settings.edits:
+        if settings.edits_tokens:
             masks = np.flatnonzero(sequence.masked[positions])
             is_edited = block_diffusion.edit(sequence, block, settings, positions, own)
             own, positions = own.pick(masks), positions[masks]

@@ -15,7 +15,7 @@ import numpy as np
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
-from effuse.decode_worker.edits import edits_for
+from effuse.decode_worker.logit_edits import edits_for
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
@@ -197,7 +197,7 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
     if not candidates.is_finite():
         return Broken(request, NOT_FINITE, is_retryable=False)
     plan = request.close_step()
-    before = request.sequence.shown(plan.candidates)
+    before = request.sequence.token_ids[plan.candidates]
     if request.settings.is_canvas:
         step = request.canvas_step()
         if plan.num_stored:

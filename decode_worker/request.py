@@ -15,7 +15,7 @@ from torch import Tensor
 from effuse.config.decoding import Algorithm, DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
-from effuse.decode_worker.edits import changes_logits
+from effuse.decode_worker.logit_edits import changes_logits
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
@@ -41,6 +41,7 @@ class DecodeRequest:
     drafts: bool
     num_logprobs: int | None = None  # likeliest ids beside each token's; None sends none
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
+    drafted_end: int = 0  # position behind the last block that a draft has told of
     eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
     shifts: bool = False  # the model predicts a position from the row before it
     pages: list[PageRef] = field(default_factory=list)
@@ -78,7 +79,7 @@ class DecodeRequest:
     @property
     def runs_from_host(self) -> bool:
         """Whether the host feeds its next forward, also where others denoise on a device."""
-        is_of_slots = self.settings.algorithm in SLOT_ALGORITHMS and not self.settings.edits
+        is_of_slots = self.settings.algorithm in SLOT_ALGORITHMS and not self.settings.edits_tokens
         if not is_of_slots or self.num_to_prefill > 0 or self.num_logprobs is not None:
             return True
         return changes_logits(self.sampling, self.sequence, self.open_step().candidates)
@@ -164,10 +165,9 @@ class DecodeRequest:
         )
 
     def note_logprobs(self, positions: IntArray, before: IntArray, told: HostLogprobs) -> None:
-        """Keeps those of candidates at these positions that were written, or edited, since they
-        showed `before`."""
-        written = np.flatnonzero(self.sequence.shown(positions) != before)
-        for index in written.tolist():
+        """Keeps those of candidates that were written at these positions, whose ids were `before`:
+        one that is not taken leaves an earlier token with its own."""
+        for index in np.flatnonzero(self.sequence.token_ids[positions] != before).tolist():
             ids, top = told.top_token_ids[index], told.top[index]
             entry = TokenLogprobs(told.chosen[index], tuple(ids), tuple(top))
             self.logprobs[int(positions[index])] = entry

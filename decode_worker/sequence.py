@@ -244,10 +244,6 @@ class Sequence:
         """Positions of the block's masks, ascending."""
         return np.flatnonzero(self.masked[block.start : block.end]) + block.start
 
-    def shown(self, positions: IntArray) -> IntArray:
-        """The tokens at these positions, -1 for a mask."""
-        return np.where(self.masked[positions], -1, self.token_ids[positions])
-
     def write(self, block: Block, positions: IntArray, tokens: IntArray) -> None:
         """Replaces masks of `block` by tokens; positions are absolute and masked."""
         assert bool(self.masked[positions].all()), "only masks are written, and only once"

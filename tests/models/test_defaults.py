@@ -118,11 +118,11 @@ def test_sampling_as_the_file_says(
 
 
 def test_a_checkpoint_may_state_that_its_tokens_are_edited(tmp_path: Path) -> None:
-    assert not defaults(tmp_path, "sdar").settings.edits
+    assert not defaults(tmp_path, "sdar").settings.edits_tokens
     found = defaults(tmp_path, "sdar", {"editing_threshold": 0.5})
-    assert found.settings.edits and found.settings.editing_threshold == 0.5
+    assert found.settings.edits_tokens and found.settings.editing_threshold == 0.5
     assert dict(found.sources)["editing_threshold"] == GENERATION
-    assert not found.settings_of("d2f", 8).edits
+    assert not found.settings_of("d2f", 8).edits_tokens
 
 
 def test_the_length_of_an_answer(tmp_path: Path) -> None:
