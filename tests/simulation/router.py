@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterable
 from types import SimpleNamespace
 from typing import cast
 
+from effuse.config.decoding import Sampling
 from effuse.placement.fleet import Snapshot, merge
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
@@ -195,7 +196,9 @@ class Routed:
         self.question = asker.question
         self.request = Request(
             id=self.question.id,
-            asked=cast(Asked, SimpleNamespace(model=SimpleNamespace(name=MODEL))),
+            asked=cast(
+                Asked, SimpleNamespace(model=SimpleNamespace(name=MODEL), sampling=Sampling())
+            ),
             text=cast(AnswerText, SimpleNamespace(num_tokens=0)),
             arrived=router.clock.now,
             limit_s=1e9,
