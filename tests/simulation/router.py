@@ -14,6 +14,7 @@ from typing import cast
 
 from effuse.config.decoding import Sampling
 from effuse.placement.fleet import Snapshot, merge
+from effuse.placement.records import ModelInfo
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, Unavailable
@@ -106,7 +107,8 @@ class Router:
                 self.requests.remove(routed)
                 self.tell(routed.asker, kept.model, list(kept.token_ids))
             elif not routed.request.is_ended:
-                self._clients.begin_run(routed.request.id, self)
+                seed = routed.request.asked.sampling.seed
+                self._clients.begin_run(routed.request.id, self, seed)
                 routed.place()
                 return
         routed.shared.end(None)
@@ -196,9 +198,7 @@ class Routed:
         self.question = asker.question
         self.request = Request(
             id=self.question.id,
-            asked=cast(
-                Asked, SimpleNamespace(model=SimpleNamespace(name=MODEL), sampling=Sampling())
-            ),
+            asked=_asked(self.question).seeded(router.clock.draw.getrandbits(64)),
             text=cast(AnswerText, SimpleNamespace(num_tokens=0)),
             arrived=router.clock.now,
             limit_s=1e9,
@@ -294,3 +294,23 @@ def _at_once(work: Coroutine[object, object, None]) -> None:
     except StopIteration:
         return
     raise AssertionError("it waits")
+
+
+def _asked(question: Question) -> Asked:
+    """By a client that leaves the seed to the router."""
+    return Asked(
+        model=cast(ModelInfo, SimpleNamespace(name=MODEL)),
+        prompt=None,
+        chat=None,
+        prompt_token_ids=question.prompt(),
+        parses_special=False,
+        refused_ids={},
+        max_tokens=question.max_tokens,
+        stops=(),
+        stop_token_ids=(),
+        sampling=Sampling(),
+        has_seed=False,
+        settings=question.settings,
+        wants_token_ids=True,
+        wants_drafts=False,
+    )
