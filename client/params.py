@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeVar
 
 from effuse.client.chat import Chat
 from effuse.config.decoding import Alg, Algorithm, Cache, Remasking, Score
 from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import model_pb2
 
 Value = TypeVar("Value")
+Priority = Literal["low", "normal", "high"]
+"""Who goes first in a router's queue."""
 Prompt = str | Chat | Sequence[int]
 """Text, a conversation, or token ids that are used as they are."""
 
@@ -20,6 +23,12 @@ ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "llada": pb.ALGORITHM_LLADA,
     "dream": pb.ALGORITHM_DREAM,
     "fast_dllm": pb.ALGORITHM_FAST_DLLM,
+    "fast_dllm_v2": pb.ALGORITHM_FAST_DLLM_V2,
+}
+PRIORITIES: Final[Mapping[Priority, pb.Priority]] = {
+    "low": pb.PRIORITY_LOW,
+    "normal": pb.PRIORITY_NORMAL,
+    "high": pb.PRIORITY_HIGH,
 }
 REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
@@ -57,9 +66,17 @@ class Params:
     stop: tuple[str, ...] = ()  # text that ends the answer and is no part of it
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool | None = None
+    min_tokens: int | None = None  # before which nothing but max_tokens ends the answer
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None  # share of the likeliest token's probability
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None  # 1 is none
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, hash=False
+    )  # by token id, what is added
     seed: int | None = None  # same seed, same answer; drawn by the server where absent
     algorithm: Algorithm | None = None
     window: int | None = None  # blocks in flight (D2F)
@@ -70,7 +87,9 @@ class Params:
     remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
     entropy_bound: float | None = None  # in nats (block diffusion, entropy_bounded)
-    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM)
+    editing_threshold: float | None = None  # replaces written tokens above this; 1 edits none
+    max_post_steps: int | None = None  # forwards that edit a block without masks
+    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM, its v2)
     steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
     cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
     logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)
@@ -78,7 +97,10 @@ class Params:
     alg: Alg | None = None  # what is written at a step (Dream)
     eps: float | None = None  # where time ends that begins at 1 (Dream)
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
+    factor: float | None = None  # writes by rank instead of the threshold (Fast-dLLM)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
+    logprobs: int | None = None  # of each token, with so many of the likeliest ones
+    priority: Priority | None = None  # in a router's queue
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
 
@@ -100,10 +122,16 @@ def make_request(
         prompt_token_ids=ids,
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
         parse_special_tokens=params.parse_special_tokens,
+        priority=_named("priority", params.priority, PRIORITIES),
         sampling=pb.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
             seed=params.seed,
         ),
         stopping=pb.StoppingParams(
@@ -111,6 +139,7 @@ def make_request(
             stop=params.stop,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
         ),
         decoding=pb.DecodingParams(
             algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
@@ -122,6 +151,9 @@ def make_request(
             remasking=_named("remasking", params.remasking, REMASKINGS),
             denoising_steps=params.denoising_steps,
             entropy_bound=params.entropy_bound,
+            editing_threshold=params.editing_threshold,
+            max_post_steps=params.max_post_steps,
+            factor=params.factor,
             block_length=params.block_length,
             steps=params.steps,
             cfg_scale=params.cfg_scale,
@@ -132,7 +164,19 @@ def make_request(
             alg_temp=params.alg_temp,
             cache=_named("cache", params.cache, CACHES),
         ),
-        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
+        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts, logprobs=params.logprobs),
+    )
+
+
+def make_tokenize_request(
+    prompt: str | Chat, model: str | None, parse_special_tokens: bool
+) -> model_pb2.TokenizeRequest:
+    """The request for one prompt's ids."""
+    return model_pb2.TokenizeRequest(
+        model=model,
+        prompt=prompt if isinstance(prompt, str) else None,
+        chat=prompt.to_input() if isinstance(prompt, Chat) else None,
+        parse_special_tokens=parse_special_tokens,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm"]
+Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm", "fast_dllm_v2"]
 """How blocks are denoised."""
 Remasking = Literal[
     "low_confidence_dynamic",
@@ -82,8 +82,15 @@ _INT32_MAX: Final = 2**31 - 1  # what a decode worker's slots on a device hold
 TEMPERATURE: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for greedy")
 TOP_P: Final = Bounds(0.0, 1.0, above_low=True)
 TOP_K: Final = Bounds(0, _INT32_MAX, note="; 0 keeps all")
+LOGPROBS: Final = Bounds(0, 20)
+MIN_P: Final = Bounds(0.0, 1.0)
+PENALTY: Final = Bounds(-2.0, 2.0)
+REPETITION: Final = Bounds(0.1, 10.0)
+BIAS: Final = Bounds(-100.0, 100.0)
+MOST_BIASES: Final = 512
 SEED: Final = Bounds(0, 2**64 - 1)
 MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
+MIN_TOKENS: Final = Bounds(0, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
 THRESHOLD: Final = Bounds(0.0, 1.0)
 DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
@@ -92,8 +99,11 @@ BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
 STEPS: Final = Bounds(0, 65536, note="; 0 takes one a token")
 CFG_SCALE: Final = Bounds(0.0, 100.0)
 EPS: Final = Bounds(0.0, 1.0)
+FACTOR: Final = Bounds(0.0, 1000.0, note="; 0 goes by the threshold")
+POST_STEPS: Final = Bounds(0, 1024)
 ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot")
 
+PART_LENGTH: Final = 8  # tokens of a block that Fast-dLLM v2 fills before the next ones
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
 
 
@@ -104,9 +114,26 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 keeps all
     seed: int = 0  # uint64, key of the counter-based randomness
+    min_p: float = 0.0  # share of the likeliest token's probability; 0 keeps all
+    presence_penalty: float = 0.0  # off the logits of tokens in the answer's final text
+    frequency_penalty: float = 0.0  # the same, as often as it holds them
+    repetition_penalty: float = 1.0  # of tokens in prompt and final text, arXiv 1909.05858; 1: none
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added), ids ascending
 
     def __post_init__(self) -> None:
         _check_numbers(self, _SAMPLING)
+        if len(self.logit_bias) > MOST_BIASES:
+            found = f"{len(self.logit_bias)} ids"
+            raise SettingError("logit_bias", f"at most {MOST_BIASES} ids", found)
+        for _, added in self.logit_bias:
+            if added not in BIAS:
+                raise SettingError("logit_bias", BIAS.form, added)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before anything is drawn from them."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return bool(self.min_p or self.logit_bias) or penalties != (0, 0, 1)
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,15 +144,21 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0  # before which no stop id is written
 
     def __post_init__(self) -> None:
         _check_numbers(self, _STOPPING)
+        if self.min_tokens > self.max_tokens:
+            raise SettingError(
+                "min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens
+            )
 
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR, LLaDA
-    (arXiv 2502.09992), Dream (arXiv 2508.15487) and Fast-dLLM (arXiv 2505.22618), by the names of
-    worker.proto's DecodeSettings.
+    (arXiv 2502.09992), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618) and its v2
+    (arXiv 2509.26328), and LLaDA2.1 (arXiv 2602.08676), by the names of worker.proto's
+    DecodeSettings.
 
     Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
     comparisons with a threshold give the same everywhere.
@@ -140,7 +173,9 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
     entropy_bound: float = 0.35  # nats of masks that are written together (entropy_bounded)
-    block_length: int = 32  # tokens of a canvas that are denoised together
+    editing_threshold: float = 1.0  # a written token is replaced by one above it; 1 edits none
+    max_post_steps: int = 16  # most forwards that edit a block without masks
+    block_length: int = 32  # tokens of a canvas, or of a block, that are denoised together
     steps: int = 0  # forwards that a canvas is spread over, by blocks; 0 takes one a token
     cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
     logits_eos_inf: bool = False  # an end-of-sequence id is never written
@@ -149,6 +184,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     eps: float = 1e-3  # where time ends that begins at 1
     alg_temp: float = 0.0  # temperature at which the best masks are drawn by lot; 0 draws none
     cache: Cache = "none"
+    factor: float = 0.0  # n masks are written while n + 1 times their doubt is below; 0 is not used
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -160,6 +196,11 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def ranked_by(self) -> Score:
         """The score that masks need: entropy_bounded adds up entropies, whatever was asked for."""
         return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
+
+    @property
+    def edits_tokens(self) -> bool:
+        """Whether written tokens of a block in flight may be replaced (block diffusion)."""
+        return self.algorithm == "block_diffusion" and self.editing_threshold < 1
 
     @property
     def is_canvas(self) -> bool:
@@ -197,13 +238,24 @@ class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 def plain_settings(algorithm: Algorithm, block_size: int) -> DecodeSettings:
     """The knobs of `algorithm` for a model of whose family nothing is known."""
     settings = DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
+    if algorithm == "fast_dllm_v2":
+        return msgspec.structs.replace(settings, block_length=min(PART_LENGTH, block_size))
     if not settings.is_canvas:
         return settings
     return msgspec.structs.replace(settings, block_length=block_size, remasking="low_confidence")
 
 
-_SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K, "seed": SEED}
-_STOPPING: Final = {"max_tokens": MAX_TOKENS}
+_SAMPLING: Final = {
+    "temperature": TEMPERATURE,
+    "top_p": TOP_P,
+    "top_k": TOP_K,
+    "seed": SEED,
+    "min_p": MIN_P,
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": REPETITION,
+}
+_STOPPING: Final = {"max_tokens": MAX_TOKENS, "min_tokens": MIN_TOKENS}
 _SETTINGS: Final = {
     "window": WINDOW,
     "confidence_threshold": THRESHOLD,
@@ -211,6 +263,9 @@ _SETTINGS: Final = {
     "full_activation_threshold": THRESHOLD,
     "denoising_steps": DENOISING_STEPS,
     "entropy_bound": ENTROPY,
+    "editing_threshold": THRESHOLD,
+    "max_post_steps": POST_STEPS,
+    "factor": FACTOR,
     "block_length": BLOCK_LENGTH,
     "steps": STEPS,
     "cfg_scale": CFG_SCALE,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import cast
 
 from effuse.config.decoding import Sampling
 from effuse.placement.fleet import Snapshot, merge
-from effuse.placement.records import ModelInfo
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import AlreadyRunning, Unavailable
@@ -198,7 +198,7 @@ class Routed:
         self.question = asker.question
         self.request = Request(
             id=self.question.id,
-            asked=_asked(self.question).seeded(router.clock.draw.getrandbits(64)),
+            asked=Unseeded().seeded(router.clock.draw.getrandbits(64)),
             text=cast(AnswerText, SimpleNamespace(num_tokens=0)),
             arrived=router.clock.now,
             limit_s=1e9,
@@ -296,21 +296,13 @@ def _at_once(work: Coroutine[object, object, None]) -> None:
     raise AssertionError("it waits")
 
 
-def _asked(question: Question) -> Asked:
-    """By a client that leaves the seed to the router."""
-    return Asked(
-        model=cast(ModelInfo, SimpleNamespace(name=MODEL)),
-        prompt=None,
-        chat=None,
-        prompt_token_ids=question.prompt(),
-        parses_special=False,
-        refused_ids={},
-        max_tokens=question.max_tokens,
-        stops=(),
-        stop_token_ids=(),
-        sampling=Sampling(),
-        has_seed=False,
-        settings=question.settings,
-        wants_token_ids=True,
-        wants_drafts=False,
-    )
+@dataclass(frozen=True, slots=True)
+class Unseeded:
+    """As much as claims look at of router/validation.py's Asked, of clients without a seed."""
+
+    model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(name=MODEL))
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def seeded(self, fresh: int) -> Asked:
+        """With this seed."""
+        return cast(Asked, replace(self, sampling=Sampling(seed=fresh)))
