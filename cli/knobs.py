@@ -21,6 +21,7 @@ from effuse.config.decoding import (
     DENOISING_STEPS,
     ENTROPY,
     EPS,
+    LOGPROBS,
     MAX_TOKENS,
     MIN_P,
     MIN_TOKENS,
@@ -89,6 +90,9 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
+    add("--logprobs", type=within(LOGPROBS), metavar="N",
+        help="log-probabilities of the answer's tokens, and of the N likeliest")  # fmt: skip
+    add("--echo", action="store_true", default=None, help="begin with the prompt")
     add("--priority", choices=PRIORITIES, help="who goes first where requests wait")
     add("--parse-special-tokens", action="store_true", default=None,
         help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
@@ -173,6 +177,8 @@ def params_from(found: argparse.Namespace) -> Params:
         eps=found.eps,
         alg_temp=found.alg_temp,
         cache=found.cache,
+        logprobs=found.logprobs,
+        echo=found.echo,
         priority=found.priority,
         parse_special_tokens=found.parse_special_tokens,
     )

@@ -96,6 +96,7 @@ class Params:
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
     logprobs: int | None = None  # of each token, with so many of the likeliest ones
+    echo: bool | None = None  # the prompt, too, as the model gets it
     priority: Priority | None = None  # in a router's queue
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
@@ -119,17 +120,7 @@ def make_request(
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
         parse_special_tokens=params.parse_special_tokens,
         priority=_named("priority", params.priority, PRIORITIES),
-        sampling=pb.SamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=params.logit_bias,
-            seed=params.seed,
-        ),
+        sampling=_sampling(params),
         stopping=pb.StoppingParams(
             max_tokens=params.max_tokens,
             stop=params.stop,
@@ -137,27 +128,10 @@ def make_request(
             ignore_eos=params.ignore_eos,
             min_tokens=params.min_tokens,
         ),
-        decoding=pb.DecodingParams(
-            algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
-            window=params.window,
-            confidence_threshold=params.confidence_threshold,
-            block_add_threshold=params.block_add_threshold,
-            full_activation_threshold=params.full_activation_threshold,
-            score=_named("score", params.score, SCORES),
-            remasking=_named("remasking", params.remasking, REMASKINGS),
-            denoising_steps=params.denoising_steps,
-            entropy_bound=params.entropy_bound,
-            block_length=params.block_length,
-            steps=params.steps,
-            cfg_scale=params.cfg_scale,
-            logits_eos_inf=params.logits_eos_inf,
-            confidence_eos_eot_inf=params.confidence_eos_eot_inf,
-            alg=_named("alg", params.alg, ALGS),
-            eps=params.eps,
-            alg_temp=params.alg_temp,
-            cache=_named("cache", params.cache, CACHES),
+        decoding=_decoding(params),
+        output=pb.OutputOptions(
+            token_ids=token_ids, drafts=drafts, logprobs=params.logprobs, echo=params.echo
         ),
-        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts, logprobs=params.logprobs),
     )
 
 
@@ -170,6 +144,43 @@ def make_tokenize_request(
         prompt=prompt if isinstance(prompt, str) else None,
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
         parse_special_tokens=parse_special_tokens,
+    )
+
+
+def _sampling(params: Params) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+    )
+
+
+def _decoding(params: Params) -> pb.DecodingParams:
+    return pb.DecodingParams(
+        algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
+        window=params.window,
+        confidence_threshold=params.confidence_threshold,
+        block_add_threshold=params.block_add_threshold,
+        full_activation_threshold=params.full_activation_threshold,
+        score=_named("score", params.score, SCORES),
+        remasking=_named("remasking", params.remasking, REMASKINGS),
+        denoising_steps=params.denoising_steps,
+        entropy_bound=params.entropy_bound,
+        block_length=params.block_length,
+        steps=params.steps,
+        cfg_scale=params.cfg_scale,
+        logits_eos_inf=params.logits_eos_inf,
+        confidence_eos_eot_inf=params.confidence_eos_eot_inf,
+        alg=_named("alg", params.alg, ALGS),
+        eps=params.eps,
+        alg_temp=params.alg_temp,
+        cache=_named("cache", params.cache, CACHES),
     )
 
 
