@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from effuse.cli.arguments import text, whole
 from effuse.client.params import (
@@ -42,33 +43,44 @@ _TOKEN_ID = whole(0, 2**32 - 1)  # what the wire holds
 
 def add_knobs(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every setting."""
-    add = parser.add_argument
+    add = _adder(parser)
     add(
         "--model",
         type=text,
         metavar="NAME",
-        help="model to ask for, where the fleet serves several",
+        help="model to ask for, where the fleet serves several (default: the only one)",
     )
     add("--max-tokens", type=within(MAX_TOKENS), metavar="N", help="most tokens to generate")
     add("--stop", action="append", type=text, default=[], metavar="TEXT",
-        help="text that ends the answer")  # fmt: skip
+        help="text that ends the answer (default: none)")  # fmt: skip
     add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
-        help="token that ends the answer")  # fmt: skip
+        help="token that ends the answer (default: the model's alone)")  # fmt: skip
     add("--min-tokens", type=within(MIN_TOKENS), metavar="N",
-        help="tokens before which the answer does not stop")  # fmt: skip
-    add("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
+        help="tokens before which the answer does not stop (default: 0)")  # fmt: skip
+    add("--ignore-eos", action="store_true", default=None,
+        help="go on past the end of sequence (default: off)")  # fmt: skip
     add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
     add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
     add("--min-p", type=within(MIN_P), metavar="P",
         help="least share of the likeliest token's probability; 0 keeps all")  # fmt: skip
-    add("--presence-penalty", type=within(PENALTY), metavar="X", help="off tokens that are there")
-    add("--frequency-penalty", type=within(PENALTY), metavar="X", help="off them, each time")
+    add(
+        "--presence-penalty",
+        type=within(PENALTY),
+        metavar="X",
+        help="off tokens that are there (default: 0)",
+    )
+    add(
+        "--frequency-penalty",
+        type=within(PENALTY),
+        metavar="X",
+        help="off them, each time (default: 0)",
+    )
     add("--repetition-penalty", type=within(REPETITION), metavar="X",
         help="divides logits of tokens that prompt and answer hold; 1 is none")  # fmt: skip
     add("--logit-bias", action="append", default=[], type=_bias, metavar="ID=X",
-        help="add X to the logit of a token")  # fmt: skip
-    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer; drawn if absent")
+        help="add X to the logit of a token (default: none)")  # fmt: skip
+    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer (default: drawn)")
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
     add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")
     add("--confidence-threshold", type=within(THRESHOLD), metavar="P", help="write above this")
@@ -91,17 +103,21 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
     add("--logprobs", type=within(LOGPROBS), metavar="N",
-        help="log-probabilities of the answer's tokens, and of the N likeliest")  # fmt: skip
-    add("--echo", action="store_true", default=None, help="begin with the prompt")
-    add("--priority", choices=PRIORITIES, help="who goes first where requests wait")
+        help="log-probabilities of tokens, and of the N likeliest (default: none)")  # fmt: skip
+    add("--echo", action="store_true", default=None, help="begin with the prompt (default: off)")
+    add(
+        "--priority",
+        choices=PRIORITIES,
+        help="who goes first where requests wait (default: normal)",
+    )
     add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
+        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
     _add_canvas_knobs(parser)
 
 
 def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     """Flags of algorithms that denoise prompt and answer as one canvas."""
-    add = parser.add_argument
+    add = _adder(parser)
     add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
         help="tokens that are denoised together (LLaDA, Fast-dLLM)")  # fmt: skip
     add("--steps", type=within(STEPS), metavar="N",
@@ -116,6 +132,16 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     add("--alg-temp", type=within(ALG_TEMP), metavar="T",
         help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
     add("--cache", choices=CACHES, help="what a block does not compute again (Fast-dLLM)")
+
+
+def _adder(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """`add_argument`, for flags whose default, where help tells no other, is the model's."""
+
+    def add(flag: str, *, help: str, **kinds: Any) -> argparse.Action:
+        told = help if "(default: " in help else f"{help} (default: the model's)"
+        return parser.add_argument(flag, help=told, **kinds)
+
+    return add
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:

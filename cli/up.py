@@ -2,8 +2,7 @@
 
 Flags that are not its own are those of the processes it starts (their `config.py`), checked here
 and passed on to whichever takes them.
-A process that ends by itself is reported and started again, ever more slowly if it keeps ending.
-SIGUSR1 replaces all processes, one after the other, with no request lost.
+What ends by itself is started again (`keeper.py`); SIGUSR1 replaces all processes.
 """
 
 import argparse
@@ -25,7 +24,8 @@ from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.process import LogFollower
 from effuse.cli.status import taken_defaults
 from effuse.client.client import Client
-from effuse.config.flags import add_flags
+from effuse.config.file import add_config_flag, with_file
+from effuse.config.flags import add_flags, add_switch
 from effuse.decode_worker.config import DecodeConfig
 from effuse.models.defaults import refuse_unserved
 from effuse.prefill_worker.config import PrefillConfig
@@ -99,12 +99,26 @@ def refuse_early(config: FleetConfig) -> None:
         refuse_unserved(config.model)
 
 
-def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
-    """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags: its own, and by group those that are passed on."""
+    parser = _own_parser()
+    for group in _groups().all():
+        add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
+    return parser
+
+
+def _own_parser() -> argparse.ArgumentParser:
     parser = command("up", "Start a fleet on this machine.")
     _add_own(parser)
-    found, rest = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    groups = _groups(set(vars(found)))
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
+    """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
+    parser, groups = make_parser(), _groups()
+    argv = with_file(parser, argv)
+    words = [word for word in argv if word not in ("-h", "--help")]
+    _, rest = _own_parser().parse_known_args(words)
     found = _check_flags(parser, argv, rest, groups)
     try:
         return _config(found, rest, groups), found.quiet
@@ -174,17 +188,23 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="routers, which share the port (default: 1)")  # fmt: skip
     add("--connector", choices=("nixl", "zmq"), default="zmq",
         help="how KV pages move (default: zmq)")  # fmt: skip
-    add("--model", type=directory, metavar="DIR", help="checkpoint; the bundled model if absent")
+    add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
     add("--host", default=LOOPBACK,
         help="the routers' address; all else stays on loopback (default: 127.0.0.1)")  # fmt: skip
     add("--port", type=whole(0, 65535), default=50051,
         help="the routers' port; 0 is any free one (default: 50051)")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
-        help="a running Redis; an embedded one is started if absent")  # fmt: skip
-    add("--fleet", metavar="NAME", help="namespace in Redis; a new one if absent")
-    add("--log-dir", type=Path, metavar="DIR", help="keep one log file a process here")
-    add("--quiet", action="store_true", help="do not show the processes' logs")
+        help="a running Redis (default: an embedded one is started)")  # fmt: skip
+    add("--fleet", metavar="NAME", help="namespace in Redis (default: a new one)")
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep one log file a process here (default: none is kept)",
+    )
+    add_switch(parser, "--quiet", "do not show the processes' logs")
+    add_config_flag(parser)
     _add_gpus(parser)
 
 
@@ -195,15 +215,29 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--gpus", type=gpu_list, metavar="0,1,..",
         help="GPUs to use, prefill workers first (default: all that are here)")  # fmt: skip
-    add("--prefill-gpus", type=gpu_list, metavar="0,..", help="one for each prefill worker")
-    add("--decode-gpus", type=gpu_list, metavar="1,..", help="one for each decode worker")
-    add("--gpu-sharing", action="store_true",
-        help="let several workers share a GPU where there are too few, and divide "
-        "--gpu-memory-utilization among them")  # fmt: skip
+    add(
+        "--prefill-gpus",
+        type=gpu_list,
+        metavar="0,..",
+        help="one for each prefill worker (default: of --gpus)",
+    )
+    add(
+        "--decode-gpus",
+        type=gpu_list,
+        metavar="1,..",
+        help="one for each decode worker (default: of --gpus)",
+    )
+    add_switch(
+        group,
+        "--gpu-sharing",
+        "let several workers share a GPU where there are too few, and divide "
+        "--gpu-memory-utilization among them",
+    )
 
 
-def _groups(own: set[str]) -> FlagGroups:
+def _groups() -> FlagGroups:
     """Flags of the processes by who takes them, less those of `up` itself."""
+    own = set(vars(_own_parser().parse_args([])))
     worker, router = _names(WorkerConfig), _names(RouterConfig)
     both = (worker & router) - own - _GIVEN - _ROUTERS_ALONE
     return FlagGroups(
@@ -231,13 +265,10 @@ def _check_flags(
     rest: Sequence[str],
     groups: FlagGroups,
 ) -> argparse.Namespace:
-    """Adds these flags to `parser`, so that help and errors show every flag that is taken. Returns
-    the values of all; exits with status 2 on a bad one."""
+    """The values of all flags; exits with status 2 on a bad one."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
             parser.error(f"{flag}: not a flag of `effuse up`, which sets it for each process")
-    for group in groups.all():
-        add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
     found = parser.parse_args(argv)
     try:
         for group in groups.all():

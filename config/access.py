@@ -23,7 +23,7 @@ class Access:
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
     metrics_host: Annotated[str, "address to serve metrics on"] = "127.0.0.1"
     metrics_port: Annotated[int, "port of the metrics, as Prometheus text; 0 takes a free one"] = 0
-    no_metrics: Annotated[bool, "serve no metrics"] = False
+    metrics: Annotated[bool, "serve metrics"] = True
     allow_plaintext: Annotated[
         Plaintext,
         "what other machines may reach in plain text: none, pages (and metrics), all (calls too)",
@@ -31,7 +31,7 @@ class Access:
 
     def __post_init__(self) -> None:
         checks.whole("metrics_port", self.metrics_port, 0, 65535)
-        if not self.no_metrics:
+        if self.metrics:
             self.check_plaintext("metrics_host", self.metrics_host, "metrics")
 
     def check_plaintext(self, name: str, host: str, what: str) -> None:

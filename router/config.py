@@ -41,7 +41,9 @@ class RouterConfig(Access):
     ] = "auto"
 
     # Text.
-    model: Annotated[Path | None, "checkpoint directory whose tokenizer.json to use"] = None
+    model: Annotated[
+        Path | None, "checkpoint whose tokenizer.json to use (default: the bundled one)"
+    ] = None
     tokenizer_threads: Annotated[int, "threads that encode long prompts"] = 2
 
     # Limits.

@@ -139,7 +139,7 @@ def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
     """Serves metrics until the stack is left; False where another router that shares our port still
     has that of the metrics. Raises OSError where it is taken otherwise."""
     config = router.config
-    if config.no_metrics:
+    if not config.metrics:
         return True
     try:
         served = router.metrics.served(config.metrics_host, config.metrics_port)

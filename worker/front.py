@@ -143,7 +143,7 @@ class Front:
         self.server.set_serving("", True)
         self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
-        if not config.no_metrics:
+        if config.metrics:
             served = self.shell.metrics.served(config.metrics_host, config.metrics_port)
             self._facts["metrics"] = f"{config.metrics_host}:{stack.enter_context(served)}"
             LOG.info("metrics are on %s", self._facts["metrics"])

@@ -160,7 +160,7 @@ async def fake_fleet(
             workers.create_task(worker.until_crash())
             stack.callback(worker.crashed.set)
             store.records[worker.worker_id] = worker.record
-        config = RouterConfig(port=0, **{"no_metrics": True, **settings})  # type: ignore[arg-type]
+        config = RouterConfig(port=0, **{"metrics": False, **settings})  # type: ignore[arg-type]
         router = Router(config, Tokenizer(byte_tokenizer(), chat_template()), store)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         group.create_task(process.serve(router, stop))

@@ -361,7 +361,7 @@ def test_metrics_are_served_as_prometheus_text() -> None:
         ):
             assert line in text.splitlines(), line
 
-    run(body, no_metrics=False)
+    run(body, metrics=True)
 
 
 @pytest.mark.parametrize("mode", ["auto", "remote"])
