@@ -17,8 +17,11 @@ TOOLS := .tools
 
 GRPC_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==3.6.0
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
-PROTO_FILES := $(wildcard protos/effuse/v1/*.proto)
+PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
+
+# Of tests/clients, as .ci/tool names them.
+CLIENTS := buf grpcurl grpc-js go-client ghz smg triton
 
 # What `make eval` measures.
 SEED ?= 1
@@ -50,7 +53,7 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 	$(BIN)/effuse demo
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test; only those marked gpu may be skipped
+test: $(VENV)/.dev ## Run every test; skipped is only what needs a GPU, or a client that is not installed
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .PHONY: gpu
@@ -95,6 +98,14 @@ train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); g
 load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `effuse up` starts
 	ghz="$$(.ci/tool ghz)"
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
+
+.PHONY: clients
+clients: ## Install other people's clients into .tools; make test uses those that are there
+	for client in $(CLIENTS); do .ci/tool "$$client"; done
+
+.PHONY: test-clients
+test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
+	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: chaos
 chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= CANCELS= PROBLEMS= REQUESTS= KILLS=)
@@ -155,8 +166,8 @@ protos-lint:
 protos-same: $(TOOLS)/protoc/.installed
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT
 	$(call generate,"$$fresh")
-	for stub in "$$fresh"/effuse/v1/*; do
-	  git diff --no-index --exit-code "protos/effuse/v1/$${stub##*/}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
+	for stub in "$$fresh"/effuse/*/*; do
+	  git diff --no-index --exit-code "protos$${stub#"$$fresh"}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
 	done
 	echo "stubs are what protoc generates"
 

@@ -59,6 +59,24 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="tokens before which the answer does not stop (default: 0)")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None,
         help="go on past the end of sequence (default: off)")  # fmt: skip
+    add("--logprobs", type=within(LOGPROBS), metavar="N",
+        help="log-probabilities of tokens, and of the N likeliest (default: none)")  # fmt: skip
+    add("--echo", action="store_true", default=None, help="begin with the prompt (default: off)")
+    add(
+        "--priority",
+        choices=PRIORITIES,
+        help="who goes first where requests wait (default: normal)",
+    )
+    add("--parse-special-tokens", action="store_true", default=None,
+        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
+    _add_sampling_knobs(parser)
+    _add_block_knobs(parser)
+    _add_canvas_knobs(parser)
+
+
+def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
+    """What a token is drawn from."""
+    add = _adder(parser)
     add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
     add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
@@ -81,6 +99,11 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--logit-bias", action="append", default=[], type=_bias, metavar="ID=X",
         help="add X to the logit of a token (default: none)")  # fmt: skip
     add("--seed", type=within(SEED), metavar="N", help="same seed, same answer (default: drawn)")
+
+
+def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
+    """How blocks are denoised."""
+    add = _adder(parser)
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
     add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")
     add("--confidence-threshold", type=within(THRESHOLD), metavar="P", help="write above this")
@@ -102,17 +125,6 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
-    add("--logprobs", type=within(LOGPROBS), metavar="N",
-        help="log-probabilities of tokens, and of the N likeliest (default: none)")  # fmt: skip
-    add("--echo", action="store_true", default=None, help="begin with the prompt (default: off)")
-    add(
-        "--priority",
-        choices=PRIORITIES,
-        help="who goes first where requests wait (default: normal)",
-    )
-    add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
-    _add_canvas_knobs(parser)
 
 
 def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Final, Protocol, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 import grpc.aio
 
+from effuse.protos.errors import Cancelled, EffuseError
 from effuse.v1 import generation_pb2 as pb
 
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
-StreamContext = grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
+Told = TypeVar("Told")
 
 
 def finished_of(answer: pb.GenerateResponse) -> pb.Finished:
@@ -100,15 +101,17 @@ class WholeAnswer:
         return said
 
 
-class AnswerStream:
+class AnswerStream(Generic[Told]):
     """Writes each event to a streaming call; a slow client slows its own request only."""
 
-    def __init__(self, context: StreamContext, *, stalled_s: float = STALLED_S) -> None:
+    def __init__(
+        self, context: grpc.aio.ServicerContext[Any, Told], *, stalled_s: float = STALLED_S
+    ) -> None:
         self._context = context
         self._stalled_s = stalled_s
         self._writing: asyncio.Future[None] | None = None
 
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
+    async def send(self, event: Told) -> None:
         """Writes one event; raises `ClientGone` where it is not taken in `stalled_s` seconds."""
         write = cast(Awaitable[None], self._context.write(event))
         writing = self._writing = asyncio.ensure_future(write)
@@ -121,6 +124,19 @@ class AnswerStream:
             writing.result()
         except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise ClientGone("the client's call is over") from error
+
+    async def finish(
+        self, answer: Awaitable[pb.Finished], last: Callable[[pb.Finished], Told]
+    ) -> None:
+        """Waits for the end of an answer and writes the `last` event; raises `EffuseError`."""
+        try:
+            await self.send(last(await answer))
+        except EffuseError:
+            await self.settle()
+            raise
+        except ClientGone as error:  # between the answer and its last event
+            await self.settle()
+            raise Cancelled("the client cancelled") from error
 
     async def settle(self) -> None:
         """Returns once a status can be sent: grpcio takes none while a message waits to be read.

@@ -30,7 +30,7 @@ from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import RouterMetrics
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
-from effuse.router.policy import Condition, life_of
+from effuse.router.policy import Condition, Prospect, life_of
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
@@ -82,6 +82,13 @@ class Router:
         candidates = self.fleet.candidates()
         ready = [c for c in candidates if c.condition is Condition.READY]
         self.admission.fit_seats([c.num_seats for c in ready if c.record.role == "decode"])
+
+    def can_serve(self, model: str | None = None) -> bool:
+        """Whether a decode worker is live that some request could be placed on, or one for `model`,
+        with a prefill worker where those are required."""
+        need, prospect = self.fleet.need, self.fleet.prospect
+        models = [name for name in self.catalogue.live() if model in (None, name)]
+        return any(prospect(need(name)) in (Prospect.NOW, Prospect.SEAT) for name in models)
 
     async def tell_others(self) -> None:
         """Tells the other routers what runs and waits here, and hears the same of them, of which

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from effuse.protos.errors import Cancelled, EffuseError
-from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
+from effuse.router.client import AnswerStream, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, accept
 from effuse.router.router import Router
@@ -41,15 +40,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         accepted = accept(self._router, request.request, context, is_stream=True)
         stream = AnswerStream(context)
-        try:
-            finished = await Handler(self._router, accepted, stream).serve()
-            await stream.send(pb.GenerateStreamResponse(request_id=accepted.id, finished=finished))
-        except EffuseError:
-            await stream.settle()
-            raise
-        except ClientGone as error:  # between the answer and its last event
-            await stream.settle()
-            raise Cancelled("the client cancelled") from error
+        await stream.finish(
+            Handler(self._router, accepted, stream).serve(),
+            lambda finished: pb.GenerateStreamResponse(request_id=accepted.id, finished=finished),
+        )
 
     async def CancelRequest(
         self,

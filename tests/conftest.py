@@ -1,4 +1,5 @@
-"""For every test: one torch thread, the checkout off the import path, no skip but without a GPU."""
+"""For every test: one torch thread, the checkout off the import path, no skip but for want of a GPU
+or of another people's client."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 
-_RULE = "only tests marked gpu may be skipped"
+_RULE = "only tests marked gpu or client may be skipped"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,9 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Nothing but tests marked gpu may be skipped."""
+    """Nothing but tests marked gpu or client may be skipped."""
     report = yield
-    if report.skipped and not item.get_closest_marker("gpu"):
+    may_be = any(item.get_closest_marker(name) for name in ("gpu", "client"))
+    if report.skipped and not may_be:
         report.outcome, report.longrepr = "failed", f"{_RULE}: {report.longrepr}"
     return report
 

@@ -33,6 +33,7 @@ def test_reflection_lists_the_public_services_and_describes_each(version: str) -
         assert names == {
             "effuse.v1.GenerationService", "effuse.v1.ModelService", "grpc.health.v1.Health",
             "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection",
+            "vllm.grpc.engine.VllmEngine", "inference.GRPCInferenceService",
         }  # fmt: skip
         for name in names:
             await call.write(ask_for(file_containing_symbol=name))
