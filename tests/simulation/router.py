@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterable
 from types import SimpleNamespace
 from typing import cast
 
+from effuse.config.decoding import Sampling
 from effuse.placement.fleet import Snapshot, merge
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
@@ -51,6 +52,7 @@ from .network import LATENCY_S
 
 POLL_S = 0.5
 AVOID_S = 0.6  # for so long a worker that has failed is suspected
+ASKED = SimpleNamespace(model=SimpleNamespace(name=MODEL), sampling=Sampling())
 
 
 class Router:
@@ -195,7 +197,7 @@ class Routed:
         self.question = asker.question
         self.request = Request(
             id=self.question.id,
-            asked=cast(Asked, SimpleNamespace(model=SimpleNamespace(name=MODEL))),
+            asked=cast(Asked, ASKED),
             text=cast(AnswerText, SimpleNamespace(num_tokens=0)),
             arrived=router.clock.now,
             limit_s=1e9,
