@@ -139,32 +139,6 @@ def make_request(
     )
 
 
-def make_tokenize_request(
-    prompt: str | Chat, model: str | None, parse_special_tokens: bool
-) -> model_pb2.TokenizeRequest:
-    """The request for one prompt's ids."""
-    return model_pb2.TokenizeRequest(
-        model=model,
-        prompt=prompt if isinstance(prompt, str) else None,
-        chat=prompt.to_input() if isinstance(prompt, Chat) else None,
-        parse_special_tokens=parse_special_tokens,
-    )
-
-
-def _sampling(params: Params) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias,
-        seed=params.seed,
-    )
-
-
 def _decoding(params: Params) -> pb.DecodingParams:
     return pb.DecodingParams(
         algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
@@ -188,6 +162,32 @@ def _decoding(params: Params) -> pb.DecodingParams:
         eps=params.eps,
         alg_temp=params.alg_temp,
         cache=_named("cache", params.cache, CACHES),
+    )
+
+
+def make_tokenize_request(
+    prompt: str | Chat, model: str | None, parse_special_tokens: bool
+) -> model_pb2.TokenizeRequest:
+    """The request for one prompt's ids."""
+    return model_pb2.TokenizeRequest(
+        model=model,
+        prompt=prompt if isinstance(prompt, str) else None,
+        chat=prompt.to_input() if isinstance(prompt, Chat) else None,
+        parse_special_tokens=parse_special_tokens,
+    )
+
+
+def _sampling(params: Params) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
     )
 
 
