@@ -19,11 +19,6 @@ from effuse.v1 import generation_pb2 as pb
 SEEDS: Final = 1 << 64
 _FINISH_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _WITHOUT_EFFECT: Final = {
-    "min_p": (0.0,),
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "repetition_penalty": (0.0, 1.0),
-    "min_tokens": (0,),
     "n": (0, 1),
     "include_stop_str_in_output": (False,),
 }
@@ -49,12 +44,18 @@ def request_of(
             top_p=None if params.top_p in (0.0, 1.0) else params.top_p,
             top_k=params.top_k or None,
             seed=params.seed % SEEDS if params.HasField("seed") else None,
+            min_p=params.min_p or None,
+            presence_penalty=params.presence_penalty or None,
+            frequency_penalty=params.frequency_penalty or None,
+            repetition_penalty=params.repetition_penalty or None,
+            logit_bias=params.logit_bias,
         ),
         stopping=pb.StoppingParams(
             max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
             stop=params.stop,
             stop_token_ids=sorted(stop_ids),
             ignore_eos=params.ignore_eos or None,
+            min_tokens=params.min_tokens or None,
         ),
         output=pb.OutputOptions(token_ids=True),
     )
@@ -121,10 +122,11 @@ def _check(asked: engine.GenerateRequest) -> None:
     given = [f"sampling_params.{name}" for name in _PRESENCE if params.HasField(name)]
     constraint = params.WhichOneof("constraint")
     given += [f"sampling_params.{constraint}"] if constraint else []
-    given += ["sampling_params.logit_bias"] if params.logit_bias else []
     given += [name for name in _INPUTS if asked.HasField(name)]
     given += ["extra_mm_inputs"] if asked.extra_mm_inputs else []
     given += ["data_parallel_rank"] if asked.data_parallel_rank else []
+    if any(token < 0 for token in params.logit_bias):
+        findings.add("sampling_params.logit_bias", "ids from 0 on", min(params.logit_bias))
     for name in given:
         findings.add(name, "it unset, as effuse does not have it", "a value")
     findings.raise_any()

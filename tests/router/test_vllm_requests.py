@@ -29,7 +29,7 @@ def test_what_a_gateways_client_left_out_is_the_models() -> None:
     assert request == pb.GenerateRequest(
         request_id="mine",
         prompt_token_ids=pb.TokenIds(ids=[1, 2, 3]),
-        sampling=pb.SamplingParams(),
+        sampling=pb.SamplingParams(repetition_penalty=1.0),
         stopping=pb.StoppingParams(stop_token_ids=[CHAT_END]),
         output=pb.OutputOptions(token_ids=True),
     )
@@ -49,23 +49,31 @@ def test_what_it_sets_is_kept() -> None:
     )
 
 
+def test_what_changes_logits_is_kept() -> None:
+    params = engine.SamplingParams(
+        min_tokens=3, logit_bias={4: -2.0}, min_p=0.5, presence_penalty=1.0,
+        frequency_penalty=-1.0, repetition_penalty=1.5,
+    )  # fmt: skip
+    request = request_of(asked(params))
+    assert request.sampling == pb.SamplingParams(
+        logit_bias={4: -2.0}, min_p=0.5, presence_penalty=1.0, frequency_penalty=-1.0,
+        repetition_penalty=1.5,
+    )  # fmt: skip
+    assert request.stopping.min_tokens == 3
+
+
 def test_text_is_encoded_here() -> None:
     request = request_of(engine.GenerateRequest(text="how many?"))
     assert (request.prompt, request.HasField("request_id")) == ("how many?", False)
 
 
 REFUSED = {
-    "min_p": {"min_p": 0.1},
-    "frequency_penalty": {"frequency_penalty": -1.0},
-    "presence_penalty": {"presence_penalty": 1.0},
-    "repetition_penalty": {"repetition_penalty": 1.1},
-    "min_tokens": {"min_tokens": 1},
     "n": {"n": 2},
     "include_stop_str_in_output": {"include_stop_str_in_output": True},
     "logprobs": {"logprobs": 0},
     "prompt_logprobs": {"prompt_logprobs": 0},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 5},
-    "logit_bias": {"logit_bias": {3: 1.0}},
+    "logit_bias": {"logit_bias": {3: 1.0, -1: 1.0}},
     "regex": {"regex": ".*"},
     "json_object": {"json_object": True},
     "choice": {"choice": engine.ChoiceConstraint(choices=["a"])},
