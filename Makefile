@@ -28,10 +28,11 @@ SEED ?= 1
 COUNT ?= 2000
 # What `make chaos` does; SEED draws transfers, requests and faults.
 TAMPERED ?= 10000
-REQUESTS ?= 20000
-KILLS ?= 1000
+CANCELS ?= 10000
 PROBLEMS ?= 500
 PROBLEM_KILLS ?= 50
+REQUESTS ?= 20000
+KILLS ?= 1000
 CONNECTOR ?= nixl
 # What compute-sanitizer runs: each operator in one small shape, and whole steps without graphs.
 SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
@@ -107,12 +108,14 @@ test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
 	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Tamper with handoffs; kill, stop and empty a loaded fleet's processes, judge every answer (SEED=1 TAMPERED=10000 REQUESTS=20000 KILLS=1000 CONNECTOR=nixl)
-	PYTHONPATH=tests $(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
-	PYTHONPATH=tests $(BIN)/python -m chaos.run --seed $(SEED) --requests $(REQUESTS) --kills $(KILLS) \
-	  --connector $(CONNECTOR)
-	PYTHONPATH=tests $(BIN)/python -m chaos.run --bundled --seed $(SEED) --requests $(PROBLEMS) \
-	  --kills $(PROBLEM_KILLS) --connector $(CONNECTOR)
+chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= CANCELS= PROBLEMS= REQUESTS= KILLS=)
+	export PYTHONPATH=tests
+	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
+	$(BIN)/python -m simulation --cancels $(CANCELS)
+	run="$(BIN)/python -m chaos.run --seed $(SEED) --connector $(CONNECTOR)"
+	$$run --all-cancel --requests $(CANCELS) --kills 0
+	$$run --bundled --requests $(PROBLEMS) --kills $(PROBLEM_KILLS)
+	$$run --requests $(REQUESTS) --kills $(KILLS)
 
 .PHONY: k8s-try
 k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up

@@ -106,7 +106,6 @@ def _router_command(config: FleetConfig, around: Surroundings, name: str) -> lis
     return [
         *_python("effuse.router"),
         *("--host", config.host, "--port", str(around.port), "--share-port"),
-        *("--metrics-host", LOOPBACK),
         *_shared_flags(config, around, name),
         *config.router_flags,
     ]

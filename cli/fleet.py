@@ -124,7 +124,7 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.gpus = config.assignments()  # by worker; empty where the environment decides
         self.ready_s = 0.0  # seconds from `start` until the router knew every worker
-        self._addresses: dict[str, str] = {}
+        self._told: dict[str, dict[str, str]] = {}  # by a process when it was ready
         self._commands: dict[str, list[str]] = {}
         self._ended: list[Process] = []  # those that the caller ended
         self._spawner = Spawner()
@@ -144,11 +144,15 @@ class Fleet:
     @property
     def address(self) -> str:
         """Where clients find the router, as host:port."""
-        return self._addresses[router_names(self.config)[0]]
+        return self.address_of(router_names(self.config)[0])
 
     def address_of(self, name: str) -> str:
         """Where a process listens, as host:port."""
-        return self._addresses[name]
+        return self._told[name]["address"]
+
+    def metrics_of(self, name: str) -> str | None:
+        """Where its metrics are, as host:port; None where it serves none."""
+        return self._told[name].get("metrics")
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""
@@ -169,7 +173,7 @@ class Fleet:
             for name in members:
                 self._spawn(name)
             for name in members:
-                self._addresses[name] = self._await_address(name, deadline)
+                self._told[name] = self._await_ready(name, deadline)
             self.wait_for_workers(
                 self.config.prefill, self.config.decode, max(0.0, deadline - time.monotonic())
             )
@@ -249,7 +253,7 @@ class Fleet:
         ready = self._ready_file(name)
         if not ready.exists():
             return False
-        self._addresses[name] = _address_in(ready)
+        self._told[name] = _read_ready(ready)
         return True
 
     def dead(self) -> list[Process]:
@@ -311,12 +315,12 @@ class Fleet:
     def _ready_file(self, name: str) -> Path:
         return self._home / f"{name}.ready.json"
 
-    def _await_address(self, name: str, deadline: float, only: str | None = None) -> str:
+    def _await_ready(self, name: str, deadline: float, only: str | None = None) -> dict[str, str]:
         ready = self._ready_file(name)
         if not self._wait(deadline, ready.exists, only):
             process = self.processes[name]
             raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
-        return _address_in(ready)
+        return _read_ready(ready)
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
@@ -345,8 +349,8 @@ def _role_of(name: str) -> str:
     return name.split("-")[0]
 
 
-def _address_in(ready: Path) -> str:
-    return str(json.loads(ready.read_text())["address"])
+def _read_ready(ready: Path) -> dict[str, str]:
+    return {name: str(value) for name, value in json.loads(ready.read_text()).items()}
 
 
 def _hold_port(host: str, port: int) -> socket.socket:

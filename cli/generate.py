@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> GenerateJob:
-    """The job that the flags describe; exits with status 2 on bad ones."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
     add("prompt", nargs="*", type=text, metavar="PROMPT",
@@ -80,8 +80,15 @@ def parse(argv: Sequence[str]) -> GenerateJob:
     add("--stats", action="store_true", help="print each answer's figures to standard error")
     add("--timeout", type=seconds, default=120.0, metavar="S",
         help="longest a prompt may take (default: 120)")  # fmt: skip
-    add("--request-id", type=text, metavar="ID", help="id of the request; for one prompt only")
+    add("--request-id", type=text, metavar="ID",
+        help="id of the request; for one prompt only (default: a new one)")  # fmt: skip
     add_knobs(parser)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> GenerateJob:
+    """The job that the flags describe; exits with status 2 on bad ones."""
+    parser = make_parser()
     return _job(parser, parser.parse_args(argv))
 
 

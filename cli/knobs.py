@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from effuse.cli.arguments import text, whole
 from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES, Params
@@ -28,19 +29,24 @@ _TOKEN_ID = whole(0, 2**32 - 1)  # what the wire holds
 
 def add_knobs(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every setting."""
-    add = parser.add_argument
+    add = _adder(parser)
     add(
         "--model",
         type=text,
         metavar="NAME",
-        help="model to ask for, where the fleet serves several",
+        help="model to ask for, where the fleet serves several (default: the only one)",
     )
     add("--max-tokens", type=within(MAX_TOKENS), metavar="N", help="most tokens to generate")
     add("--stop", action="append", type=text, default=[], metavar="TEXT",
-        help="text that ends the answer")  # fmt: skip
+        help="text that ends the answer (default: none)")  # fmt: skip
     add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
-        help="token that ends the answer")  # fmt: skip
-    add("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
+        help="token that ends the answer (default: the model's alone)")  # fmt: skip
+    add(
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help="go on past the end of sequence (default: off)",
+    )
     add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
     add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
@@ -67,13 +73,13 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
     add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
+        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
     _add_canvas_knobs(parser)
 
 
 def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     """Flags of algorithms that denoise prompt and answer as one canvas."""
-    add = parser.add_argument
+    add = _adder(parser)
     add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
         help="tokens that are denoised together (LLaDA, Fast-dLLM)")  # fmt: skip
     add("--steps", type=within(STEPS), metavar="N",
@@ -88,6 +94,16 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     add("--alg-temp", type=within(ALG_TEMP), metavar="T",
         help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
     add("--cache", choices=CACHES, help="what a block does not compute again (Fast-dLLM)")
+
+
+def _adder(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """`add_argument`, for flags whose default, where help tells no other, is the model's."""
+
+    def add(flag: str, *, help: str, **kinds: Any) -> argparse.Action:
+        told = help if "(default: " in help else f"{help} (default: the model's)"
+        return parser.add_argument(flag, help=told, **kinds)
+
+    return add
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:

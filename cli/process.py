@@ -5,6 +5,7 @@ Knows nothing of roles, addresses or readiness; `fleet.py` does.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -139,11 +140,12 @@ def stop_all(
 
 class LogFollower:
     """Copies what is appended to `*.log` in a directory to `out`, until the context ends; each line
-    is led by its process's name."""
+    is led by its process's name or, `as_json`, an object that says it."""
 
-    def __init__(self, directory: Path, out: TextIO) -> None:
+    def __init__(self, directory: Path, out: TextIO, *, as_json: bool = False) -> None:
         self._directory = directory
         self._out = out
+        self._lead = _as_object if as_json else _with_name
         # What an earlier fleet has left there is not shown again.
         self._read = {log: log.stat().st_size for log in directory.glob("*.log")}
         self._over = threading.Event()
@@ -166,10 +168,24 @@ class LogFollower:
             self._read[log] = self._read.get(log, 0) + len(whole) + len(newline)
             if newline:
                 for line in whole.decode(errors="replace").split("\n"):
-                    print(f"{log.stem:<10} | {line}", file=self._out)
+                    print(self._lead(log.stem, line), file=self._out)
         self._out.flush()
 
     def _run(self) -> None:
         while not self._over.wait(_POLL_S):
             self.copy_new()
         self.copy_new()
+
+
+def _with_name(name: str, line: str) -> str:
+    return f"{name:<10} | {line}"
+
+
+def _as_object(name: str, line: str) -> str:
+    """A log line of ours with the name of its process in the fleet; of another program, its text as
+    a message."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        told = None
+    return json.dumps({"name": name, **(told if isinstance(told, dict) else {"message": line})})

@@ -2,42 +2,39 @@
 
 Flags that are not its own are those of the processes it starts (their `config.py`), checked here
 and passed on to whichever takes them.
-A process that ends by itself is reported and started again, ever more slowly if it keeps ending.
-SIGUSR1 replaces all processes, one after the other, with no request lost.
+What ends by itself is started again (`keeper.py`); SIGUSR1 replaces all processes.
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
 
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.commands import LOOPBACK
+from effuse.cli.commands import LOOPBACK, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
-from effuse.cli.process import LogFollower, Process
+from effuse.cli.keeper import LOG, Rolling, watch_over
+from effuse.cli.process import LogFollower
 from effuse.cli.status import taken_defaults
 from effuse.client.client import Client
-from effuse.config.flags import add_flags
+from effuse.config.file import add_config_flag, with_file
+from effuse.config.flags import add_flags, add_switch
 from effuse.decode_worker.config import DecodeConfig
 from effuse.models.defaults import refuse_unserved
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos.errors import EffuseError
 from effuse.router.config import RouterConfig
+from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 
-_POLL_S = 0.2
-_WELL_S = 60.0  # a process that ran for so long did not fail at its start
-_MOST_PAUSE_S = 60.0
 _ASK_S = 5.0  # the longest that the router may take to describe its models
-_OVER = object()
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
 # Both have it, but workers on one machine cannot share a port.
@@ -70,41 +67,6 @@ class FlagGroups:
         return (self.every, self.router, self.workers, self.prefill, self.decode)
 
 
-class Restarts:
-    """When a process that has ended is started again: at once, and if it ends again within a minute
-    of being ready, after 1, 2, 4 .. 60 s. Each process is counted by itself. Times are seconds of
-    one clock."""
-
-    def __init__(self) -> None:
-        self._in_a_row: dict[str, int] = {}
-        self._due: dict[str, float] = {}
-        self._back_at: dict[str, float] = {}
-
-    def ended(self, name: str, now: float) -> float | None:
-        """Records that a process has ended. Returns seconds until it is started again; None where
-        that is planned already."""
-        if name in self._due:
-            return None
-        if now - self._back_at.get(name, now) > _WELL_S:
-            self._in_a_row[name] = 0
-        before = self._in_a_row.get(name, 0)
-        pause_s = min(_MOST_PAUSE_S, 2.0 ** (before - 1)) if before else 0.0
-        self._in_a_row[name] = before + 1
-        self._due[name] = now + pause_s
-        return pause_s
-
-    def due(self, now: float) -> list[str]:
-        """Names of the processes to be started now; each is returned once."""
-        names = [name for name, at in self._due.items() if at <= now]
-        for name in names:
-            del self._due[name]
-        return names
-
-    def back(self, name: str, now: float) -> None:
-        """Records that a process is ready again."""
-        self._back_at[name] = now
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     config, quiet = parse(argv)
@@ -120,9 +82,14 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 2
+    form = value_of(config.router_flags, "--log-format")
+    if form == "json":
+        logs.set_up("up", "info", "json")
+    else:
+        logging.basicConfig(level="INFO", format="effuse up: %(message)s")
     if quiet:
         return run(fleet)
-    with LogFollower(fleet.log_dir, sys.stderr):
+    with LogFollower(fleet.log_dir, sys.stderr, as_json=form == "json"):
         return run(fleet)
 
 
@@ -132,12 +99,26 @@ def refuse_early(config: FleetConfig) -> None:
         refuse_unserved(config.model)
 
 
-def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
-    """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags: its own, and by group those that are passed on."""
+    parser = _own_parser()
+    for group in _groups().all():
+        add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
+    return parser
+
+
+def _own_parser() -> argparse.ArgumentParser:
     parser = command("up", "Start a fleet on this machine.")
     _add_own(parser)
-    found, rest = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    groups = _groups(set(vars(found)))
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
+    """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
+    parser, groups = make_parser(), _groups()
+    argv = with_file(parser, argv)
+    words = [word for word in argv if word not in ("-h", "--help")]
+    _, rest = _own_parser().parse_known_args(words)
     found = _check_flags(parser, argv, rest, groups)
     try:
         return _config(found, rest, groups), found.quiet
@@ -207,17 +188,23 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="routers, which share the port (default: 1)")  # fmt: skip
     add("--connector", choices=("nixl", "zmq"), default="zmq",
         help="how KV pages move (default: zmq)")  # fmt: skip
-    add("--model", type=directory, metavar="DIR", help="checkpoint; the bundled model if absent")
+    add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
     add("--host", default=LOOPBACK,
         help="the routers' address; all else stays on loopback (default: 127.0.0.1)")  # fmt: skip
     add("--port", type=whole(0, 65535), default=50051,
         help="the routers' port; 0 is any free one (default: 50051)")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
-        help="a running Redis; an embedded one is started if absent")  # fmt: skip
-    add("--fleet", metavar="NAME", help="namespace in Redis; a new one if absent")
-    add("--log-dir", type=Path, metavar="DIR", help="keep one log file a process here")
-    add("--quiet", action="store_true", help="do not show the processes' logs")
+        help="a running Redis (default: an embedded one is started)")  # fmt: skip
+    add("--fleet", metavar="NAME", help="namespace in Redis (default: a new one)")
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep one log file a process here (default: none is kept)",
+    )
+    add_switch(parser, "--quiet", "do not show the processes' logs")
+    add_config_flag(parser)
     _add_gpus(parser)
 
 
@@ -228,15 +215,29 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--gpus", type=gpu_list, metavar="0,1,..",
         help="GPUs to use, prefill workers first (default: all that are here)")  # fmt: skip
-    add("--prefill-gpus", type=gpu_list, metavar="0,..", help="one for each prefill worker")
-    add("--decode-gpus", type=gpu_list, metavar="1,..", help="one for each decode worker")
-    add("--gpu-sharing", action="store_true",
-        help="let several workers share a GPU where there are too few, and divide "
-        "--gpu-memory-utilization among them")  # fmt: skip
+    add(
+        "--prefill-gpus",
+        type=gpu_list,
+        metavar="0,..",
+        help="one for each prefill worker (default: of --gpus)",
+    )
+    add(
+        "--decode-gpus",
+        type=gpu_list,
+        metavar="1,..",
+        help="one for each decode worker (default: of --gpus)",
+    )
+    add_switch(
+        group,
+        "--gpu-sharing",
+        "let several workers share a GPU where there are too few, and divide "
+        "--gpu-memory-utilization among them",
+    )
 
 
-def _groups(own: set[str]) -> FlagGroups:
+def _groups() -> FlagGroups:
     """Flags of the processes by who takes them, less those of `up` itself."""
+    own = set(vars(_own_parser().parse_args([])))
     worker, router = _names(WorkerConfig), _names(RouterConfig)
     both = (worker & router) - own - _GIVEN - _ROUTERS_ALONE
     return FlagGroups(
@@ -264,13 +265,10 @@ def _check_flags(
     rest: Sequence[str],
     groups: FlagGroups,
 ) -> argparse.Namespace:
-    """Adds these flags to `parser`, so that help and errors show every flag that is taken. Returns
-    the values of all; exits with status 2 on a bad one."""
+    """The values of all flags; exits with status 2 on a bad one."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
             parser.error(f"{flag}: not a flag of `effuse up`, which sets it for each process")
-    for group in groups.all():
-        add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
     found = parser.parse_args(argv)
     try:
         for group in groups.all():
@@ -301,10 +299,10 @@ def run(fleet: Fleet) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
         fleet.start()
-        print("\n".join([greeting(fleet), *taken(fleet)]), flush=True)
+        print("\n".join([greeting(fleet), *watched(fleet), *taken(fleet)]), flush=True)
         watch_over(fleet, rolling)
     except FleetError as error:
-        print(f"effuse up: {error}", file=sys.stderr)
+        LOG.error("%s", error)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -321,70 +319,18 @@ def stop(fleet: Fleet) -> None:
     fleet.stop(is_told_again.is_set)
 
 
-class Rolling:
-    """Replaces the processes of a fleet one after the other, workers first, when it is asked to."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._is_asked = False
-        self._steps: Iterator[None] | None = None
-
-    def ask(self) -> None:
-        """Has all be replaced, once more if they are being replaced. Safe in a signal's handler."""
-        self._is_asked = True
-
-    def advance(self) -> None:
-        """Does what can be done without waiting."""
-        if self._steps is None and self._is_asked:
-            self._is_asked = False
-            self._steps = self._replace_all()
-        if self._steps is not None and next(self._steps, _OVER) is _OVER:
-            self._steps = None
-
-    def _replace_all(self) -> Iterator[None]:
-        fleet = self._fleet
-        for name in [*fleet.names("prefill"), *fleet.names("decode"), *fleet.names("router")]:
-            while name not in fleet.processes or fleet.processes[name].returncode is not None:
-                yield  # it ended by itself, and is being started again
-            yield from fleet.roll(name)
-            print(f"effuse up: {name} was replaced", file=sys.stderr)
-        print("effuse up: all were replaced", file=sys.stderr)
-
-
-def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
-    """Report each process that ends and start it again, side by side, until interrupted."""
-    restarts = Restarts()
-    starting: set[str] = set()
-    while True:
-        now = time.monotonic()
-        for process in fleet.dead():
-            starting.discard(process.name)
-            pause_s = restarts.ended(process.name, now)
-            if pause_s is not None:
-                _report(process, pause_s)
-        for name in restarts.due(now):
-            fleet.begin_restart(name)
-            starting.add(name)
-        for name in sorted(name for name in starting if fleet.is_back(name)):
-            starting.discard(name)
-            restarts.back(name, now)
-            print(f"effuse up: {name} is back", file=sys.stderr)
-        rolling.advance()
-        time.sleep(_POLL_S)
-
-
-def _report(process: Process, pause_s: float) -> None:
-    again = f"it is started again in {pause_s:.0f} s" if pause_s else "it is started again"
-    print(
-        f"effuse up: {process.ending()}; {again}; its log ends:\n{process.tail()}", file=sys.stderr
-    )
-
-
 def taken(fleet: Fleet) -> list[str]:
     """A line for each source of what requests take by default, if the router tells it in time."""
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
         return [line for model in client.models() for line in taken_defaults(model)]
     return []
+
+
+def watched(fleet: Fleet) -> list[str]:
+    """Where a fleet can be watched."""
+    names = [name for role in ("router", "prefill", "decode") for name in fleet.names(role)]
+    served = [f"{name} {at}" for name in names if (at := fleet.metrics_of(name))]
+    return [f"metrics are on {', '.join(served)}"] if served else []
 
 
 def greeting(fleet: Fleet) -> str:

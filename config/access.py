@@ -21,10 +21,9 @@ class Access:
     """Settings of any process of a fleet. Raises ValueError naming the accepted form."""
 
     host: Annotated[str, "address to listen on"] = "127.0.0.1"
-    metrics_port: Annotated[
-        int | None, "serve Prometheus text on this port; 0 takes a free one"
-    ] = None
-    metrics_host: Annotated[str | None, "address to serve it on; host where absent"] = None
+    metrics_host: Annotated[str, "address to serve metrics on"] = "127.0.0.1"
+    metrics_port: Annotated[int, "port of the metrics, as Prometheus text; 0 takes a free one"] = 0
+    metrics: Annotated[bool, "serve metrics"] = True
     allow_plaintext: Annotated[
         Plaintext,
         "what other machines may reach in plain text: none, pages (and metrics), all (calls too)",
@@ -32,14 +31,8 @@ class Access:
 
     def __post_init__(self) -> None:
         checks.whole("metrics_port", self.metrics_port, 0, 65535)
-        if self.metrics_port is not None:
-            name = "host" if self.metrics_host is None else "metrics_host"
-            self.check_plaintext(name, self.reached_metrics_host, "metrics")
-
-    @property
-    def reached_metrics_host(self) -> str:
-        """Address that metrics are served on."""
-        return self.metrics_host or self.host
+        if self.metrics:
+            self.check_plaintext("metrics_host", self.metrics_host, "metrics")
 
     def check_plaintext(self, name: str, host: str, what: str) -> None:
         """Refuses to listen on `host` for `what` (calls, pages or metrics) in plain text, unless

@@ -133,6 +133,7 @@ class DeviceExecutor:
     def _launch_step(self) -> None:
         """Launches a step; where that fails, who was on the device fails, and only they."""
         self.counters.steps += 1
+        self.counters.requests += len(self._residents)
         try:
             self._guard.run(self._stepper.launch, len(self._residents))
         except ForwardFailed as failure:

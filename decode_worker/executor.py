@@ -27,6 +27,7 @@ class Counters:
     """What an engine has done since it started: for its load, and for tests of rare cases."""
 
     steps: int = 0  # forwards
+    requests: int = 0  # in them, added up
     rows: int = 0  # tokens in them
     preemptions: int = 0
     kv_bytes: int = 0  # received from prefill workers
@@ -157,6 +158,7 @@ class HostExecutor:
         parts = [_parts_of(share) for share in shares]
         flat = [part for of_share in parts for part in of_share]
         self.counters.steps += 1
+        self.counters.requests += len(shares)
         self.counters.rows += sum(len(part.token_ids) for part in flat)
         try:
             results = self._guard.run(lambda: self._forward.run(flat), len(shares))

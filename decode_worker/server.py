@@ -47,8 +47,9 @@ class _DecodeCall:
     began_at: float
     # Pages that somebody outside was told of and may write into by himself.
     num_exposed: int = 0
+    connector: str = ""  # of a writer's pages
     is_verified: bool = False  # the writer is done
-    num_commits: int = 0
+    committed_at: float | None = None  # the last time
 
 
 class DecodeServicer(pb_grpc.DecodeServiceServicer):
@@ -68,7 +69,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             self._shell.quarantines.check(writer)
         attempt = self._shell.begin(start.attempt, life.incarnation, start)
         stream = _DecodeCall(attempt, writer, time.monotonic())
-        self._shell.metrics.prompt_tokens += len(start.prompt_token_ids)
+        self._shell.metrics.prompt_tokens.inc(len(start.prompt_token_ids))
         try:
             async with asyncio.timeout(self._shell.time_left(context.time_remaining())):
                 await self._relay(stream, context)
@@ -140,23 +141,32 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         return _response(event)
 
     def _note(self, stream: _DecodeCall, event: CoreEvent) -> None:
-        metrics, elapsed_s = self._shell.metrics, time.monotonic() - stream.began_at
-        if isinstance(event, Reserved):
-            stream.num_exposed = _num_exposed(event)
-        elif isinstance(event, Verified):
-            stream.is_verified = True
-            metrics.handoff.observe(event.handoff_s)
-        elif isinstance(event, Committed):
-            metrics.generation_tokens += len(event.token_ids)
-            if not stream.num_commits:
-                metrics.time_to_first_block.observe(elapsed_s)
-            stream.num_commits += 1
-        elif isinstance(event, Finished):
-            metrics.finished["stop" if event.stopped else "length"] += 1
-            metrics.request_latency.observe(elapsed_s)
-            self._shell.attempts.close(stream.attempt)
-        elif isinstance(event, Failed):
-            raise to_error(event)
+        metrics, now = self._shell.metrics, time.monotonic()
+        match event:
+            case Reserved():
+                stream.num_exposed = _num_exposed(event)
+                stream.connector = event.reservation.address.connector
+                metrics.queue_time.observe(now - stream.began_at)
+            case Verified():
+                stream.is_verified = True
+                if stream.writer is not None:
+                    metrics.count_handoff(stream.connector, event.bytes, event.handoff_s)
+            case Committed():
+                metrics.generation_tokens.inc(len(event.token_ids))
+                since = stream.began_at if stream.committed_at is None else stream.committed_at
+                is_first = stream.committed_at is None
+                (metrics.first_block if is_first else metrics.inter_block).observe(now - since)
+                stream.committed_at = now
+            case Finished():
+                metrics.succeeded.labels("stop" if event.stopped else "length").inc()
+                metrics.latency.observe(now - stream.began_at)
+                if event.forward_passes:
+                    per_forward = event.num_tokens / event.forward_passes
+                    metrics.tokens_per_forward.observe(per_forward)
+                self._shell.attempts.close(stream.attempt)
+            case Failed():
+                metrics.failed.labels(event.code).inc()
+                raise to_error(event)
 
     async def _end(self, stream: _DecodeCall) -> None:
         """Ends an attempt whose stream broke off, failed or ran out of time."""

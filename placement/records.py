@@ -42,12 +42,26 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     runnable: int = 0  # attempts that the next step can move without anything from outside
     total_pages: int = 0
     free_pages: int = 0
+    reserved_pages: int = 0  # promised to a writer that was not told of them yet
+    receiving_pages: int = 0  # that a writer fills now
     quarantined_pages: int = 0  # pages that a late writer may still reach
     queued_tokens: int = 0  # prompt tokens waiting to be prefilled
     blocks_left: int = 0  # blocks still to denoise
     steps: int = 0  # forwards so far
+    step_requests: int = 0  # requests in them, added up
+    step_tokens: int = 0  # rows of them, added up
     preemptions: int = 0
     kv_bytes: int = 0  # KV bytes pushed or received
+
+    def pages_by_state(self) -> dict[str, int]:
+        """Every page once, by the state that it is in (`kvtransfer/pool.py`)."""
+        pages = {
+            "free": self.free_pages,
+            "reserved": self.reserved_pages,
+            "receiving": self.receiving_pages,
+            "quarantined": self.quarantined_pages,
+        }
+        return {**pages, "committed": self.total_pages - sum(pages.values())}
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):

@@ -103,6 +103,8 @@ class PrefillEngine:
             quarantined_pages=self._pool.count(PageState.QUARANTINED),
             queued_tokens=sum(prompt.num_left for prompt in unfinished),
             steps=self._executor.num_forwards,
+            step_requests=self._executor.num_prompts,
+            step_tokens=self._executor.num_tokens,
             kv_bytes=self._kv_bytes,
         )
 

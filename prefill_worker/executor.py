@@ -88,6 +88,8 @@ class PromptExecutor:
         """`needs_boundary`: the model shifts its logits, so that a vector goes with the pages.
         `mark` says when queued forwards have ended; None where they have when they return."""
         self.num_forwards = 0
+        self.num_prompts = 0  # in forwards, added up
+        self.num_tokens = 0
         self._forward = forward
         self._memory = memory
         self._sender = sender
@@ -116,6 +118,8 @@ class PromptExecutor:
         for chunk in chunks:
             self._hand_on(chunk, progress)
         self.num_forwards += 1
+        self.num_prompts += len(parts)
+        self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
         results = self._guard.run(lambda: self._forward.run(parts), len(parts))
         launched = self._launched(chunks, [result.boundary for result in results])
         self._running.append(launched)

@@ -78,7 +78,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             prompt_token_ids=wire.prompt(first.start.prompt_token_ids),
         )
         attempt = self._shell.begin(start.attempt, first.start.incarnation, start)
-        self._shell.metrics.prompt_tokens += len(start.prompt_token_ids)
+        self._shell.metrics.prompt_tokens.inc(len(start.prompt_token_ids))
         stream = _PrefillCall(attempt, time.monotonic())
         reader = self._shell.spawn(self._take_reservation(stream, requests))
         try:
@@ -98,15 +98,19 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
                 return
 
     def _note(self, stream: _PrefillCall, event: CoreEvent) -> None:
+        metrics = self._shell.metrics
         if isinstance(event, PrefillDone):
+            metrics.queue_time.observe(event.queue_s)
+            metrics.prefill_time.observe(event.compute_s)
             loop = asyncio.get_running_loop()
             loop.call_later(self._reservation_s, stream.require_reservation, self._reservation_s)
         elif isinstance(event, PromptPushed):
-            metrics = self._shell.metrics
-            metrics.finished["pushed"] += 1
-            metrics.request_latency.observe(time.monotonic() - stream.began_at)
+            metrics.count_handoff(event.transport, event.bytes, event.push_s)
+            metrics.succeeded.labels("pushed").inc()
+            metrics.latency.observe(time.monotonic() - stream.began_at)
             self._shell.attempts.close(stream.attempt)
         elif isinstance(event, Failed):
+            metrics.failed.labels(event.code).inc()
             if event.field == "reservation":
                 raise Unreserved(event.message)
             raise to_error(event)

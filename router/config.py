@@ -12,9 +12,9 @@ from typing import Annotated, Final
 
 from effuse.config import checks, flags
 from effuse.config.access import Access
-from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
 from effuse.router.policy import PrefillMode
+from effuse.telemetry.logs import LogFormat, LogLevel
 
 END_S: Final = 5.0
 """What a router takes at most to end after its drain: to tell clients and Redis, and abort."""
@@ -41,7 +41,9 @@ class RouterConfig(Access):
     ] = "auto"
 
     # Text.
-    model: Annotated[Path | None, "checkpoint directory whose tokenizer.json to use"] = None
+    model: Annotated[
+        Path | None, "checkpoint whose tokenizer.json to use (default: the bundled one)"
+    ] = None
     tokenizer_threads: Annotated[int, "threads that encode long prompts"] = 2
 
     # Limits.
@@ -68,6 +70,7 @@ class RouterConfig(Access):
 
     ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)

@@ -152,8 +152,8 @@ class Handler:
         if commit.num_tokens or commit.text:
             await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
-        request.status = "OK"
-        router.metrics.count_repeated()
+        request.status, request.was_kept = "OK", True
+        router.note_end(request, "OK", kept.stats)
         return finished_of(kept)
 
     async def _encode_prompt(self) -> None:
@@ -320,9 +320,9 @@ class Handler:
         request = self._request
         finished = request.finished(reason, self._router.now())
         request.status = "OK"
-        # Counted once the answer is on its way.
-        count = self._router.metrics.count_answer
-        asyncio.get_running_loop().call_soon(count, finished.usage, finished.stats)
+        # Told once the answer is on its way.
+        told = self._router.note_end
+        asyncio.get_running_loop().call_soon(told, request, "OK", finished.stats)
         return finished
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
@@ -352,13 +352,11 @@ class Handler:
         return error
 
     def _record_end(self, event: Event, status: str) -> None:
-        request, metrics, now = self._request, self._router.metrics, self._router.now()
+        request, now = self._request, self._router.now()
         if not request.is_ended:
             request.apply_event(event, now, status)
             request.status = status
-        metrics.requests.labels(status).inc()
-        metrics.latency.observe(now - request.arrived)
-        LOG.info("request %s ended with %s: %s", request.id, status, request.tell_story())
+        self._router.note_end(request, status, request.stats(now))
 
 
 def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:

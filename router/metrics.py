@@ -1,87 +1,95 @@
-"""What a router counts, as Prometheus text on a port of its own. Names follow vLLM's suffixes.
+"""What a router counts. Gauges are read when scraped and cost requests nothing.
 
-Gauges are read when scraped and cost requests nothing. Not here: what workers report themselves.
+Not here: what workers report themselves.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-
+from effuse.client.answer import Stats
 from effuse.placement.records import Role
 from effuse.router.ladder import REFUSALS, Failure, FailureKind
 from effuse.router.policy import Candidate, Condition
-from effuse.v1 import generation_pb2 as pb
+from effuse.router.request import Request
+from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics
 
-BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+MODEL = "model_name"
 
 
-class Metrics:
-    """One registry per router; nothing is global."""
+class RouterMetrics(ProcessMetrics):
+    """One per router. What is of a request says of which model."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "effuse_requests", "Requests by the status they ended with", ["status"],
-            registry=self.registry,
-        )  # fmt: skip
-        self.refused = Counter(
-            "effuse_refused", "Requests refused at the door", ["status"], registry=self.registry
+        super().__init__(lambda: {"role": "router"})
+        self._count_requests()
+        self.losses = self.counter("worker_losses", "Attempts lost, by worker", "worker", "reason")
+        self.refusals = self.counter(
+            "worker_refusals", "Attempts that were not begun, by worker", "worker", "reason"
         )
-        self.poison = Counter(
-            "effuse_refused_poison", "Requests refused since engines died of them",
-            registry=self.registry,
-        )  # fmt: skip
-        self.repeated = Counter(
-            "effuse_answers_repeated", "Answers given that were kept from before",
-            registry=self.registry,
-        )  # fmt: skip
-        self.losses = Counter(
-            "effuse_worker_losses", "Attempts lost, by worker", ["worker", "reason"],
-            registry=self.registry,
-        )  # fmt: skip
-        self.refusals = Counter(
-            "effuse_worker_refusals", "Attempts that were not begun, by worker",
-            ["worker", "reason"], registry=self.registry,
-        )  # fmt: skip
-        self.workers = Gauge(
-            "effuse_workers", "Workers by what they do and how they are", ["role", "state"],
-            registry=self.registry,
-        )  # fmt: skip
-        self.stalled = Gauge(
-            "effuse_num_requests_stalled", "Admitted requests that wait for a worker, by why",
-            ["reason"], registry=self.registry,
-        )  # fmt: skip
-        self.prompt_tokens = Counter(
-            "effuse_prompt_tokens", "Prompt tokens of answered requests", registry=self.registry
+        self.workers = self.gauge(
+            "workers", "Workers by what they do and how they are", "worker_role", "state"
         )
-        self.generation_tokens = Counter(
-            "effuse_generation_tokens", "Tokens generated", registry=self.registry
+        self.stalled = self.gauge(
+            "num_requests_stalled", "Admitted requests that wait for a worker, by why", "reason"
         )
-        self.first_block = self._histogram(
-            "effuse_time_to_first_block_seconds", "Arrival to first committed block"
-        )
-        self.latency = self._histogram(
-            "effuse_e2e_request_latency_seconds", "Arrival to the end of a request"
-        )
+        self._time_requests()
 
-    def count_answer(self, usage: pb.Usage, stats: pb.GenerationStats) -> None:
-        """A request that ended well."""
-        self.prompt_tokens.inc(usage.prompt_tokens)
-        self.generation_tokens.inc(usage.completion_tokens)
-        self.first_block.observe(stats.time_to_first_block.ToTimedelta().total_seconds())
-        self.latency.observe(stats.total_duration.ToTimedelta().total_seconds())
-        self.requests.labels("OK").inc()
+    def _count_requests(self) -> None:
+        self.requests = self.counter(
+            "requests", "Requests by the status they ended with", MODEL, "status"
+        )
+        self.refused = self.counter("refused", "Requests refused at the door", "status")
+        self.poison = self.counter("refused_poison", "Requests refused since engines died of them")
+        self.repeated = self.counter("answers_repeated", "Answers given that were kept from before")
+        self.prompt_tokens = self.counter(
+            "prompt_tokens", "Prompt tokens of answered requests", MODEL
+        )
+        self.generation_tokens = self.counter("generation_tokens", "Tokens generated", MODEL)
 
-    def count_repeated(self) -> None:
-        """A request that was answered with what was kept."""
-        self.repeated.inc()
-        self.requests.labels("OK").inc()
+    def _time_requests(self) -> None:
+        self.queue_time = self.histogram(
+            "request_queue_time_seconds", "Arrival to a seat on the fleet", MODEL
+        )
+        self.first_block = self.histogram(
+            "time_to_first_block_seconds", "Arrival to first committed block", MODEL
+        )
+        self.inter_block = self.histogram(
+            "inter_block_latency_seconds", "From one commit of an answer to the next", MODEL
+        )
+        self.latency = self.histogram(
+            "e2e_request_latency_seconds", "Arrival to the end of a request", MODEL
+        )
+        self.tokens_per_forward = self.histogram(
+            "tokens_per_forward", "Tokens of an answer by its forwards", MODEL,
+            bounds=TOKENS_PER_FORWARD,
+        )  # fmt: skip
+
+    def count_end(self, request: Request, status: str, stats: Stats) -> None:
+        """A request that ended, whichever way."""
+        model = request.asked.model.name
+        self.latency.labels(model).observe(stats.total_s)
+        self.requests.labels(model, status).inc()
+        if request.was_kept:
+            self.repeated.inc()
+        elif status == "OK":
+            self._count_answer(request, stats)
+
+    def _count_answer(self, request: Request, stats: Stats) -> None:
+        model = request.asked.model.name
+        self.prompt_tokens.labels(model).inc(len(request.prompt_token_ids))
+        self.generation_tokens.labels(model).inc(request.text.num_tokens)
+        self.queue_time.labels(model).observe(stats.queue_s)
+        self.first_block.labels(model).observe(stats.first_block_s)
+        between = self.inter_block.labels(model)
+        for seconds in request.block_gaps():
+            between.observe(seconds)
+        if stats.forward_passes:
+            self.tokens_per_forward.labels(model).observe(stats.tokens_per_forward)
 
     def count_failure(self, failure: Failure) -> None:
         """An attempt that failed, where another one may follow."""
@@ -100,21 +108,3 @@ class Metrics:
         """A request waits: for a worker to come back, a seat, the retry budget, a worker alone."""
         with self.stalled.labels(reason).track_inprogress():
             yield
-
-    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Adds a value that `read` gives at the time of a scrape."""
-        Gauge(f"effuse_{name}", text, registry=self.registry).set_function(read)
-
-    @contextmanager
-    def served(self, host: str, port: int) -> Iterator[int]:
-        """Serves the text at `host`; port 0 takes a free one. Gives the port."""
-        server, thread = start_http_server(port, host, self.registry)
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join(5.0)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=BUCKETS_S, registry=self.registry)

@@ -33,6 +33,7 @@ from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
+from effuse.telemetry import logs
 from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 
 LOG: Final = logging.getLogger(__name__)
@@ -49,11 +50,9 @@ KNOW_S: Final = 10.0
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs a router until a signal comes; SystemExit with one line where it cannot."""
+    """Runs a router until a signal comes; SystemExit after one line of the log where it cannot."""
     config = parse(argv)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)-7s router: %(message)s"
-    )
+    logs.set_up("router", config.log_level, config.log_format)
     errors: list[str] = []
     try:
         tokenizer = Tokenizer.load(
@@ -63,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
     except* (TokenizerError, OSError) as failed:
         errors = _texts(failed)
     if errors:
-        sys.exit(f"effuse-router: {'; '.join(errors)}")
+        LOG.error("%s", "; ".join(errors))
+        sys.exit(1)
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
@@ -125,7 +125,7 @@ async def _start(router: Router) -> RpcServer:
         server.set_serving(role, False)
     address = f"{config.host}:{router.port}"
     if config.ready_file is not None:
-        rpc.write_ready_file(config.ready_file, address)
+        rpc.write_ready_file(config.ready_file, address, **_ready_facts(router))
     LOG.info("listening on %s", address)
     router.ready.set()
     return server
@@ -141,20 +141,27 @@ def _add_services(router: Router, server: grpc.aio.Server) -> None:
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
 
 
+def _ready_facts(router: Router) -> dict[str, str]:
+    """What the ready file says beside the address."""
+    if not router.metrics_port:
+        return {}
+    return {"metrics": f"{router.config.metrics_host}:{router.metrics_port}"}
+
+
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
     """Serves metrics until the stack is left; False where another router that shares our port still
     has that of the metrics. Raises OSError where it is taken otherwise."""
     config = router.config
-    if config.metrics_port is None:
+    if not config.metrics:
         return True
     try:
-        served = router.metrics.served(config.reached_metrics_host, config.metrics_port)
+        served = router.metrics.served(config.metrics_host, config.metrics_port)
         router.metrics_port = stack.enter_context(served)
     except OSError:
         if not config.share_port:
             raise
         return False
-    LOG.info("metrics are on %s:%d", config.reached_metrics_host, router.metrics_port)
+    LOG.info("metrics are on %s:%d", config.metrics_host, router.metrics_port)
     return True
 
 

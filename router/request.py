@@ -12,8 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
+from itertools import pairwise
 from typing import Final
 
+from effuse.client.answer import Stats
 from effuse.placement.records import Role
 from effuse.protos.errors import EffuseError
 from effuse.router.detokenizer import AnswerText
@@ -125,6 +127,7 @@ class Request:
     asked_digest: str = ""  # of the client's message, where the client chose the id
     is_repeated: bool = False  # the client has asked for it before
     is_anothers: bool = False  # another router runs it
+    was_kept: bool = False  # it was answered with what was kept from before
 
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
@@ -154,7 +157,7 @@ class Request:
     # What it cost so far.
     queue_s: float = 0.0
     prefilled: float = 0.0
-    first_block: float = 0.0
+    commit_times: list[float] = field(default_factory=list)  # of those that brought tokens
     handoff_s: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
@@ -226,10 +229,10 @@ class Request:
         new = self.accept_tokens(commit.token_offset, commit.token_ids, commit.frontier)
         if new:
             self.setbacks.add_progress()
+            self.commit_times.append(now)
         if commit.HasField("end_token_id"):
             self.end_token_id = commit.end_token_id
         self.forwards = commit.forward_passes
-        self.first_block = self.first_block or now
         offset = self.text.num_tokens
         text = self.text.push(new)
         return self._for_client(offset, new[: self.text.num_tokens - offset], text)
@@ -323,11 +326,12 @@ class Request:
     def stats(self, now: float) -> pb.GenerationStats:
         """What it cost, at its end."""
         forwards = self.earlier_forwards + self.forwards
+        first_block = self.commit_times[0] if self.commit_times else self.arrived
         return pb.GenerationStats(
             queue_duration=timedelta(seconds=self.queue_s),
             prefill_duration=timedelta(seconds=max(0.0, self.prefilled - self.arrived)),
             handoff_duration=timedelta(seconds=self.handoff_s),
-            time_to_first_block=timedelta(seconds=max(0.0, self.first_block - self.arrived)),
+            time_to_first_block=timedelta(seconds=max(0.0, first_block - self.arrived)),
             total_duration=timedelta(seconds=now - self.arrived),
             forward_passes=forwards,
             tokens_per_forward=self.text.num_tokens / forwards if forwards else 0.0,
@@ -338,6 +342,28 @@ class Request:
             decode_worker=self.decode_worker,
             preemptions=self.preemptions,
         )
+
+    def block_gaps(self) -> list[float]:
+        """Seconds between its commits, those of lost attempts included."""
+        return [later - earlier for earlier, later in pairwise(self.commit_times)]
+
+    def figures(self, stats: Stats) -> dict[str, str | int | float]:
+        """What one line of the log says of it at its end."""
+        return {
+            "model": self.asked.model.name,
+            "prompt_tokens": len(self.prompt_token_ids),
+            "tokens": self.text.num_tokens,
+            "queue_s": stats.queue_s,
+            "prefill_s": stats.prefill_s,
+            "handoff_s": stats.handoff_s,
+            "first_block_s": stats.first_block_s,
+            "total_s": stats.total_s,
+            "forward_passes": stats.forward_passes,
+            "preemptions": stats.preemptions,
+            "prefill_worker": self.prefill_worker,
+            "decode_worker": self.decode_worker,
+            "attempts": self.num_attempts,
+        }
 
     def describe(self) -> pb.GetRequestResponse:
         """Where it is, or how it ended, for who looks it up."""

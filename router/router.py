@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
+from effuse.client.answer import Stats
 from effuse.placement.fleet import FleetView
 from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
@@ -26,13 +27,14 @@ from effuse.router.config import RouterConfig
 from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import Failure, RetryBudget
-from effuse.router.metrics import Metrics
+from effuse.router.metrics import RouterMetrics
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, Prospect, life_of
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
+from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -69,8 +71,8 @@ class Router:
             config.retry_share, float(config.max_concurrent_requests), now()
         )
         self.num_retries = 0
-        self.metrics = Metrics()
-        self._add_gauges()
+        self.metrics = RouterMetrics()
+        self._add_readings()
         self.port = 0
         self.metrics_port = 0
         self.ready = asyncio.Event()
@@ -178,6 +180,15 @@ class Router:
             request.alone = ()
             self.fleet.release_workers(request.holder)
 
+    def note_end(self, request: Request, status: str, stats: pb.GenerationStats) -> None:
+        """Counts a request that ended, and says so in one line."""
+        cost = Stats.of(stats)
+        self.metrics.count_end(request, status, cost)
+        told = {"request_id": request.id, "status": status, **request.figures(cost)}
+        if status != "OK":
+            told["story"] = request.tell_story()
+        LOG.info("a request ended", extra=logs.figures(told))
+
     async def share_refusals(self) -> None:
         """Tells other routers what is refused, and hears it of them, while Redis answers."""
         try:
@@ -191,24 +202,24 @@ class Router:
         """Waits until Redis holds every placement; False if that took longer than `FLUSH_S`."""
         return await self.placements.flush(FLUSH_S)
 
-    def _add_gauges(self) -> None:
-        gauge, admission, cleanup = self.metrics.gauge, self.admission, self.cleanup
-        gauge("num_requests_running", "Requests on workers", lambda: admission.num_running)
-        gauge("num_requests_waiting", "Requests in the queue", lambda: admission.num_waiting)
-        gauge("retries", "Attempts after losses, so far", lambda: self.num_retries)
-        gauge(
-            "retry_budget", "Attempts after losses that need not wait",
-            lambda: self.retry_budget.left(self.now()),
-        )  # fmt: skip
-        gauge(
-            "num_requests_alone", "Requests that workers are kept for",
-            lambda: self.fleet.num_alone,
-        )  # fmt: skip
-        gauge("aborts", "Attempts ended on workers, so far", lambda: cleanup.num_aborts)
-        gauge("calls_ended_late", "Calls cut off at their end, so far", lambda: cleanup.num_late)
-        gauge("placements_dropped", "Placements never written", lambda: self.placements.dropped)
-        gauge(
-            "answers_dropped", "Answers never kept", lambda: self.placements.dropped_answers
-        )  # fmt: skip
-        gauge("other_routers", "Other live routers", lambda: self.others.num_alive)
-        gauge("redis_full", "Redis refuses placements for memory", lambda: self.placements.is_full)
+    def _add_readings(self) -> None:
+        admission, cleanup, placements = self.admission, self.cleanup, self.placements
+        for gauge, text, read in (
+            ("num_requests_running", "Requests on workers", lambda: admission.num_running),
+            ("num_requests_waiting", "Requests in the queue", lambda: admission.num_waiting),
+            ("num_requests_alone", "Requests that workers are kept for",
+             lambda: self.fleet.num_alone),
+            ("retry_budget", "Attempts after losses that need not wait",
+             lambda: self.retry_budget.left(self.now())),
+            ("other_routers", "Other live routers", lambda: self.others.num_alive),
+            ("redis_full", "Redis refuses placements for memory", lambda: placements.is_full),
+        ):  # fmt: skip
+            self.metrics.read_gauge(gauge, text, read)
+        for counter, text, read in (
+            ("retries", "Attempts after losses", lambda: self.num_retries),
+            ("aborts", "Attempts ended on workers", lambda: cleanup.num_aborts),
+            ("calls_ended_late", "Calls cut off at their end", lambda: cleanup.num_late),
+            ("placements_dropped", "Placements never written", lambda: placements.dropped),
+            ("answers_dropped", "Answers never kept", lambda: placements.dropped_answers),
+        ):
+            self.metrics.read_counter(counter, text, read)

@@ -64,6 +64,9 @@ class SharedRequest:
         request = self._request
         if not request.asked_digest:
             return None
+        unwritten = self._router.placements.unwritten_answer(request.id, request.asked_digest)
+        if unwritten is not None:
+            return pb.GenerateResponse.FromString(unwritten)
         record, last_s = self._first_record(), -1.0
         while True:
             self._record = record  # Redis may hold it from now on, whatever becomes of the call

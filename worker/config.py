@@ -12,8 +12,8 @@ import msgspec
 
 from effuse.config import checks
 from effuse.config.access import Access
-from effuse.config.flags import LogLevel
 from effuse.placement.keys import check_name
+from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]
 Connector = Literal["nixl", "zmq"]
@@ -32,9 +32,11 @@ class WorkerConfig(Access):
     """Settings of a prefill or decode worker. Raises ValueError naming the accepted form."""
 
     # The model.
-    model: Annotated[Path | None, "checkpoint directory; the bundled model where absent"] = None
+    model: Annotated[Path | None, "checkpoint directory (default: the bundled model)"] = None
     adapter: Annotated[Path | None, "LoRA adapter directory, merged when weights are loaded"] = None
-    served_model_name: Annotated[str | None, "name that clients ask for"] = None
+    served_model_name: Annotated[
+        str | None, "name that clients ask for (default: that of the directory)"
+    ] = None
     device: Annotated[Device, "where the engine computes"] = "auto"
     dtype: Annotated[Dtype, "type of weights and KV; auto is float32 on a CPU"] = "auto"
     attention: Annotated[
@@ -44,34 +46,36 @@ class WorkerConfig(Access):
 
     # KV memory.
     page_size: Annotated[int, "tokens in a KV page"] = 16
-    num_pages: Annotated[int | None, "pages in the pool; else gpu-memory-utilization decides"] = (
-        None
-    )
+    num_pages: Annotated[
+        int | None, "pages in the pool (default: what gpu-memory-utilization allows)"
+    ] = None
     gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
     kv_layout: Annotated[KVLayoutKind, "order of KV memory in a page"] = "unified"
 
     # Batching.
-    block_size: Annotated[int | None, "tokens in a diffusion block; the model's where absent"] = (
-        None
-    )
+    block_size: Annotated[int | None, "tokens in a diffusion block (default: the model's)"] = None
     max_num_batched_tokens: Annotated[int, "most tokens in one forward"] = 2048
     max_num_seqs: Annotated[int, "most requests in one forward"] = 64
-    max_model_len: Annotated[int | None, "most tokens of prompt and answer; the model's else"] = (
-        None
-    )
+    max_model_len: Annotated[
+        int | None, "most tokens of prompt and answer (default: the model's)"
+    ] = None
 
     # The network.
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 0
-    advertise_host: Annotated[str | None, "name or address that others reach this worker by"] = None
+    advertise_host: Annotated[
+        str | None, "name or address that others reach this worker by (default: host)"
+    ] = None
     connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
     connector_host: Annotated[
-        str | None, "address of the zmq connector; advertise-host where absent"
+        str | None, "address of the zmq connector (default: advertise-host)"
     ] = None
 
     # The fleet.
     redis_url: Annotated[str | None, "announce in this Redis, as redis://host:port/db"] = None
     fleet: Annotated[str, "fleet to belong to; fleets that share a Redis never meet"] = "effuse"
-    worker_id: Annotated[str | None, "name of this worker; role, host and port where absent"] = None
+    worker_id: Annotated[str | None, "name of this worker (default: its role, host and port)"] = (
+        None
+    )
     ready_file: Annotated[Path | None, "write address, incarnation and pid here once ready"] = None
 
     # Time, in seconds.
@@ -85,6 +89,7 @@ class WorkerConfig(Access):
     max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
 
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from effuse.placement.records import Load
-from effuse.worker import logs
+from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import (
     AbortDone,
@@ -135,7 +135,7 @@ def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
     config = read_config(orders.config, config_type)
-    logs.set_up("engine", config.log_level)
+    logs.set_up("engine", config.log_level, config.log_format)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)

@@ -21,8 +21,8 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import Draining
+from effuse.telemetry import logs
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from effuse.worker import logs, metrics
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, WorkerConfig
 from effuse.worker.engine_client import new_incarnation
@@ -56,7 +56,7 @@ def run(config: WorkerConfig, role: Role) -> int:
     0 after a drain; 1 if the checkpoint is not served, no engine starts, the port is taken, or
     another process has its worker id.
     """
-    logs.set_up(role.name, config.log_level)
+    logs.set_up(role.name, config.log_level, config.log_format)
     status = 0
     try:
         if config.model is not None:
@@ -85,6 +85,7 @@ class Front:
         supervisor = Supervisor(role.engine_module, config, attempts, on_change=self._changed.set)
         self.shell = Shell(role.name, config, attempts, supervisor, tasks)
         self.server = rpc.RpcServer(rpc.FLEET_LIMITS)
+        self._facts: dict[str, str] = {}  # for whoever waits for the ready file
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
 
@@ -126,12 +127,10 @@ class Front:
         self.server.set_serving("", True)
         self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
-        if config.metrics_port is not None:
-            host = config.reached_metrics_host
-            scraped = await metrics.serve(host, config.metrics_port, self.shell.metrics_text)
-            stack.callback(scraped.close)
-            port = scraped.sockets[0].getsockname()[1]
-            LOG.info("metrics are on %s:%d", host, port)
+        if config.metrics:
+            served = self.shell.metrics.served(config.metrics_host, config.metrics_port)
+            self._facts["metrics"] = f"{config.metrics_host}:{stack.enter_context(served)}"
+            LOG.info("metrics are on %s", self._facts["metrics"])
 
     async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
         if not self._config.redis_url:
@@ -165,6 +164,7 @@ class Front:
                     self._config.ready_file,
                     self.shell.identity.address,
                     incarnation=self.shell.incarnation,
+                    **self._facts,
                 )
 
     async def _end_all(self) -> None:

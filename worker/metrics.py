@@ -1,159 +1,137 @@
-"""Counters of a worker's front and their Prometheus text, served on a port of their own.
+"""What a worker counts, and what it reads of itself when it is scraped.
 
-Names are vLLM's with our prefix, written as Prometheus asks. Not here: what the counters mean to a
-router, which reads the worker's load instead.
+Not here: what the counts mean to a router, which reads the worker's load instead.
 """
 
-import asyncio
-import bisect
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
 
-from effuse.placement.records import Link, Load, Quarantine
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-_BUCKETS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-)
-_REQUEST_TIMEOUT_S = 5.0
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from effuse.placement.records import Link, Load, Quarantine, Role
+from effuse.telemetry.metrics import PREFIX, TOKENS_PER_FORWARD, ProcessMetrics
 
 
-@dataclass(slots=True)
-class Histogram:
-    """How often a duration fell under each bound."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReadings:
+    """What a worker is and has at one moment."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS_S) + 1))
-    total_s: float = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Adds one duration."""
-        self.counts[bisect.bisect_left(_BUCKETS_S, seconds)] += 1
-        self.total_s += seconds
-
-    def lines(self, name: str) -> list[str]:
-        """Returns the histogram in Prometheus text."""
-        seen, lines = 0, [f"# TYPE {name} histogram"]
-        for bound, count in zip((*map(str, _BUCKETS_S), "+Inf"), self.counts, strict=True):
-            seen += count
-            lines.append(f'{name}_bucket{{le="{bound}"}} {seen}')
-        return [*lines, f"{name}_sum {self.total_s:.6f}", f"{name}_count {seen}"]
+    role: Role
+    model_name: str  # empty before the first engine is ready
+    load: Load
+    restarts: int  # of the engine, so far
+    tasks: int  # of the front's event loop
+    links: Sequence[Link] = ()
+    quarantines: Sequence[Quarantine] = ()
 
 
-@dataclass(slots=True)
-class WorkerMetrics:
-    """What a front counts from its start on."""
+class WorkerMetrics(ProcessMetrics):
+    """Counts from the start of the front on; `read` gives the rest when somebody scrapes."""
 
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)  # by how the attempt ended
-    time_to_first_block: Histogram = field(default_factory=Histogram)
-    request_latency: Histogram = field(default_factory=Histogram)
-    handoff: Histogram = field(default_factory=Histogram)  # of the prompts that came verified
+    def __init__(self, read: Callable[[], WorkerReadings]) -> None:
+        super().__init__(lambda: _labels(read()))
+        self._readings = read
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of attempts begun here")
+        self.generation_tokens = self.counter("generation_tokens", "Tokens written")
+        self.succeeded = self.counter(
+            "request_success", "Attempts that ended well, by how", "finished_reason"
+        )
+        self.failed = self.counter(
+            "request_failure", "Attempts that ended badly, by the engine's reason", "reason"
+        )
+        self.queue_time = self.histogram(
+            "request_queue_time_seconds", "An attempt's wait for its turn, or for its pages"
+        )
+        self.prefill_time = self.histogram(
+            "request_prefill_time_seconds", "Computing of a prompt, from its turn on"
+        )
+        self.first_block = self.histogram(
+            "time_to_first_block_seconds", "Begin of an attempt to its first block"
+        )
+        self.inter_block = self.histogram(
+            "inter_block_latency_seconds", "From one commit of an attempt to the next"
+        )
+        self.latency = self.histogram(
+            "e2e_request_latency_seconds", "Begin of an attempt to its end"
+        )
+        self.tokens_per_forward = self.histogram(
+            "tokens_per_forward", "Tokens of an attempt by its forwards", bounds=TOKENS_PER_FORWARD
+        )
+        self.handoff = self.histogram(
+            "kv_handoff_seconds", "Handoff of a prompt's KV, from when its pages could go",
+            "transport",
+        )  # fmt: skip
+        self.kv_bytes = self.counter(
+            "kv_transfer_bytes", "Bytes of KV pages pushed or received", "transport"
+        )
+
+    def count_handoff(self, transport: str, num_bytes: int, seconds: float) -> None:
+        """A prompt's KV has moved from worker to worker."""
+        self.handoff.labels(transport).observe(seconds)
+        self.kv_bytes.labels(transport).inc(num_bytes)
+
+    def families(self) -> Iterator[Metric]:
+        """What is counted, then what is read."""
+        yield from super().families()
+        now = self._readings()
+        yield from _load_families(now.load)
+        yield _gauge("front_tasks", "Tasks of the front's event loop", now.tasks)
+        yield _counter("engine_restarts", "Engines that were replaced", now.restarts)
+        yield _link_family(now.links)
+        yield from _quarantine_families(now.quarantines)
 
 
-def render(
-    metrics: WorkerMetrics,
-    load: Load,
-    restarts: int,
-    tasks: int,
-    links: Sequence[Link] = (),
-    quarantines: Sequence[Quarantine] = (),
-) -> str:
-    """Returns all metrics in Prometheus text."""
+def _labels(now: WorkerReadings) -> dict[str, str]:
+    return {"role": now.role, "model_name": now.model_name}
+
+
+def _load_families(load: Load) -> Iterator[Metric]:
+    yield _gauge("num_requests_running", "Attempts that hold pages", load.running)
+    yield _gauge("num_requests_waiting", "Attempts that wait for pages", load.waiting)
     used = load.total_pages - load.free_pages
-    gauges: dict[str, float] = {
-        "num_requests_running": load.running,
-        "num_requests_waiting": load.waiting,
-        "kv_cache_usage_perc": used / load.total_pages if load.total_pages else 0.0,
-        "kv_pages_quarantined": load.quarantined_pages,
-        "front_tasks": tasks,
-    }
-    counters = {
-        "prompt_tokens_total": metrics.prompt_tokens,
-        "generation_tokens_total": metrics.generation_tokens,
-        "engine_steps_total": load.steps,
-        "engine_restarts_total": restarts,
-        "num_preemptions_total": load.preemptions,
-        "kv_transfer_bytes_total": load.kv_bytes,
-    }
-    lines: list[str] = []
-    for name, gauge in gauges.items():
-        lines += [f"# TYPE effuse_{name} gauge", f"effuse_{name} {gauge:g}"]
-    for name, count in counters.items():
-        lines += [f"# TYPE effuse_{name} counter", f"effuse_{name} {count}"]
-    lines.append("# TYPE effuse_request_success_total counter")
-    for reason, count in sorted(metrics.finished.items()):
-        lines.append(f'effuse_request_success_total{{finished_reason="{reason}"}} {count}')
-    lines += _link_lines(links)
-    lines += _quarantine_lines(quarantines)
-    lines += metrics.time_to_first_block.lines("effuse_time_to_first_block_seconds")
-    lines += metrics.request_latency.lines("effuse_e2e_request_latency_seconds")
-    lines += metrics.handoff.lines("effuse_kv_handoff_seconds")
-    return "\n".join(lines) + "\n"
+    share = used / load.total_pages if load.total_pages else 0.0
+    yield _gauge("kv_cache_usage_perc", "Pages that are not free, 0 to 1", share)
+    pages = GaugeMetricFamily(PREFIX + "kv_pages", "KV pages by state", labels=["state"])
+    for state, count in load.pages_by_state().items():
+        pages.add_metric([state], count)
+    yield pages
+    for name, text, count in (
+        ("num_preemptions", "Requests that lost their pages to older ones", load.preemptions),
+        ("engine_steps", "Forwards", load.steps),
+        ("engine_step_requests", "Requests in forwards, added up", load.step_requests),
+        ("engine_step_tokens", "Rows of forwards, added up", load.step_tokens),
+    ):
+        yield _counter(name, text, count)
 
 
-def _link_lines(links: Sequence[Link]) -> list[str]:
-    name = "effuse_kv_link_bytes_per_second"
-    lines = [f"# TYPE {name} gauge"] if links else []
+def _link_family(links: Sequence[Link]) -> Metric:
+    family = GaugeMetricFamily(
+        PREFIX + "kv_link_bytes_per_second", "Ways to decode workers as measured",
+        labels=["peer", "transport"],
+    )  # fmt: skip
     for link in links:
-        labels = f'peer="{_quoted(link.peer)}",transport="{_quoted(link.transport)}"'
-        lines.append(f"{name}{{{labels}}} {link.bytes_per_second:.0f}")
-    return lines
+        family.add_metric([link.peer, link.transport], link.bytes_per_second)
+    return family
 
 
-def _quarantine_lines(quarantines: Sequence[Quarantine]) -> list[str]:
-    if not quarantines:
-        return []
-    pages, age = "effuse_kv_quarantine_pages", "effuse_kv_quarantine_age_seconds"
-    labels = [f'{{writer="{_quoted(one.writer)}"}}' for one in quarantines]
-    return [
-        f"# TYPE {pages} gauge",
-        *(f"{pages}{told} {one.pages}" for told, one in zip(labels, quarantines, strict=True)),
-        f"# TYPE {age} gauge",
-        *(f"{age}{told} {one.age_s:.1f}" for told, one in zip(labels, quarantines, strict=True)),
-    ]
-
-
-def _quoted(text: str) -> str:
-    """A label's value: others chose it."""
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-async def serve(host: str, port: int, text: Callable[[], str]) -> asyncio.Server:
-    """Answers every HTTP request on `port` (0 takes a free one) with `text()`."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                await reader.readuntil(b"\r\n\r\n")
-                writer.write(_response(text()))
-                await writer.drain()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return  # a scraper that does not speak HTTP, or went away
-        finally:
-            writer.close()
-
-    return await asyncio.start_server(answer, host, port)
-
-
-def _response(text: str) -> bytes:
-    body = text.encode()
-    head = (
-        "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+def _quarantine_families(quarantines: Sequence[Quarantine]) -> Iterator[Metric]:
+    text = "Pages that a prefill worker has not let go of"
+    pages = GaugeMetricFamily(PREFIX + "kv_quarantine_pages", text, labels=["writer"])
+    age = GaugeMetricFamily(
+        PREFIX + "kv_quarantine_age_seconds", "How long the oldest have waited", labels=["writer"]
     )
-    return head.encode() + body
+    for one in quarantines:
+        pages.add_metric([one.writer], one.pages)
+        age.add_metric([one.writer], one.age_s)
+    yield from (pages, age)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value)

@@ -15,7 +15,7 @@ from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, ToEngine
-from effuse.worker.metrics import WorkerMetrics, render
+from effuse.worker.metrics import WorkerMetrics, WorkerReadings
 from effuse.worker.quarantines import Quarantines
 from effuse.worker.supervisor import EngineLife, Supervisor
 
@@ -49,7 +49,7 @@ class Shell:
         self.config = config
         self.attempts = attempts
         self.supervisor = supervisor
-        self.metrics = WorkerMetrics()
+        self.metrics = WorkerMetrics(self._readings)
         self.is_draining = False
         # Of a prefill worker, as placement.records.WorkerRecord has them; links by the engine's
         # life that they were measured for.
@@ -58,6 +58,7 @@ class Shell:
         self.place = peer.here()
         self.quarantines = Quarantines()
         self._tasks = tasks
+        self._loop = asyncio.get_running_loop()
         self._spawned: set[asyncio.Task[None]] = set()
 
     @property
@@ -163,11 +164,15 @@ class Shell:
             return "draining"
         return "starting" if self.supervisor.life is None else "ready"
 
-    def metrics_text(self) -> str:
-        """Returns the metrics in Prometheus text."""
-        life = self.supervisor.life
-        load = Load() if life is None else life.load
-        links = self.links.get(self.incarnation, ())
-        tasks = len(asyncio.all_tasks())
-        held = self.quarantines.listed()
-        return render(self.metrics, load, self.supervisor.restarts, tasks, links, held)
+    def _readings(self) -> WorkerReadings:
+        """As it is now; by another thread than the event loop's."""
+        life, last = self.supervisor.life, self.supervisor.last_life
+        return WorkerReadings(
+            role=self.role,
+            model_name="" if last is None else last.ready.model.name,
+            load=Load() if life is None else life.load,
+            restarts=self.supervisor.restarts,
+            tasks=len(asyncio.all_tasks(self._loop)),
+            links=self.links.get("" if life is None else life.incarnation, ()),
+            quarantines=self.quarantines.listed(),
+        )

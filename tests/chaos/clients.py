@@ -151,7 +151,12 @@ class Clients:
     def _next(self) -> tuple[Exchange, random.Random]:
         number = next(self._numbers)
         chance = random.Random(f"{self._ledger.seed} request {number}")
-        (mode,) = chance.choices(list(_SHARES), list(_SHARES.values()))
+        shares = {
+            mode: share
+            for mode, share in _SHARES.items()
+            if mode.is_cancelled or not self._ledger.all_cancel
+        }
+        (mode,) = chance.choices(list(shares), list(shares.values()))
         job = chance.randrange(len(self._jobs))
         return Exchange(number=number, job=job, mode=mode, began_s=time.monotonic()), chance
 

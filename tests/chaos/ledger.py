@@ -155,6 +155,7 @@ class Ledger:
     seed: int
     connector: str
     model: str = "tiny"  # or bundled
+    all_cancel: bool = False  # every client breaks off
     epoch_s: float = 0.0  # the wall clock when the monotonic one was 0, to find moments in logs
     planned: int = 0  # faults
     expected: list[Answer] = field(default_factory=list)  # by job, from the undisturbed fleet

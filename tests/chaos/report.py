@@ -33,6 +33,9 @@ def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
         "seconds": _duration_s(ledger),
         "statuses": Counter(f"{one.mode.value}: {one.status}" for one in ledger.exchanges),
         "attempts": Counter(one.attempts for one in ledger.exchanges if one.attempts),
+        "cancelled_after_blocks": Counter(
+            len(one.commits) for one in ledger.exchanges if one.status == "CANCELLED"
+        ),
         "asked_again": Counter(one.status for e in ledger.exchanges for one in e.earlier),
         "jobs": len(ledger.expected),
         "right": [ledger.right(ledger.expected), ledger.right(ledger.later)],
@@ -92,6 +95,7 @@ def lines(ledger: Ledger, findings: Sequence[Finding]) -> list[str]:
         f"seed {told['seed']}",
         *(f"  {name}: {count}" for name, count in sorted(told["statuses"].items())),
         f"attempts that requests took: {dict(sorted(told['attempts'].items()))}",
+        f"cancelled after so many blocks: {dict(sorted(told['cancelled_after_blocks'].items()))}",
         f"asked again after: {dict(sorted(told['asked_again'].items())) or 'nothing'}",
         *_accuracy(ledger),
         f"a stream's gap after a kill: {_tell(told['gap_after_kill'])}",

@@ -38,13 +38,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000, help="to be sent at least")
     parser.add_argument("--kills", type=int, default=1000, help="kills among the faults")
     parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
+    parser.add_argument("--all-cancel", action="store_true", help="every client breaks off")
     parser.add_argument("--bundled", action="store_true", help="the bundled model, not a tiny one")
     found = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the fleet would outlive it
     model = "bundled" if found.bundled else "tiny"
-    home = HOME / f"{model}-{found.connector}-{found.seed}"
+    what = "cancels" if found.all_cancel else model
+    home = HOME / f"{what}-{found.connector}-{found.seed}"
     shutil.rmtree(home, ignore_errors=True)
-    ledger = Ledger(seed=found.seed, connector=found.connector, model=model)
+    ledger = Ledger(
+        seed=found.seed, connector=found.connector, model=model, all_cancel=found.all_cancel
+    )
     try:
         carry_out(ledger, found.requests, found.kills, home, partial(print, flush=True))
     finally:  # a run that broke off is told, too

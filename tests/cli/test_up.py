@@ -23,7 +23,8 @@ from effuse.cli.commands import (
     member_commands,
 )
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
-from effuse.cli.up import Restarts, Rolling, greeting, main, parse, watch_over
+from effuse.cli.keeper import Restarts, Rolling, watch_over
+from effuse.cli.up import greeting, main, parse
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -224,7 +225,7 @@ def _memory(fleet: Fleet) -> dict[str, list[str]]:
 
 
 def _greeting(fleet: Fleet, address: str) -> str:
-    fleet._addresses["router"] = address
+    fleet._told["router"] = {"address": address}
     return greeting(fleet)
 
 
@@ -348,26 +349,24 @@ def fleet() -> Iterator[Fleet]:
 
 
 def test_processes_that_end_together_or_once_more_are_started_again(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = ""
+    caplog.set_level("INFO")
 
     class Clock:
         monotonic = staticmethod(time.monotonic)
 
         def sleep(self, seconds: float) -> None:
-            nonlocal told
-            told += capsys.readouterr().err
-            if told.count("is back") == 2:
+            if caplog.text.count("is back") == 2:
                 raise KeyboardInterrupt
             time.sleep(0.01)
 
     for name in fleet._commands:
         fleet._spawn(name)
         assert fleet.processes[name].wait(20) == 1
-    monkeypatch.setattr("effuse.cli.up.time", Clock())
+    monkeypatch.setattr("effuse.cli.keeper.time", Clock())
     with pytest.raises(KeyboardInterrupt):
         watch_over(fleet, Rolling(fleet))
-    assert told.count("exited with status 1") == 3
-    assert told.count("it is started again in 1 s") == 1  # who ended twice
+    assert caplog.text.count("exited with status 1") == 3
+    assert caplog.text.count("it is started again in 1 s") == 1  # who ended twice
     assert not fleet._ended

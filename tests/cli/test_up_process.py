@@ -21,6 +21,7 @@ from checkpoints import write_tiny_checkpoint
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 
 DEADLINE_S = 90
+GREETING = "effuse is ready on|metrics are on|took |effuse up: ends once"
 
 
 class Up:
@@ -35,6 +36,7 @@ class Up:
             text=True,
         )
         self._lines: Queue[str] = Queue()
+        self.said: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -66,6 +68,7 @@ class Up:
         assert self.child.stdout is not None
         for line in self.child.stdout:
             self._lines.put(line)
+            self.said.append(line)
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +122,21 @@ def test_every_gpu_of_the_machine_is_used(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    up = Up(model, "--decode", "2")
+    up = Up(model, "--decode", "2", "--log-format", "json")
     try:
-        up.wait_for(r"decode-0   \| decode-0 starts on GPU 0")
+        up.wait_for(r'^{"name": "decode-0", "message": "decode-0 starts on GPU 0"}$')
         up.wait_for("2 decode workers, decode-0 on GPU 0, decode-1 on GPU 1, zmq")
         workers = [one for one in up.processes() if "effuse.decode_worker" in one.cmdline()]
         seen = [one.environ()["CUDA_VISIBLE_DEVICES"] for one in workers]
         assert sorted(seen) == ["0", "1"]
+        workers[0].kill()
+        ended = json.loads(up.wait_for("was ended by SIGKILL").string)
+        assert (ended["process"], ended["level"]) == ("up", "warning")
     finally:
         assert up.end() == 0
+    logged = [line for line in up.said if not re.match(GREETING, line)]
+    told = {json.loads(line).get("process") for line in logged}
+    assert told >= {"up", "router", "decode"}  # an engine may have nothing to say
 
 
 def test_what_is_not_served_is_refused_in_a_line(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from clients.conftest import Tool
 from clients.running import run
-from load import report
 from load.run import HERE
 from load.up import Up
+
+from effuse.cli import check_ghz
 
 pytestmark = pytest.mark.client
 
@@ -21,4 +22,5 @@ def test_ghz(name: str, tool: Tool, fleet: Up, tmp_path: Path) -> None:
     fewer = json.loads((HERE / f"{name}.json").read_text()) | {"total": 12, "timeout": "60s"}
     config.write_text(json.dumps(fewer))
     run(tool("ghz"), "--config", config, "--format", "json", "--output", told, fleet.address)
-    assert report.read(told, config).faults() == []
+    limits = check_ghz.GhzLimits(count=fewer["total"])
+    assert check_ghz.faults(check_ghz.read(told), limits) == []

@@ -12,6 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 from e2e.client import connect
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.placement.records import WorkerRecord, decode_worker
@@ -43,12 +45,12 @@ def log_of(fleet: Fleet, name: str) -> str:
     return (fleet.log_dir / f"{name}.log").read_text()
 
 
-def metrics_of(fleet: Fleet, name: str) -> str:
-    found = re.search(r"metrics are on (\S+)", log_of(fleet, name))
-    assert found is not None
-    with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=WITHIN_S) as response:
-        text: str = response.read().decode()
-    return text
+def metrics_of(fleet: Fleet, name: str) -> list[Sample]:
+    with urllib.request.urlopen(
+        f"http://{fleet.metrics_of(name)}/metrics", timeout=WITHIN_S
+    ) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    return [sample for family in families for sample in family.samples]
 
 
 def record_of(fleet: Fleet, name: str) -> WorkerRecord:
@@ -70,7 +72,6 @@ def test_log_metric_record_and_list_agree(
 ) -> None:
     config = FleetConfig(
         prefill=2, decode=2, connector=connector, log_dir=tmp_path,
-        prefill_flags=("--metrics-port", "0"),
     )  # fmt: skip
     with Fleet(config) as fleet:
         until(fleet, lambda found: sum(len(one.links) for one in found.values()) == 4)
@@ -92,9 +93,14 @@ def test_log_metric_record_and_list_agree(
                 assert stored.gigabytes_per_second == link.gigabytes_per_second
                 rate = f"{link.gigabytes_per_second:.4g} GB/s"
                 assert f"handoff {name} to {peer}: {link.transport}, {rate}\n" in log
-                labels = f'peer="{peer}",transport="{link.transport}"'
-                value = f"{stored.bytes_per_second:.0f}"
-                assert f"effuse_kv_link_bytes_per_second{{{labels}}} {value}\n" in metrics
+                samples = [s for s in metrics if s.labels.get("peer") == peer]
+                (sample,) = [s for s in samples if s.name == "effuse_kv_link_bytes_per_second"]
+                assert sample.value == stored.bytes_per_second
+                assert sample.labels["transport"] == link.transport
+                assert (sample.labels["role"], sample.labels["model_name"]) == (
+                    "prefill",
+                    "bundled",
+                )
         until(fleet, lambda found: all(o.free_pages == o.total_pages for o in found.values()))
         assert not any(one.kv_bytes for one in listed(fleet).values()), "no prompt was handed over"
 

@@ -152,8 +152,8 @@ def test_every_peer_is_measured_twice_one_after_the_other_and_announced(
         own_id = scene.one.front.shell.identity.worker_id
         told = f"handoff {own_id} to d0: fake, 2.56e-07 GB/s"
         assert told in [record.getMessage() for record in caplog.records]
-        text = scene.one.front.shell.metrics_text()
-        assert 'effuse_kv_link_bytes_per_second{peer="d0",transport="fake"} 256' in text
+        by = {"peer": "d0", "transport": "fake"}
+        assert scene.one.front.shell.metrics.value("effuse_kv_link_bytes_per_second", by) == 256
         await scene.settle()
         assert scene.announced == 2
 

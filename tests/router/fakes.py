@@ -125,7 +125,7 @@ class FakeFleet:
 
     def metric(self, name: str, **labels: str) -> float | None:
         """A metric of the router, as it would be scraped now."""
-        return self.router.metrics.registry.get_sample_value(name, labels)
+        return self.router.metrics.value(name, labels)
 
     def is_waiting(self, reason: str) -> bool:
         """Whether one request waits for that."""
@@ -160,7 +160,7 @@ async def fake_fleet(
             workers.create_task(worker.until_crash())
             stack.callback(worker.crashed.set)
             store.records[worker.worker_id] = worker.record
-        config = RouterConfig(port=0, **settings)  # type: ignore[arg-type]
+        config = RouterConfig(port=0, **{"metrics": False, **settings})  # type: ignore[arg-type]
         router = Router(config, Tokenizer(byte_tokenizer(), chat_template()), store)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         group.create_task(process.serve(router, stop))

@@ -19,15 +19,15 @@ def test_defaults() -> None:
 def test_every_field_is_a_flag(tmp_path: Path) -> None:
     config = parse(
         [
-            "--host", "0.0.0.0", "--metrics-host", "::1", "--allow-plaintext", "all",
-            "--port", "0", "--share-port", "--metrics-port", "9",
+            "--host", "0.0.0.0", "--allow-plaintext", "all", "--port", "0", "--share-port",
+            "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics",
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
             "--max-queue", "5", "--max-losses", "6", "--retry-share", "0.5",
             "--max-request-s", "7.5", "--recovery-s", "9",
             "--keep-answers-s", "3", "--drain-s", "8",
-            "--ready-file", "x", "--log-level", "debug",
+            "--ready-file", "x", "--log-level", "debug", "--log-format", "json",
         ]
     )  # fmt: skip
     changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]

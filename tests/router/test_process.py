@@ -81,7 +81,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
         flags = ["--port", port, "--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1"]
         done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert f"effuse-router: cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

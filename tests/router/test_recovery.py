@@ -77,7 +77,7 @@ def test_refusals_are_no_attempts() -> None:
             worker.is_starting = True
         answer = await ask(fleet)
         assert (answer.text, answer.stats.decode_worker) == (TEXT, "d4")
-        assert fleet.metric("effuse_retries") == 0
+        assert fleet.metric("effuse_retries_total") == 0
         assert fleet.metric("effuse_worker_refusals_total", worker="d0", reason="STARTING") == 1
         assert fleet.metric("effuse_worker_losses_total", worker="d0", reason="STARTING") is None
 
@@ -335,7 +335,7 @@ def test_workers_are_counted_by_role_and_state_and_models_by_who_is_ready() -> N
 
         def is_shown() -> bool:
             return all(
-                fleet.metric("effuse_workers", role=role, state=state) == count
+                fleet.metric("effuse_workers", worker_role=role, state=state) == count
                 for (role, state), count in counts.items()
             )
 

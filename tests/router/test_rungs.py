@@ -287,7 +287,7 @@ def test_a_late_reservation_is_nobodys_fault_and_then_comes_first() -> None:
         answer = await asking
         assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p0")
         assert (len(decode.requests), len(prefill.served)) == (2, 2)
-        assert fleet.router.metrics.registry.get_sample_value("effuse_retries") == 0
+        assert fleet.metric("effuse_retries_total") == 0
 
     run(body, max_losses=0, prefill="remote")
 

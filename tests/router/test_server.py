@@ -146,8 +146,7 @@ def test_an_id_that_is_running_is_refused_and_free_afterwards() -> None:
         await reached.wait()
         error = await failure(ask(fleet, request_id="twin"))
         assert (type(error), "'twin' is running" in error.message) == (errors.AlreadyRunning, True)
-        sample = fleet.router.metrics.registry.get_sample_value
-        assert sample("effuse_refused_total", {"status": "ALREADY_EXISTS"}) == 1
+        assert fleet.metric("effuse_refused_total", status="ALREADY_EXISTS") == 1
         go.set()
         assert (await first).text == TEXT
         assert (await ask(fleet, request_id="twin")).text == TEXT
@@ -336,7 +335,9 @@ def test_what_a_drain_has_no_time_for_is_told_to_ask_again() -> None:
 
 def test_metrics_are_served_as_prometheus_text() -> None:
     async def body(fleet: FakeFleet) -> None:
-        await ask(fleet)
+        asked = pb.GenerateStreamRequest(request=request(prompt="how many?"))
+        events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
+        gaps = sum(event.HasField("commit") for event in events) - 1
         await failure(ask(fleet, prompt=""))
         port = fleet.router.metrics_port
         url = f"http://127.0.0.1:{port}/metrics"
@@ -346,12 +347,21 @@ def test_metrics_are_served_as_prometheus_text() -> None:
                 return str(page.read().decode())
 
         text = await asyncio.to_thread(scrape)
-        assert 'effuse_requests_total{status="OK"} 1.0' in text
-        assert 'effuse_refused_total{status="INVALID_ARGUMENT"} 1.0' in text
-        assert f"effuse_prompt_tokens_total {len('how many?') + 2}.0" in text
-        assert "effuse_num_requests_running 0.0" in text
+        of = 'model_name="fake",role="router"'
+        for line in (
+            f'effuse_requests_total{{{of},status="OK"}} 1.0',
+            'effuse_refused_total{role="router",status="INVALID_ARGUMENT"} 1.0',
+            f"effuse_prompt_tokens_total{{{of}}} {len('how many?') + 2}.0",
+            f"effuse_time_to_first_block_seconds_count{{{of}}} 1.0",
+            f"effuse_inter_block_latency_seconds_count{{{of}}} {gaps}.0",
+            f"effuse_request_queue_time_seconds_count{{{of}}} 1.0",
+            f"effuse_tokens_per_forward_count{{{of}}} 1.0",
+            'effuse_num_requests_running{role="router"} 0.0',
+            'effuse_retries_total{role="router"} 0.0',
+        ):
+            assert line in text.splitlines(), line
 
-    run(body, metrics_port=0)
+    run(body, metrics=True)
 
 
 @pytest.mark.parametrize("mode", ["auto", "remote"])

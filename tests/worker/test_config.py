@@ -89,4 +89,4 @@ def test_plain_text_beyond_loopback_is_meant_or_refused(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
 def test_loopback_needs_no_leave(host: str) -> None:
-    assert WorkerConfig(host=host, metrics_port=0).reached_metrics_host == host
+    assert WorkerConfig(host=host, metrics_host=host).metrics_host == host

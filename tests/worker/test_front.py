@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Callable
+import urllib.request
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from effuse.protos.errors import (
     from_rpc_error,
 )
 from effuse.v1 import worker_pb2 as pb
-from effuse.worker import front, metrics, supervisor
+from effuse.worker import front, supervisor
 from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
 from effuse.worker.engine_client import new_incarnation
@@ -79,6 +79,7 @@ def test_ready_means_that_a_request_is_served(tmp_path: Path) -> None:
             assert facts == {
                 "address": one.front.shell.identity.address,
                 "incarnation": one.incarnation,
+                "metrics": facts["metrics"],
                 "pid": os.getpid(),
             }
             events = await answer(one, decode_request("a", one.incarnation))
@@ -349,35 +350,28 @@ def test_the_loss_of_an_engine_is_announced_at_once(
     asyncio.run(go())
 
 
-def test_metrics_are_served_on_a_port_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_served_on_a_port_of_their_own(tmp_path: Path) -> None:
+    def scrape(address: str) -> list[str]:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as page:
+            return str(page.read().decode()).splitlines()
+
     async def go() -> None:
-        served: list[asyncio.Server] = []
-
-        async def serve(host: str, port: int, text: Callable[[], str]) -> asyncio.Server:
-            served.append(await metrics_serve(host, port, text))
-            return served[0]
-
-        metrics_serve = metrics.serve
-        monkeypatch.setattr(metrics, "serve", serve)
-        config = dataclasses.replace(CONFIG, metrics_port=0)
-        async with running(make_role(), config, tmp_path) as one:
-            port = served[0].sockets[0].getsockname()[1]
+        async with running(make_role(), CONFIG, tmp_path) as one:
             await answer(one, decode_request("a", one.incarnation))
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-            async with asyncio.timeout(20):
-                text = (await reader.read()).decode()
-            writer.close()
+            text = await asyncio.to_thread(
+                scrape, json.loads(one.ready_file.read_text())["metrics"]
+            )
+        of = 'model_name="fake",role="decode"'
         for line in (
-            "effuse_prompt_tokens_total 3",
-            "effuse_generation_tokens_total 3",
-            'effuse_request_success_total{finished_reason="length"} 1',
-            "effuse_time_to_first_block_seconds_count 1",
-            "effuse_kv_handoff_seconds_count 1",
+            f"effuse_prompt_tokens_total{{{of}}} 3.0",
+            f"effuse_generation_tokens_total{{{of}}} 3.0",
+            f'effuse_request_success_total{{finished_reason="length",{of}}} 1.0',
+            f"effuse_request_queue_time_seconds_count{{{of}}} 1.0",
+            f"effuse_time_to_first_block_seconds_count{{{of}}} 1.0",
+            f"effuse_tokens_per_forward_count{{{of}}} 1.0",
+            f"effuse_front_tasks{{{of}}}",
         ):
-            assert line in text.splitlines()
+            assert any(one.startswith(line) for one in text), line
 
     asyncio.run(go())
 

@@ -1,0 +1,110 @@
+"""Keeps a fleet whole: what has ended is started again, and all is replaced when it is asked for.
+
+Says on the log what it does. Not here: how a process is started or ended (`fleet.py`).
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Final, NoReturn
+
+from effuse.cli.fleet import Fleet
+from effuse.cli.process import Process
+
+LOG: Final = logging.getLogger("effuse.up")
+_POLL_S = 0.2
+_WELL_S = 60.0  # a process that ran for so long did not fail at its start
+_MOST_PAUSE_S = 60.0
+_OVER = object()
+
+
+class Restarts:
+    """When a process that has ended is started again: at once, and if it ends again within a minute
+    of being ready, after 1, 2, 4 .. 60 s. Each process is counted by itself. Times are seconds of
+    one clock."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[str, int] = {}
+        self._due: dict[str, float] = {}
+        self._back_at: dict[str, float] = {}
+
+    def ended(self, name: str, now: float) -> float | None:
+        """Records that a process has ended. Returns seconds until it is started again; None where
+        that is planned already."""
+        if name in self._due:
+            return None
+        if now - self._back_at.get(name, now) > _WELL_S:
+            self._in_a_row[name] = 0
+        before = self._in_a_row.get(name, 0)
+        pause_s = min(_MOST_PAUSE_S, 2.0 ** (before - 1)) if before else 0.0
+        self._in_a_row[name] = before + 1
+        self._due[name] = now + pause_s
+        return pause_s
+
+    def due(self, now: float) -> list[str]:
+        """Names of the processes to be started now; each is returned once."""
+        names = [name for name, at in self._due.items() if at <= now]
+        for name in names:
+            del self._due[name]
+        return names
+
+    def back(self, name: str, now: float) -> None:
+        """Records that a process is ready again."""
+        self._back_at[name] = now
+
+
+class Rolling:
+    """Replaces the processes of a fleet one after the other, workers first, when it is asked to."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._is_asked = False
+        self._steps: Iterator[None] | None = None
+
+    def ask(self) -> None:
+        """Has all be replaced, once more if they are being replaced. Safe in a signal's handler."""
+        self._is_asked = True
+
+    def advance(self) -> None:
+        """Does what can be done without waiting."""
+        if self._steps is None and self._is_asked:
+            self._is_asked = False
+            self._steps = self._replace_all()
+        if self._steps is not None and next(self._steps, _OVER) is _OVER:
+            self._steps = None
+
+    def _replace_all(self) -> Iterator[None]:
+        fleet = self._fleet
+        for name in [*fleet.names("prefill"), *fleet.names("decode"), *fleet.names("router")]:
+            while name not in fleet.processes or fleet.processes[name].returncode is not None:
+                yield  # it ended by itself, and is being started again
+            yield from fleet.roll(name)
+            LOG.info("%s was replaced", name)
+        LOG.info("all were replaced")
+
+
+def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
+    """Report each process that ends and start it again, side by side, until interrupted."""
+    restarts = Restarts()
+    starting: set[str] = set()
+    while True:
+        now = time.monotonic()
+        for process in fleet.dead():
+            starting.discard(process.name)
+            pause_s = restarts.ended(process.name, now)
+            if pause_s is not None:
+                _report(process, pause_s)
+        for name in restarts.due(now):
+            fleet.begin_restart(name)
+            starting.add(name)
+        for name in sorted(name for name in starting if fleet.is_back(name)):
+            starting.discard(name)
+            restarts.back(name, now)
+            LOG.info("%s is back", name)
+        rolling.advance()
+        time.sleep(_POLL_S)
+
+
+def _report(process: Process, pause_s: float) -> None:
+    again = f"it is started again in {pause_s:.0f} s" if pause_s else "it is started again"
+    LOG.warning("%s; %s; its log ends:\n%s", process.ending(), again, process.tail())

@@ -1,0 +1,101 @@
+"""Prometheus metrics of one process: a registry, labels that hold for all of it, and its port.
+
+Names are those of vLLM with `effuse_` in place of `vllm:`; Prometheus keeps the colon for recording
+rules. Metrics that are counted cost about a microsecond; those that are read cost nothing until
+somebody scrapes. Not here: what a router and a worker count (`router/metrics.py`,
+`worker/metrics.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from socket import SHUT_RDWR
+from typing import Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+PREFIX: Final = "effuse_"
+LATENCY_S: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+"""Bounds of histograms of durations, from a handoff over NVLink to a long answer."""
+TOKENS_PER_FORWARD: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
+
+Read = Callable[[], float]
+
+
+class ProcessMetrics(Collector):
+    """All metrics of a process; nothing is global. `labels` gives what holds for each of them, at
+    the time of a scrape. Whatever is read is read by another thread than the one that writes it."""
+
+    def __init__(self, labels: Callable[[], Mapping[str, str]]) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = labels
+        self._read: list[Callable[[], Metric]] = []
+        ProcessCollector(registry=self.registry)
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """Adds a counter; `_total` is added to its name."""
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        """Adds a value that goes up and down."""
+        return Gauge(PREFIX + name, text, labels, registry=self.registry)
+
+    def histogram(
+        self, name: str, text: str, *labels: str, bounds: Iterable[float] = LATENCY_S
+    ) -> Histogram:
+        """Adds a histogram, of seconds where it names no other `bounds`."""
+        return Histogram(PREFIX + name, text, labels, buckets=tuple(bounds), registry=self.registry)
+
+    def read_gauge(self, name: str, text: str, read: Read) -> None:
+        """Adds a value that `read` gives at the time of a scrape."""
+        self._read.append(lambda: GaugeMetricFamily(PREFIX + name, text, read()))
+
+    def read_counter(self, name: str, text: str, read: Read) -> None:
+        """The same of a count that only grows; `_total` is added to its name."""
+        self._read.append(lambda: CounterMetricFamily(PREFIX + name, text, read()))
+
+    def value(self, name: str, labels: Mapping[str, str] | None = None) -> float | None:
+        """One sample as it would be scraped now, without the labels of the process."""
+        wanted = dict(labels or {})
+        samples = (one for family in self.families() for one in family.samples)
+        return next((s.value for s in samples if (s.name, s.labels) == (name, wanted)), None)
+
+    def families(self) -> Iterator[Metric]:
+        """Every metric, without the labels of the process."""
+        yield from self.registry.collect()
+        yield from (read() for read in self._read)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, with the labels of the process where it has none of the same name."""
+        labels = dict(self._labels())
+        for family in self.families():
+            family.samples = [s._replace(labels=labels | s.labels) for s in family.samples]
+            yield family
+
+    @contextmanager
+    def served(self, host: str, port: int) -> Iterator[int]:
+        """Serves the text at `host`; port 0 takes a free one. Gives the port. Raises OSError."""
+        everything = CollectorRegistry()
+        everything.register(self)
+        server, thread = start_http_server(port, host, everything)
+        try:
+            yield server.server_port
+        finally:
+            server.socket.shutdown(SHUT_RDWR)  # wakes its thread, which looks twice a second
+            server.shutdown()
+            server.server_close()
+            thread.join(5.0)
