@@ -5,15 +5,28 @@ from collections.abc import Callable
 from typing import Any
 
 from effuse.cli.arguments import text, whole
-from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES, Params
+from effuse.client.params import (
+    ALGORITHMS,
+    ALGS,
+    CACHES,
+    PRIORITIES,
+    REMASKINGS,
+    SCORES,
+    Params,
+)
 from effuse.config.decoding import (
     ALG_TEMP,
+    BIAS,
     BLOCK_LENGTH,
     CFG_SCALE,
     DENOISING_STEPS,
     ENTROPY,
     EPS,
     MAX_TOKENS,
+    MIN_P,
+    MIN_TOKENS,
+    PENALTY,
+    REPETITION,
     SEED,
     STEPS,
     TEMPERATURE,
@@ -41,16 +54,52 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="text that ends the answer (default: none)")  # fmt: skip
     add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
         help="token that ends the answer (default: the model's alone)")  # fmt: skip
+    add("--min-tokens", type=within(MIN_TOKENS), metavar="N",
+        help="tokens before which the answer does not stop (default: 0)")  # fmt: skip
+    add("--ignore-eos", action="store_true", default=None,
+        help="go on past the end of sequence (default: off)")  # fmt: skip
     add(
-        "--ignore-eos",
-        action="store_true",
-        default=None,
-        help="go on past the end of sequence (default: off)",
+        "--priority",
+        choices=PRIORITIES,
+        help="who goes first where requests wait (default: normal)",
     )
+    add("--parse-special-tokens", action="store_true", default=None,
+        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
+    _add_sampling_knobs(parser)
+    _add_block_knobs(parser)
+    _add_canvas_knobs(parser)
+
+
+def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
+    """What a token is drawn from."""
+    add = _adder(parser)
     add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
     add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
-    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer; drawn if absent")
+    add("--min-p", type=within(MIN_P), metavar="P",
+        help="least share of the likeliest token's probability; 0 keeps all")  # fmt: skip
+    add(
+        "--presence-penalty",
+        type=within(PENALTY),
+        metavar="X",
+        help="off tokens that are there (default: 0)",
+    )
+    add(
+        "--frequency-penalty",
+        type=within(PENALTY),
+        metavar="X",
+        help="off them, each time (default: 0)",
+    )
+    add("--repetition-penalty", type=within(REPETITION), metavar="X",
+        help="divides logits of tokens that prompt and answer hold; 1 is none")  # fmt: skip
+    add("--logit-bias", action="append", default=[], type=_bias, metavar="ID=X",
+        help="add X to the logit of a token (default: none)")  # fmt: skip
+    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer (default: drawn)")
+
+
+def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
+    """How blocks are denoised."""
+    add = _adder(parser)
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
     add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")
     add("--confidence-threshold", type=within(THRESHOLD), metavar="P", help="write above this")
@@ -72,9 +121,6 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
-    add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
-    _add_canvas_knobs(parser)
 
 
 def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +168,13 @@ def within(bounds: Bounds) -> Callable[[str], float]:
     return parse
 
 
+def _bias(given: str) -> tuple[int, float]:
+    token, equals, added = given.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected ID=X, got {given!r}")
+    return int(_TOKEN_ID(token)), within(BIAS)(added)
+
+
 def params_from(found: argparse.Namespace) -> Params:
     """The settings among parsed flags."""
     return Params(
@@ -130,9 +183,15 @@ def params_from(found: argparse.Namespace) -> Params:
         stop=tuple(found.stop),
         stop_token_ids=tuple(found.stop_token_id),
         ignore_eos=found.ignore_eos,
+        min_tokens=found.min_tokens,
         temperature=found.temperature,
         top_p=found.top_p,
         top_k=found.top_k,
+        min_p=found.min_p,
+        presence_penalty=found.presence_penalty,
+        frequency_penalty=found.frequency_penalty,
+        repetition_penalty=found.repetition_penalty,
+        logit_bias=dict(found.logit_bias),
         seed=found.seed,
         algorithm=found.algorithm,
         window=found.window,
@@ -152,5 +211,6 @@ def params_from(found: argparse.Namespace) -> Params:
         eps=found.eps,
         alg_temp=found.alg_temp,
         cache=found.cache,
+        priority=found.priority,
         parse_special_tokens=found.parse_special_tokens,
     )

@@ -61,12 +61,27 @@ def _seconds(duration: Duration) -> float:
     return duration.ToTimedelta().total_seconds()
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithms of the model's own probabilities, at the pass that wrote a token."""
+
+    logprob: float  # of the token
+    top: tuple[tuple[int, float], ...]  # (id, its own) of the likeliest ones, the best first
+
+    @classmethod
+    def of(cls, told: pb.TokenLogprobs) -> Logprob:
+        """As the wire has it."""
+        pairs = zip(told.top_token_ids, told.top_logprobs, strict=False)
+        return cls(told.logprob, tuple(pairs))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A whole answer, and what it took in seconds on the client's clock."""
 
     text: str
     token_ids: tuple[int, ...]  # empty where they were not asked for
+    logprobs: tuple[Logprob, ...]  # one for each token, where asked for
     # (tokens, forward passes) of the answer so far, at each commit; empty of a unary call.
     commits: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
@@ -86,6 +101,7 @@ class Answer:
         return cls(
             text=response.text,
             token_ids=tuple(response.token_ids),
+            logprobs=tuple(map(Logprob.of, response.logprobs)),
             commits=(),
             finish_reason=_REASONS.get(response.finish_reason, "unknown"),
             usage=response.usage,
@@ -122,6 +138,7 @@ class Gathering:
         self._first_block_s: float | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[Logprob] = []
         self._commits: list[tuple[int, int]] = []
         self._finished: Event | None = None
 
@@ -135,6 +152,7 @@ class Gathering:
             self._first_block_s = self._now() - self._began
         self._texts.append(event.commit.text)
         self._token_ids += event.commit.token_ids
+        self._logprobs += map(Logprob.of, event.commit.logprobs)
         tokens = event.commit.token_offset + event.commit.num_tokens
         self._commits.append((tokens, event.commit.forward_passes))
         return event.commit.text
@@ -148,6 +166,7 @@ class Gathering:
         return Answer(
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
             commits=tuple(self._commits),
             finish_reason=_REASONS.get(finished.finish_reason, "unknown"),
             usage=finished.usage,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
-from effuse.client.answer import Answer, Stats
+from effuse.client.answer import Answer, Logprob, Stats
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import Stopping
@@ -144,14 +144,16 @@ class LLM:
             attempt=AttemptId(request_id=name, attempt=1, transfer_id=name),
             prompt_token_ids=ids,
             stopping=Stopping(
-                max_tokens=fit(len(ids), asked.max_tokens, self.model),
+                max_tokens=fit(len(ids), asked),
                 stop_token_ids=frozenset(asked.stop_token_ids),
+                min_tokens=asked.min_tokens,
             ),
             sampling=asked.sampling,
             settings=asked.settings,
+            num_logprobs=asked.num_logprobs,
             writer=None,
         )
-        return _Running(asked, start, AnswerText(self._tokenizer, asked.stops))
+        return _Running(asked, start, AnswerText(self._tokenizer, asked.stops, asked.min_tokens))
 
     def _step(self) -> None:
         while not self._core.step() and self._core.is_working():
@@ -192,6 +194,7 @@ class _Running:
     text: AnswerText
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     commits: list[tuple[int, int]] = field(default_factory=list)
     began: float = 0.0
     first_block_s: float = 0.0
@@ -209,6 +212,9 @@ class _Running:
         self.first_block_s = self.first_block_s or time.monotonic() - self.began
         self.pieces.append(self.text.push(event.token_ids))
         self.token_ids += event.token_ids
+        for told in event.logprobs:
+            top = tuple(zip(told.top_token_ids, told.top_logprobs, strict=True))
+            self.logprobs.append(Logprob(told.logprob, top))
         self.end_token_id = event.end_token_id
         self.forward_passes = event.forward_passes
         self.commits.append((self.text.num_tokens, event.forward_passes))
@@ -230,6 +236,7 @@ class _Running:
         return Answer(
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids[:tokens]),
+            logprobs=tuple(self.logprobs[:tokens]),
             commits=tuple(self.commits),
             finish_reason="length" if is_length else "stop",
             usage=pb.Usage(

@@ -131,6 +131,13 @@ class NotSupported(CallerError):
     reason = "NOT_SUPPORTED"
 
 
+class EndedById(CallerError):
+    """Somebody has asked for the request's end by its id."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ENDED_BY_ID"
+
+
 class Poisonous(CallerError):
     """Engines died of this very request; it is refused for a while."""
 
@@ -240,9 +247,9 @@ class Bug(EffuseError):
 
 
 _KINDS: Final[tuple[type[EffuseError], ...]] = (
-    CallerError, NotFound, AlreadyRunning, NotSupported, Poisonous, Refused, Replaced, Aborted,
-    Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost, TransferFailed, Unreserved,
-    DeadlineExceeded, Cancelled, Bug,
+    CallerError, NotFound, AlreadyRunning, NotSupported, EndedById, Poisonous, Refused, Replaced,
+    Aborted, Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost, TransferFailed,
+    Unreserved, DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
 

@@ -15,6 +15,7 @@ from typing import Final
 
 from msgspec.structs import asdict
 
+from effuse.config.decoding import Sampling
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Refused
 from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
@@ -111,10 +112,12 @@ class Attempt:
             incarnation=placement.decode.incarnation,
             prompt_token_ids=request.prompt_token_ids,
             max_tokens=request.max_tokens,
+            min_tokens=request.asked.min_tokens,
             stop_token_ids=request.asked.stop_token_ids,
-            sampling=worker_pb2.DecodeSampling(**asdict(request.asked.sampling)),
+            sampling=_sampling(request.asked.sampling),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
             drafts=request.asked.wants_drafts,
+            num_logprobs=request.asked.num_logprobs,
             resume=request.resumption(),
         )
         if placement.prefill is None:
@@ -273,3 +276,8 @@ class Attempt:
             prefill.stream.cancel()
             if not prefill.is_pushed:
                 cleanup.send_abort(prefill.worker, self._id, reason)
+
+
+def _sampling(sampling: Sampling) -> worker_pb2.DecodeSampling:
+    fields = asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
+    return worker_pb2.DecodeSampling(**fields)

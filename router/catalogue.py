@@ -20,6 +20,7 @@ from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Condition, live_workers
+from effuse.router.texts import Texts
 from effuse.router.validation import KNOBS
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
@@ -89,9 +90,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """ModelService."""
 
     def __init__(
-        self, fleet: RoutedFleet, catalogue: Catalogue, *, has_chat_template: bool
+        self, fleet: RoutedFleet, catalogue: Catalogue, texts: Texts, *, has_chat_template: bool
     ) -> None:
         self._fleet = fleet
+        self._texts = texts
         self._catalogue = catalogue
         self._has_chat_template = has_chat_template
 
@@ -140,6 +142,24 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             next_page_token=page[-1].record.worker_id if len(after) > most else "",
         )
 
+    async def Tokenize(
+        self,
+        request: model_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[model_pb2.TokenizeRequest, model_pb2.TokenizeResponse],
+    ) -> model_pb2.TokenizeResponse:
+        """A prompt as ids."""
+        return await self._texts.tokenize(request)
+
+    async def Detokenize(
+        self,
+        request: model_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[
+            model_pb2.DetokenizeRequest, model_pb2.DetokenizeResponse
+        ],
+    ) -> model_pb2.DetokenizeResponse:
+        """Ids as text."""
+        return await self._texts.detokenize(request)
+
     def _describe(self, model: ModelInfo) -> model_pb2.Model:
         prefill, decode = live_workers(self._fleet.candidates(), model.name)
         return model_pb2.Model(
@@ -170,6 +190,10 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
         ),
         decoding=generation_pb2.DecodingParams(**knobs),
         max_tokens=defaults.max_tokens,

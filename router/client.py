@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 import grpc.aio
@@ -17,24 +17,6 @@ STALLED_S: Final = 60.0
 Told = TypeVar("Told")
 
 
-def answer_of(
-    request_id: str, finished: pb.Finished, text: str, token_ids: Iterable[int]
-) -> pb.GenerateResponse:
-    """The whole answer that ends so."""
-    answer = pb.GenerateResponse(
-        request_id=request_id,
-        text=text,
-        token_ids=token_ids,
-        finish_reason=finished.finish_reason,
-        usage=finished.usage,
-        stats=finished.stats,
-        model=finished.model,
-        seed=finished.seed,
-    )
-    _copy_stop(finished, answer)
-    return answer
-
-
 def finished_of(answer: pb.GenerateResponse) -> pb.Finished:
     """How a whole answer ends, as a stream says it."""
     finished = pb.Finished(
@@ -46,6 +28,23 @@ def finished_of(answer: pb.GenerateResponse) -> pb.Finished:
     )
     _copy_stop(answer, finished)
     return finished
+
+
+def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
+    """What a stream says of a whole answer before its end."""
+    events = []
+    if answer.HasField("echo"):
+        events.append(pb.GenerateStreamResponse(request_id=answer.request_id, echo=answer.echo))
+    commit = pb.BlockCommit(
+        num_tokens=answer.usage.completion_tokens,
+        text=answer.text,
+        token_ids=answer.token_ids,
+        forward_passes=answer.stats.forward_passes,
+        logprobs=answer.logprobs,
+    )
+    if commit.num_tokens or commit.text:
+        events.append(pb.GenerateStreamResponse(request_id=answer.request_id, commit=commit))
+    return events
 
 
 def _copy_stop(
@@ -70,22 +69,36 @@ class Recipient(Protocol):
 
 
 class WholeAnswer:
-    """Keeps the answer for a unary call."""
+    """Gathers the answer for a unary call, and for who asks again."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
-        self.token_ids: list[int] = []
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        return "".join(self._text)
+        self._said = pb.GenerateResponse()
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Keeps text and tokens."""
-        assert event.HasField("commit"), "a unary call is told of commits only"
-        self._text.append(event.commit.text)
-        self.token_ids += event.commit.token_ids
+        """Keeps what is final."""
+        self.take(event)
+
+    def take(self, event: pb.GenerateStreamResponse) -> None:
+        """Keeps text, tokens, log-probabilities and the prompt; nothing of drafts."""
+        if event.HasField("echo"):
+            self._said.echo.CopyFrom(event.echo)
+        elif event.HasField("commit"):
+            self._text.append(event.commit.text)
+            self._said.token_ids.extend(event.commit.token_ids)
+            self._said.logprobs.extend(event.commit.logprobs)
+
+    def response(self, request_id: str, finished: pb.Finished) -> pb.GenerateResponse:
+        """The whole of it, once it has ended so."""
+        said = self._said
+        said.request_id, said.text = request_id, "".join(self._text)
+        said.finish_reason, said.model, said.seed = (
+            finished.finish_reason, finished.model, finished.seed
+        )  # fmt: skip
+        said.usage.CopyFrom(finished.usage)
+        said.stats.CopyFrom(finished.stats)
+        _copy_stop(finished, said)
+        return said
 
 
 class AnswerStream(Generic[Told]):

@@ -24,11 +24,13 @@ from effuse.protos.errors import (
     DeadlineExceeded,
     Draining,
     EffuseError,
+    EndedById,
     InvalidRequest,
     Unavailable,
 )
+from effuse.router.admission import AHEAD_S
 from effuse.router.attempt import Attempt, Unfinished
-from effuse.router.client import ClientGone, Recipient, finished_of
+from effuse.router.client import ClientGone, Recipient, events_of, finished_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
@@ -92,7 +94,7 @@ def accept(
     return Request(
         id=request_id,
         asked=asked,
-        text=AnswerText(router.tokenizer, asked.stops),
+        text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens),
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
@@ -116,7 +118,7 @@ class Handler:
         with router.requests.running(request):
             try:
                 async with asyncio.timeout_at(request.deadline) as limit:
-                    with router.requests.limited_by(limit):
+                    with router.requests.limited_by(request, limit):
                         return await self._answer()
             except TimeoutError as error:
                 raise self._end_badly(self._time_is_over()) from error
@@ -135,7 +137,9 @@ class Handler:
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
-        async with self._router.admission.slot():
+        request = self._request
+        place = request.arrived - AHEAD_S[request.asked.priority]
+        async with self._router.admission.slot(place):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -145,12 +149,8 @@ class Handler:
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.Finished:
         """Tells the client an answer that is kept from before."""
         router, request = self._router, self._request
-        commit = pb.BlockCommit(
-            num_tokens=kept.usage.completion_tokens, text=kept.text, token_ids=kept.token_ids,
-            forward_passes=kept.stats.forward_passes,
-        )  # fmt: skip
-        if commit.num_tokens or commit.text:
-            await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
+        for event in events_of(kept):
+            await self._shared.send(event)
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
         request.status, request.was_kept = "OK", True
         router.note_end(request, "OK", kept.stats)
@@ -162,7 +162,10 @@ class Handler:
         request.queue_s = self._router.now() - request.arrived
         token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
-        request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
+        request.max_tokens = fit(len(token_ids), asked)
+        if asked.wants_echo:
+            text = await self._router.tokenizer.text_of(token_ids)
+            await self._shared.send(request.echo(text))
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
@@ -338,6 +341,8 @@ class Handler:
     def _time_is_over(self) -> EffuseError:
         """The request's own time, or that of this router."""
         request = self._request
+        if request.is_ended_by_id:
+            return EndedById("somebody has ended this request by its id", labels=request.labels())
         if self._router.requests.is_cut_off:
             why = "this router has ended, and the answer was not; ask again"
             text = _sentences(why, request.tell_progress())
@@ -347,7 +352,7 @@ class Handler:
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         """A bad end that is told."""
-        by_caller = isinstance(error, Cancelled | DeadlineExceeded)
+        by_caller = isinstance(error, Cancelled | DeadlineExceeded | EndedById)
         self._record_end(Event.CANCELLED if by_caller else Event.FAILED, error.code.name)
         return error
 

@@ -109,7 +109,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         answer = WholeAnswer()
         accepted = accept(self._router, request_of(request), context, is_stream=False)
         finished = await Handler(self._router, accepted, answer).serve()
-        return answer_of(request, answer.text, finished)
+        return answer_of(request, answer.response(accepted.id, finished).text, finished)
 
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
         self,

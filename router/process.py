@@ -31,6 +31,7 @@ from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
+from effuse.router.texts import Texts
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
@@ -131,21 +132,24 @@ async def _start(router: Router) -> RpcServer:
     return server
 
 
-def _add_services(router: Router, server: grpc.aio.Server) -> None:
-    models = ModelServicer(
-        router.fleet, router.catalogue, has_chat_template=router.tokenizer.has_chat_template
-    )
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
-    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
-    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
-
-
 def _ready_facts(router: Router) -> dict[str, str]:
     """What the ready file says beside the address."""
     if not router.metrics_port:
         return {}
     return {"metrics": f"{router.config.metrics_host}:{router.metrics_port}"}
+
+
+def _add_services(router: Router, server: grpc.aio.Server) -> None:
+    models = ModelServicer(
+        router.fleet,
+        router.catalogue,
+        Texts(router.tokenizer, router.resolve, router.catalogue.find),
+        has_chat_template=router.tokenizer.has_chat_template,
+    )
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
 
 
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:

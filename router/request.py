@@ -15,7 +15,6 @@ from enum import Enum
 from itertools import pairwise
 from typing import Final
 
-from effuse.client.answer import Stats
 from effuse.placement.records import Role
 from effuse.protos.errors import EffuseError
 from effuse.router.detokenizer import AnswerText
@@ -127,6 +126,7 @@ class Request:
     asked_digest: str = ""  # of the client's message, where the client chose the id
     is_repeated: bool = False  # the client has asked for it before
     is_anothers: bool = False  # another router runs it
+    is_ended_by_id: bool = False  # somebody has asked for its end
     was_kept: bool = False  # it was answered with what was kept from before
 
     # Known once it is admitted.
@@ -235,7 +235,12 @@ class Request:
         self.forwards = commit.forward_passes
         offset = self.text.num_tokens
         text = self.text.push(new)
-        return self._for_client(offset, new[: self.text.num_tokens - offset], text)
+        wanted = 0 if self.asked.num_logprobs is None else len(commit.token_ids)
+        if len(commit.logprobs) != wanted:
+            raise BrokenStream(f"{len(commit.logprobs)} log-probabilities in place of {wanted}")
+        told = commit.logprobs[len(commit.token_ids) - len(new) :]
+        count = self.text.num_tokens - offset
+        return self._for_client(offset, new[:count], text, told[:count])
 
     def accept_tokens(
         self, offset: int, token_ids: Sequence[int], frontier: Iterable[worker_pb2.BlockState] = ()
@@ -287,7 +292,11 @@ class Request:
         return worker_pb2.Resume(committed_token_ids=self.token_ids, frontier=self.frontier)
 
     def _for_client(
-        self, offset: int, token_ids: list[int], text: str
+        self,
+        offset: int,
+        token_ids: list[int],
+        text: str,
+        logprobs: Sequence[pb.TokenLogprobs] = (),
     ) -> pb.GenerateStreamResponse | None:
         if not token_ids and not text:
             return None
@@ -297,10 +306,17 @@ class Request:
             text=text,
             token_ids=token_ids if self.asked.wants_token_ids else (),
             forward_passes=self.earlier_forwards + self.forwards,
+            logprobs=logprobs,
         )
         return pb.GenerateStreamResponse(request_id=self.id, commit=commit)
 
     # What is told of it.
+
+    def echo(self, text: str) -> pb.GenerateStreamResponse:
+        """The prompt, whose text this is, for a client that wants it back."""
+        ids = self.prompt_token_ids if self.asked.wants_token_ids else ()
+        echo = pb.PromptEcho(text=text, token_ids=ids)
+        return pb.GenerateStreamResponse(request_id=self.id, echo=echo)
 
     def finished(self, reason: pb.FinishReason, now: float) -> pb.Finished:
         """What its client is told at a good end."""
@@ -346,24 +362,6 @@ class Request:
     def block_gaps(self) -> list[float]:
         """Seconds between its commits, those of lost attempts included."""
         return [later - earlier for earlier, later in pairwise(self.commit_times)]
-
-    def figures(self, stats: Stats) -> dict[str, str | int | float]:
-        """What one line of the log says of it at its end."""
-        return {
-            "model": self.asked.model.name,
-            "prompt_tokens": len(self.prompt_token_ids),
-            "tokens": self.text.num_tokens,
-            "queue_s": stats.queue_s,
-            "prefill_s": stats.prefill_s,
-            "handoff_s": stats.handoff_s,
-            "first_block_s": stats.first_block_s,
-            "total_s": stats.total_s,
-            "forward_passes": stats.forward_passes,
-            "preemptions": stats.preemptions,
-            "prefill_worker": self.prefill_worker,
-            "decode_worker": self.decode_worker,
-            "attempts": self.num_attempts,
-        }
 
     def describe(self) -> pb.GetRequestResponse:
         """Where it is, or how it ended, for who looks it up."""

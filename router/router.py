@@ -184,7 +184,7 @@ class Router:
         """Counts a request that ended, and says so in one line."""
         cost = Stats.of(stats)
         self.metrics.count_end(request, status, cost)
-        told = {"request_id": request.id, "status": status, **request.figures(cost)}
+        told = {"request_id": request.id, "status": status, **_figures(request, cost)}
         if status != "OK":
             told["story"] = request.tell_story()
         LOG.info("a request ended", extra=logs.figures(told))
@@ -223,3 +223,22 @@ class Router:
             ("answers_dropped", "Answers never kept", lambda: placements.dropped_answers),
         ):
             self.metrics.read_counter(counter, text, read)
+
+
+def _figures(request: Request, stats: Stats) -> dict[str, str | int | float]:
+    """What one line of the log says of it at its end."""
+    return {
+        "model": request.asked.model.name,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "tokens": request.text.num_tokens,
+        "queue_s": stats.queue_s,
+        "prefill_s": stats.prefill_s,
+        "handoff_s": stats.handoff_s,
+        "first_block_s": stats.first_block_s,
+        "total_s": stats.total_s,
+        "forward_passes": stats.forward_passes,
+        "preemptions": stats.preemptions,
+        "prefill_worker": request.prefill_worker,
+        "decode_worker": request.decode_worker,
+        "attempts": request.num_attempts,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from effuse.router.client import AnswerStream, WholeAnswer, answer_of
+from effuse.router.client import AnswerStream, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, accept
 from effuse.router.router import Router
@@ -27,7 +27,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer = WholeAnswer()
         accepted = accept(self._router, request, context, is_stream=False)
         finished = await Handler(self._router, accepted, answer).serve()
-        return answer_of(accepted.id, finished, answer.text, answer.token_ids)
+        return answer.response(accepted.id, finished)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
@@ -44,6 +44,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             Handler(self._router, accepted, stream).serve(),
             lambda finished: pb.GenerateStreamResponse(request_id=accepted.id, finished=finished),
         )
+
+    async def CancelRequest(
+        self,
+        request: pb.CancelRequestRequest,
+        context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
+    ) -> pb.CancelRequestResponse:
+        """Ends a request that runs here; of others says where they are."""
+        findings, requests = Findings(), self._router.requests
+        check_request_id(request.request_id, findings)
+        findings.raise_any()
+        name = request.request_id
+        if requests.cancel(name):
+            return pb.CancelRequestResponse(request_id=name, was_running=True)
+        found = requests.find(name) or await requests.find_stored(name)
+        return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
 
     async def GetRequest(
         self,

@@ -26,7 +26,7 @@ from effuse.placement.records import (
 )
 from effuse.placement.store import Claim, StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, Unavailable
-from effuse.router.client import Recipient, answer_of
+from effuse.router.client import Recipient, WholeAnswer
 from effuse.router.policy import Placement
 from effuse.router.request import Request, State
 from effuse.router.router import Router
@@ -51,8 +51,7 @@ class SharedRequest:
         self._request = request
         self._client = client
         self._record: PlacementRecord | None = None  # of the claim, then of the last attempt
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
+        self._said = WholeAnswer()
 
     # Whose it is.
 
@@ -132,9 +131,8 @@ class SharedRequest:
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
         """Tells the client, and keeps what is final where others may be asked for it."""
-        if event.HasField("commit") and self._is_kept:
-            self._text.append(event.commit.text)
-            self._token_ids += event.commit.token_ids
+        if self._is_kept:
+            self._said.take(event)
         await self._client.send(event)
 
     # Its end.
@@ -153,7 +151,7 @@ class SharedRequest:
         if finished is None or not self._is_kept:
             self._write(record)
             return
-        said = answer_of(request.id, finished, "".join(self._text), self._token_ids)
+        said = self._said.response(request.id, finished)
         self._write(record, said if said.ByteSize() <= MOST_BYTES else None)
 
     @property

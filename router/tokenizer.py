@@ -118,6 +118,14 @@ class Tokenizer:
         encode = partial(self._encode_chat, chat, most_bytes, parses_special)
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text that an answer of these ids would have: special tokens are left out."""
+
+        def decode() -> str:
+            return self.decode([one for one in token_ids if self.is_text(one)])
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+
     def is_text(self, token_id: int) -> bool:
         """Whether the id stands for text: known, and not special."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None

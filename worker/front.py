@@ -88,6 +88,8 @@ class Front:
         self._facts: dict[str, str] = {}  # for whoever waits for the ready file
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None  # ends what runs past the drain's deadline
+        self._is_ending = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains and leaves nothing behind."""
@@ -112,12 +114,26 @@ class Front:
         """Admits nothing more; ends what still runs after `deadline_s`."""
         self.shell.is_draining = True
         self._changed.set()
-        self.shell.spawn(self._end_after(deadline_s))
+        self._stop_waiting()
+        self._draining = self.shell.spawn(self._end_after(deadline_s))
+
+    def undrain(self) -> None:
+        """Admits again; what still runs goes on. Raises `Draining` where the process ends."""
+        if self._is_ending:
+            raise Draining("this worker is ending and admits nothing more", retry_after_s=0.1)
+        self._stop_waiting()
+        self.shell.is_draining = False
+        self._changed.set()
+
+    def _stop_waiting(self) -> None:
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
 
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         config, role = self._config, self._role
         role.add(self.shell, self.server.server)
-        worker = WorkerServicer(self.shell, self.drain)
+        worker = WorkerServicer(self.shell, self.drain, self.undrain)
         add_WorkerServiceServicer_to_server(worker, self.server.server)
         port = await self.server.start(
             f"{config.host}:{config.port}", [role.service, _WORKER_SERVICE]
@@ -169,7 +185,7 @@ class Front:
 
     async def _end_all(self) -> None:
         """The drain of a process that will exit."""
-        self.shell.is_draining = True
+        self.shell.is_draining = self._is_ending = True
         self._changed.set()
         await self._end_after(self._config.drain_s)
         if len(self.shell.attempts):

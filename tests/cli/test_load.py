@@ -76,6 +76,13 @@ class FakeRouter(pb_grpc.GenerationServiceServicer):
     ) -> pb.GetRequestResponse:
         raise NotImplementedError
 
+    async def CancelRequest(
+        self,
+        request: pb.CancelRequestRequest,
+        context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
+    ) -> pb.CancelRequestResponse:
+        raise NotImplementedError
+
 
 Send = Callable[[Traffic, Tally], Coroutine[Any, Any, None]]
 

@@ -84,6 +84,22 @@ class FakeRouter(
     def GetRequest(self, request: object, context: object) -> pb.GetRequestResponse:
         raise NotImplementedError
 
+    def CancelRequest(
+        self, request: pb.CancelRequestRequest, context: object
+    ) -> pb.CancelRequestResponse:
+        return pb.CancelRequestResponse(was_running=request.request_id == "mine")
+
+    def Tokenize(
+        self, request: model_pb2.TokenizeRequest, context: object
+    ) -> model_pb2.TokenizeResponse:
+        said = request.prompt or request.chat.messages[0].content
+        return model_pb2.TokenizeResponse(token_ids=said.encode())
+
+    def Detokenize(
+        self, request: model_pb2.DetokenizeRequest, context: object
+    ) -> model_pb2.DetokenizeResponse:
+        return model_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
     def GetModel(self, request: object, context: object) -> model_pb2.GetModelResponse:
         raise NotImplementedError
 
@@ -159,6 +175,28 @@ def test_the_asyncio_client_says_the_same(target: str) -> None:
         assert heard == ["ab", "c"] and last.text == answer.text == "abc"
 
     asyncio.run(ask())
+
+
+def test_a_request_is_cancelled_by_its_id_and_texts_are_ids(target: str) -> None:
+    with effuse.Client(target) as client:
+        assert client.cancel("mine") and not client.cancel("another")
+        assert client.tokenize("ab") == client.tokenize(effuse.Chat().user("ab")) == (97, 98)
+        assert client.detokenize((97, 98)) == "ab"
+
+    async def ask() -> None:
+        async with effuse.AsyncClient(target) as client:
+            assert await client.cancel("mine") and not await client.cancel("another")
+            assert await client.tokenize("ab") == (97, 98)
+            assert await client.detokenize((97, 98)) == "ab"
+
+    asyncio.run(ask())
+
+
+def test_a_request_may_be_named(router: FakeRouter, target: str) -> None:
+    with effuse.Client(target) as client:
+        client.generate("a", request_id="mine")
+        list(client.stream("a", request_id="mine"))
+    assert [request.request_id for request in router.asked] == ["mine", "mine"]
 
 
 def test_all_pages_of_workers_are_read(target: str) -> None:

@@ -44,6 +44,11 @@ class Worker(pb_grpc.WorkerServiceServicer):
     ) -> pb.DrainResponse:
         raise errors.Overloaded("64 requests wait already", retry_after_s=2.0)
 
+    async def Undrain(
+        self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.UndrainResponse:
+        raise NotImplementedError
+
 
 class Streams(pb_grpc.DecodeServiceServicer, pb_grpc.PrefillServiceServicer):
     """Streams that break in the middle."""

@@ -6,7 +6,7 @@ A worker stops at named points of each attempt, where a test may hold it, break 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 import grpc.aio
 from router.fake_model import BLOCK_SIZE, EOS, MASK, ids_of, worker_record
@@ -15,8 +15,8 @@ from effuse.placement.records import Role
 from effuse.protos import rpc
 from effuse.protos.errors import EffuseError, EngineLost, Replaced
 from effuse.protos.rpc import RpcServer
+from effuse.v1 import generation_pb2, worker_pb2_grpc
 from effuse.v1 import worker_pb2 as pb
-from effuse.v1 import worker_pb2_grpc
 
 Point = Callable[[], Awaitable[None]]
 
@@ -106,6 +106,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> pb.DrainResponse:
         return pb.DrainResponse()
+
+    async def Undrain(
+        self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.UndrainResponse:
+        raise NotImplementedError
 
 
 class Handoffs:
@@ -220,6 +225,8 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             commit = _commit(offset, answer)
             if is_stopped and offset + BLOCK_SIZE >= len(answer):
                 commit.end_token_id = EOS
+            if request.HasField("num_logprobs"):
+                commit.logprobs.extend(_logprobs(commit.token_ids, request.num_logprobs))
             yield pb.DecodeResponse(commit=commit)
         await self.point("finish")
         yield pb.DecodeResponse(
@@ -237,6 +244,14 @@ def _commit(offset: int, answer: list[int]) -> pb.DecodeCommit:
         forward_passes=end,
         frontier=[pb.BlockState(token_ids=[MASK] * BLOCK_SIZE, masks=b"\x0f", denoise_count=end)],
     )
+
+
+def _logprobs(token_ids: Iterable[int], num_top: int) -> Iterator[generation_pb2.TokenLogprobs]:
+    for token in token_ids:
+        top = range(token, token + num_top)
+        yield generation_pb2.TokenLogprobs(
+            logprob=-token / 2, top_token_ids=top, top_logprobs=[-one / 2 for one in top]
+        )
 
 
 def _draft(offset: int, answer: list[int]) -> pb.DecodeDraft:

@@ -181,7 +181,7 @@ def answers_forgotten_until_redis_has_them() -> Patch:
 
 def answers_kept_without_their_last_tokens() -> Patch:
     async def send(self: SharedRequest, event: GenerateStreamResponse) -> None:
-        if not self._said.token_ids:
+        if not self._said._said.token_ids:
             await _send(self, event)
 
     return patch.object(SharedRequest, "send", send)

@@ -50,6 +50,11 @@ class GenerationServiceStub:
                 request_serializer=effuse_dot_v1_dot_generation__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_generation__pb2.GetRequestResponse.FromString,
                 _registered_method=True)
+        self.CancelRequest = channel.unary_unary(
+                '/effuse.v1.GenerationService/CancelRequest',
+                request_serializer=effuse_dot_v1_dot_generation__pb2.CancelRequestRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_generation__pb2.CancelRequestResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -77,6 +82,14 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelRequest(self, request, context):
+        """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
+        free soon after. A request of another router is named, and left alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetRequest,
                     request_deserializer=effuse_dot_v1_dot_generation__pb2.GetRequestRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_generation__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'CancelRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequest,
+                    request_deserializer=effuse_dot_v1_dot_generation__pb2.CancelRequestRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_generation__pb2.CancelRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class GenerationService:
             '/effuse.v1.GenerationService/GetRequest',
             effuse_dot_v1_dot_generation__pb2.GetRequestRequest.SerializeToString,
             effuse_dot_v1_dot_generation__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/effuse.v1.GenerationService/CancelRequest',
+            effuse_dot_v1_dot_generation__pb2.CancelRequestRequest.SerializeToString,
+            effuse_dot_v1_dot_generation__pb2.CancelRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,14 @@ class GenerationServiceStub:
     ]
     """Looks up a request that is running or that finished a short while ago."""
 
+    CancelRequest: grpc.UnaryUnaryMultiCallable[
+        effuse.v1.generation_pb2.CancelRequestRequest,
+        effuse.v1.generation_pb2.CancelRequestResponse,
+    ]
+    """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
+    free soon after. A request of another router is named, and left alone.
+    """
+
 class GenerationServiceAsyncStub:
     """Generates text with a diffusion language model."""
 
@@ -59,6 +67,14 @@ class GenerationServiceAsyncStub:
         effuse.v1.generation_pb2.GetRequestResponse,
     ]
     """Looks up a request that is running or that finished a short while ago."""
+
+    CancelRequest: grpc.aio.UnaryUnaryMultiCallable[
+        effuse.v1.generation_pb2.CancelRequestRequest,
+        effuse.v1.generation_pb2.CancelRequestResponse,
+    ]
+    """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
+    free soon after. A request of another router is named, and left alone.
+    """
 
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """Generates text with a diffusion language model."""
@@ -86,5 +102,15 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.generation_pb2.GetRequestResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.GetRequestResponse]]:
         """Looks up a request that is running or that finished a short while ago."""
+
+    @abc.abstractmethod
+    def CancelRequest(
+        self,
+        request: effuse.v1.generation_pb2.CancelRequestRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[effuse.v1.generation_pb2.CancelRequestResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.CancelRequestResponse]]:
+        """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
+        free soon after. A request of another router is named, and left alone.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
