@@ -80,12 +80,9 @@ class FleetConfig:
     ready_timeout_s: float | None = None  # None: as long as its workers may take to start
 
     def __post_init__(self) -> None:
-        if self.prefill < 0:
-            raise ValueError(f"prefill must be 0 or more workers, got {self.prefill}")
-        if self.decode < 1:
-            raise ValueError(f"decode must be 1 or more workers, got {self.decode}")
-        if self.routers < 1:
-            raise ValueError(f"routers must be 1 or more, got {self.routers}")
+        for name, least in (("prefill", 0), ("decode", 1), ("routers", 1)):
+            if (count := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be {least} or more, got {count}")
         if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
             raise ValueError("--metrics-port: several routers on one machine can only take 0")
         if self.assignments() and self._names_cpu():
@@ -150,9 +147,11 @@ class Fleet:
         """Where a process listens, as host:port."""
         return self._told[name]["address"]
 
-    def metrics_of(self, name: str) -> str | None:
-        """Where its metrics are, as host:port; None where it serves none."""
-        return self._told[name].get("metrics")
+    def metrics(self) -> dict[str, str]:
+        """Where processes serve metrics now, host:port by name."""
+        return {
+            name: told["metrics"] for name, told in self._told.copy().items() if "metrics" in told
+        }
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""

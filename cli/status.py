@@ -20,6 +20,8 @@ _STATES = {
     model_pb2.WORKER_STATE_READY: "ready",
     model_pb2.WORKER_STATE_DRAINING: "draining",
     model_pb2.WORKER_STATE_STARTING: "starting",
+    model_pb2.WORKER_STATE_LOST: "lost",
+    model_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
 }
 _HEADINGS = (
     "worker",
@@ -77,19 +79,29 @@ def as_json(workers: Sequence[model_pb2.Worker]) -> str:
 def as_text(workers: Sequence[model_pb2.Worker], models: Sequence[model_pb2.Model] = ()) -> str:
     """A table, a line for each link and each quarantine, what models took as their defaults, and
     how many workers there are of each kind."""
+    console = Console(width=max(Console().width, 160))
+    with console.capture() as drawn:
+        console.print(worker_table(workers))
+    lines = [line.rstrip() for line in drawn.get().splitlines()]
+    taken = [f"{model.name} {line}" for model in models for line in taken_defaults(model)]
+    return "\n".join([*lines, *worker_lines(workers), *taken, _summary(workers)]) + "\n"
+
+
+def worker_table(workers: Sequence[model_pb2.Worker]) -> Table:
+    """A row for each worker."""
     table = Table(box=None, pad_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, no_wrap=True)
     for worker in workers:
         table.add_row(*_cells(worker))
-    console = Console(width=max(Console().width, 160))
-    with console.capture() as drawn:
-        console.print(table)
+    return table
+
+
+def worker_lines(workers: Sequence[model_pb2.Worker]) -> list[str]:
+    """A line for each link and each quarantine."""
     links = [_link(worker, link) for worker in workers for link in worker.links]
     held = [_quarantine(worker, one) for worker in workers for one in worker.quarantines]
-    lines = [line.rstrip() for line in drawn.get().splitlines()]
-    taken = [f"{model.name} {line}" for model in models for line in taken_defaults(model)]
-    return "\n".join([*lines, *links, *held, *taken, _summary(workers)]) + "\n"
+    return [*links, *held]
 
 
 def taken_defaults(model: model_pb2.Model) -> list[str]:

@@ -11,11 +11,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from effuse.cli import page
 from effuse.cli.arguments import command, directory, redis_url, whole
 from effuse.cli.commands import LOOPBACK, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
@@ -67,9 +68,17 @@ class FlagGroups:
         return (self.every, self.router, self.workers, self.prefill, self.decode)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpView:
+    """What people see of the fleet."""
+
+    quiet: bool = False  # its logs stay in their files
+    page_port: int | None = None  # where the page about it is; None serves none
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
-    config, quiet = parse(argv)
+    config, view = parse(argv)
     try:
         refuse_early(config)
     except ValueError as error:
@@ -87,10 +96,10 @@ def main(argv: Sequence[str]) -> int:
         logs.set_up("up", "info", "json")
     else:
         logging.basicConfig(level="INFO", format="effuse up: %(message)s")
-    if quiet:
-        return run(fleet)
+    if view.quiet:
+        return run(fleet, view)
     with LogFollower(fleet.log_dir, sys.stderr, as_json=form == "json"):
-        return run(fleet)
+        return run(fleet, view)
 
 
 def refuse_early(config: FleetConfig) -> None:
@@ -113,15 +122,16 @@ def _own_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
-    """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
+def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
+    """What to start, and what to show of it; exits with status 2 on bad flags."""
     parser, groups = make_parser(), _groups()
     argv = with_file(parser, argv)
     words = [word for word in argv if word not in ("-h", "--help")]
     _, rest = _own_parser().parse_known_args(words)
     found = _check_flags(parser, argv, rest, groups)
     try:
-        return _config(found, rest, groups), found.quiet
+        page_port = found.page_port if found.page else None
+        return _config(found, rest, groups), UpView(quiet=found.quiet, page_port=page_port)
     except ValueError as error:
         parser.error(str(error))
 
@@ -203,6 +213,9 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep one log file a process here (default: none is kept)",
     )
+    add("--page-port", type=whole(0, 65535), default=0, metavar="N",
+        help="port of the page about the fleet; 0 is any free one (default: 0)")  # fmt: skip
+    add_switch(parser, "--page", "serve a page about the fleet", default=True)
     add_switch(parser, "--quiet", "do not show the processes' logs")
     add_config_flag(parser)
     _add_gpus(parser)
@@ -293,15 +306,18 @@ def _words_of(
     return tuple(others.parse_known_args(rest)[1])
 
 
-def run(fleet: Fleet) -> int:
+def run(fleet: Fleet, view: UpView) -> int:
     """Start the fleet, watch over it until it is told to end; the exit status."""
     rolling = Rolling(fleet)
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
         fleet.start()
-        print("\n".join([greeting(fleet), *watched(fleet), *taken(fleet)]), flush=True)
-        watch_over(fleet, rolling)
-    except FleetError as error:
+        with _page(fleet, view) as looked_at:
+            print(
+                "\n".join([greeting(fleet), *looked_at, *scraped(fleet), *taken(fleet)]), flush=True
+            )
+            watch_over(fleet, rolling)
+    except (FleetError, OSError) as error:
         LOG.error("%s", error)
         return 1
     except KeyboardInterrupt:
@@ -326,10 +342,20 @@ def taken(fleet: Fleet) -> list[str]:
     return []
 
 
-def watched(fleet: Fleet) -> list[str]:
-    """Where a fleet can be watched."""
-    names = [name for role in ("router", "prefill", "decode") for name in fleet.names(role)]
-    served = [f"{name} {at}" for name in names if (at := fleet.metrics_of(name))]
+@contextmanager
+def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
+    """Serves the page about it; gives the line that says where. Raises OSError."""
+    if view.page_port is None:
+        yield []
+        return
+    source = page.PageSource(fleet.address, fleet.metrics)
+    with page.served(source, view.page_port) as address:
+        yield [f"look at it on {address} or with `effuse top --target {fleet.address}`"]
+
+
+def scraped(fleet: Fleet) -> list[str]:
+    """The line that says where metrics are."""
+    served = [f"{name} {at}" for name, at in fleet.metrics().items()]
     return [f"metrics are on {', '.join(served)}"] if served else []
 
 

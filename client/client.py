@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from typing import Protocol, Self, cast
 
 import grpc
@@ -20,9 +20,17 @@ from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, make_request, make_tokenize_request
 from effuse.protos.errors import from_rpc_error
 from effuse.protos.stubs import generation_stub, model_stub
-from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from effuse.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    monitor_pb2,
+    monitor_pb2_grpc,
+)
 
 _DEFAULTS = Params()
+_MOST_WATCHED_S = 3600.0
 
 
 class Client:
@@ -37,6 +45,7 @@ class Client:
         self._channel = grpc.insecure_channel(target, options.channel_arguments())
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._monitor = monitor_pb2_grpc.MonitorServiceStub(self._channel)
 
     def generate(
         self,
@@ -107,6 +116,19 @@ class Client:
             if not response.next_page_token:
                 return found
             request.page_token = response.next_page_token
+
+    def watch_requests(
+        self, interval_s: float = 0.25
+    ) -> Generator[monitor_pb2.WatchRequestsResponse, None, None]:
+        """What is queued and runs at the router, every `interval_s` seconds, until it drains, for
+        an hour at most. Raises EffuseError."""
+        request = monitor_pb2.WatchRequestsRequest(interval_s=interval_s)
+        call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S)
+        try:
+            with _raising(self._target):
+                yield from call
+        finally:
+            call.cancel()
 
     def close(self) -> None:
         """Ends the connection and what is still asked over it."""

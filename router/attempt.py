@@ -97,7 +97,7 @@ class Attempt:
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._router.fleet.peer(worker.address).prefill
         self._prefill = PrefillCall(
-            stub.Prefill(timeout=self._time_left()),
+            stub.Prefill(timeout=self._time_left(), metadata=self._router.traces.carrier()),
             worker,
             self._request,
             on_failure=self._break_off,
@@ -116,7 +116,7 @@ class Attempt:
             stop_token_ids=request.asked.stop_token_ids,
             sampling=_sampling(request.asked.sampling),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
-            drafts=request.asked.wants_drafts,
+            drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
             num_logprobs=request.asked.num_logprobs,
             resume=request.resumption(),
         )
@@ -129,7 +129,8 @@ class Attempt:
             message.remote.engine_port = placement.prefill.engine_port
             message.remote.place = placement.prefill.place
         stub = self._router.fleet.peer(placement.decode.address).decode
-        return stub.Decode(message, timeout=self._time_left())
+        metadata = self._router.traces.carrier()
+        return stub.Decode(message, timeout=self._time_left(), metadata=metadata)
 
     def _time_left(self) -> float:
         return max(0.001, self._request.deadline - asyncio.get_running_loop().time())
@@ -188,7 +189,9 @@ class Attempt:
                 self._router.note_survival(request)
                 return news
             case "draft":
-                return self._describe_draft(event.draft)
+                self._router.monitor.note_draft(request, event.draft)
+                if request.asked.wants_drafts:
+                    return self._describe_draft(event.draft)
             case "finished":
                 return request.add_finished(event.finished)
         return None

@@ -40,6 +40,10 @@ class RouterConfig(Access):
         "workers as long as there are any (auto)",
     ] = "auto"
 
+    show_requests: Annotated[
+        bool, "let whoever watches running requests see their ids, prompts and texts"
+    ] = False
+
     # Text.
     model: Annotated[
         Path | None, "checkpoint whose tokenizer.json to use (default: the bundled one)"
@@ -70,6 +74,9 @@ class RouterConfig(Access):
 
     ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None, "send OpenTelemetry spans here, as http://host:4317 (extra `traces`)"
+    ] = None
     log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:

@@ -160,6 +160,7 @@ class Handler:
         request = self._request
         asked = request.asked
         request.queue_s = self._router.now() - request.arrived
+        self._router.traces.record("queue", request.queue_s)
         token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked)
@@ -186,7 +187,8 @@ class Handler:
         num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
         try:
             placement = await self._choose_workers()
-            with fleet.counted(placement, num_prompt, num_tokens) as share:
+            counted = fleet.counted(placement, num_prompt, num_tokens)
+            with counted as share, self._router.traces.span("attempt"):
                 return await self._begin_attempt(placement, share).run()
         finally:
             if fleet.num_alone:

@@ -62,6 +62,10 @@ class KnownRequests:
         """Requests that are queued or on workers."""
         return len(self._running)
 
+    def running_now(self) -> list[Request]:
+        """Those, oldest first."""
+        return list(self._running.values())
+
     def check_id(self, request_id: str) -> None:
         """Raises `AlreadyRunning` where a request has this id."""
         if request_id in self._running:

@@ -27,6 +27,7 @@ from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
 from effuse.router.kserve import InferenceServicer
+from effuse.router.monitor import MonitorServicer
 from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import live_workers
 from effuse.router.router import Router
@@ -35,14 +36,23 @@ from effuse.router.texts import Texts
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
-from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from effuse.telemetry.traces import Traces, TracesUnavailable
+from effuse.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    monitor_pb2,
+    monitor_pb2_grpc,
+)
 
 LOG: Final = logging.getLogger(__name__)
 GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 VLLM_ENGINE: Final[str] = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 KSERVE: Final[str] = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-SERVICES: Final = (GENERATION, MODELS, VLLM_ENGINE, KSERVE)
+MONITOR: Final[str] = monitor_pb2.DESCRIPTOR.services_by_name["MonitorService"].full_name
+SERVICES: Final = (GENERATION, MODELS, MONITOR, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
@@ -60,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
             config.model or bundled_directory(), threads=config.tokenizer_threads
         )
         asyncio.run(_run(config, tokenizer))
-    except* (TokenizerError, OSError) as failed:
+    except* (TokenizerError, OSError, TracesUnavailable) as failed:
         errors = _texts(failed)
     if errors:
         LOG.error("%s", "; ".join(errors))
@@ -68,8 +78,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
+    traces = Traces.to(config.otlp_traces_endpoint, "router")
     async with rpc.shutdown_signal() as stop, Store(config.redis_url, config.fleet) as store:
-        await serve(Router(config, tokenizer, store), stop)
+        await serve(Router(config, tokenizer, store, traces=traces), stop)
+    await asyncio.to_thread(traces.close)
 
 
 async def serve(router: Router, stop: asyncio.Event) -> None:
@@ -122,6 +134,7 @@ async def _start(router: Router) -> RpcServer:
     server = RpcServer(limits, shares_port=config.share_port)
     _add_services(router, server.server)
     router.port = await server.start(f"{config.host}:{config.port}", SERVICES)
+    server.set_serving(MONITOR, True)
     for role in ROLES:
         server.set_serving(role, False)
     address = f"{config.host}:{router.port}"
@@ -148,6 +161,7 @@ def _add_services(router: Router, server: grpc.aio.Server) -> None:
     )
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
+    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(router), server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
 

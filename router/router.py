@@ -28,6 +28,7 @@ from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import RouterMetrics
+from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, Prospect, life_of
@@ -35,6 +36,7 @@ from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
 from effuse.telemetry import logs
+from effuse.telemetry.traces import Traces
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Router:
         store: Store,
         *,
         now: Callable[[], float] = time.monotonic,
+        traces: Traces | None = None,
     ) -> None:
         self.id = f"router-{secrets.token_hex(6)}"
         self.config = config
@@ -71,6 +74,8 @@ class Router:
             config.retry_share, float(config.max_concurrent_requests), now()
         )
         self.num_retries = 0
+        self.monitor = Monitor()
+        self.traces = traces or Traces()
         self.metrics = RouterMetrics()
         self._add_readings()
         self.port = 0
@@ -108,6 +113,7 @@ class Router:
     async def drain(self) -> None:
         """Returns once no request runs: what is not answered within `drain_s` is told to come
         again."""
+        self.monitor.is_over.set()
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self.requests.idle.wait()

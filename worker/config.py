@@ -89,6 +89,9 @@ class WorkerConfig(Access):
     max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
 
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None, "send OpenTelemetry spans here, as http://host:4317 (extra `traces`)"
+    ] = None
     log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:

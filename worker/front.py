@@ -22,6 +22,7 @@ from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import Draining
 from effuse.telemetry import logs
+from effuse.telemetry.traces import TracesUnavailable
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, WorkerConfig
@@ -62,7 +63,7 @@ def run(config: WorkerConfig, role: Role) -> int:
         if config.model is not None:
             refuse_unserved(config.model, config.block_size)
         asyncio.run(_run(config, role))
-    except* (CheckpointError, GaveUp, Superseded, OSError) as failed:
+    except* (CheckpointError, GaveUp, Superseded, OSError, TracesUnavailable) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
         status = 1
     return status
@@ -109,6 +110,7 @@ class Front:
                 task.cancel()
             self.shell.abandon()
             await asyncio.wait(background, timeout=END_S)
+            await asyncio.to_thread(self.shell.traces.close)
 
     def drain(self, deadline_s: float) -> None:
         """Admits nothing more; ends what still runs after `deadline_s`."""

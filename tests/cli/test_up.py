@@ -24,7 +24,7 @@ from effuse.cli.commands import (
 )
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.keeper import Restarts, Rolling, watch_over
-from effuse.cli.up import greeting, main, parse
+from effuse.cli.up import UpView, greeting, main, parse
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -44,22 +44,23 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_defaults() -> None:
-    config, quiet = parse([])
+    config, view = parse([])
     assert config == FleetConfig(port=50051)
-    assert not quiet
+    assert view == UpView(page_port=0)
 
 
 def test_its_own_flags_and_the_workers(tmp_path: Path) -> None:
-    config, quiet = parse(
+    config, view = parse(
         [
             *("--prefill", "0", "--decode", "3", "--connector", "nixl", "--port", "0", "--quiet"),
+            "--no-page",
             *("--model", str(tmp_path), "--max-num-seqs", "4", "--page-size=8"),
         ]
     )
     assert (config.prefill, config.decode, config.connector, config.port) == (0, 3, "nixl", 0)
     assert config.model == tmp_path
     assert config.worker_flags == ("--max-num-seqs", "4", "--page-size=8")
-    assert quiet
+    assert view == UpView(quiet=True)
 
 
 def test_a_roles_flags_go_to_that_role_alone() -> None:

@@ -21,7 +21,7 @@ from checkpoints import write_tiny_checkpoint
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 
 DEADLINE_S = 90
-GREETING = "effuse is ready on|metrics are on|took |effuse up: ends once"
+GREETING = "effuse is ready on|look at it on|metrics are on|took |effuse up: ends once"
 
 
 class Up:

@@ -47,7 +47,7 @@ def log_of(fleet: Fleet, name: str) -> str:
 
 def metrics_of(fleet: Fleet, name: str) -> list[Sample]:
     with urllib.request.urlopen(
-        f"http://{fleet.metrics_of(name)}/metrics", timeout=WITHIN_S
+        f"http://{fleet.metrics()[name]}/metrics", timeout=WITHIN_S
     ) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     return [sample for family in families for sample in family.samples]

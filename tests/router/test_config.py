@@ -23,11 +23,13 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics",
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
+            "--show-requests",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
             "--max-queue", "5", "--max-losses", "6", "--retry-share", "0.5",
             "--max-request-s", "7.5", "--recovery-s", "9",
             "--keep-answers-s", "3", "--drain-s", "8",
             "--ready-file", "x", "--log-level", "debug", "--log-format", "json",
+            "--otlp-traces-endpoint", "http://a:1",
         ]
     )  # fmt: skip
     changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
