@@ -62,9 +62,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_request_id(request.request_id, findings)
         findings.raise_any()
         name = request.request_id
-        if requests.cancel(name):
+        tenant = self._router.tenant().name
+        if requests.cancel(name, tenant):
             return pb.CancelRequestResponse(request_id=name, was_running=True)
-        found = requests.find(name) or await requests.find_stored(name)
+        found = requests.find(name, tenant) or await requests.find_stored(name, tenant)
         return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
 
     async def GetRequest(
@@ -78,8 +79,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_request_id(request.request_id, findings)
         findings.raise_any()
         requests = self._router.requests
-        known = requests.find(request.request_id)
-        found = known or await requests.find_stored(request.request_id)
+        tenant = self._router.tenant().name  # nobody reads another's answer
+        known = requests.find(request.request_id, tenant)
+        found = known or await requests.find_stored(request.request_id, tenant)
         return await requests.add_answer(found)
 
     def _span(
