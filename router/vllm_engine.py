@@ -84,9 +84,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: engine.AbortRequest,
         context: grpc.aio.ServicerContext[engine.AbortRequest, engine.AbortResponse],
     ) -> engine.AbortResponse:
-        """Ends what runs here of these requests."""
+        """Ends what runs here of these requests, as far as they are the caller's own."""
+        tenant = self._router.tenant().name
         for request_id in request.request_ids:
-            self._router.requests.cancel(request_id)
+            self._router.requests.cancel(request_id, tenant)
         return engine.AbortResponse()
 
     async def HealthCheck(
