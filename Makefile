@@ -17,13 +17,20 @@ TOOLS := .tools
 
 GRPC_TOOLS := grpcio-tools==1.81.1 mypy-protobuf==3.6.0
 PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
-PROTO_FILES := $(wildcard protos/effuse/v1/*.proto)
+PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
+
+# Of tests/clients, as .ci/tool names them.
+CLIENTS := buf grpcurl grpc-js go-client ghz smg triton
 
 # What `make eval` measures.
 SEED ?= 1
 COUNT ?= 2000
-# What `make chaos` does; SEED draws requests and faults.
+# What `make chaos` does; SEED draws transfers, requests and faults.
+TAMPERED ?= 10000
+CANCELS ?= 10000
+PROBLEMS ?= 500
+PROBLEM_KILLS ?= 50
 REQUESTS ?= 20000
 KILLS ?= 1000
 CONNECTOR ?= nixl
@@ -46,7 +53,7 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 	$(BIN)/effuse demo
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test; only those marked gpu may be skipped
+test: $(VENV)/.dev ## Run every test; skipped is only what needs a GPU, or a client that is not installed
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .PHONY: gpu
@@ -92,10 +99,23 @@ load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `ef
 	ghz="$$(.ci/tool ghz)"
 	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
 
+.PHONY: clients
+clients: ## Install other people's clients into .tools; make test uses those that are there
+	for client in $(CLIENTS); do .ci/tool "$$client"; done
+
+.PHONY: test-clients
+test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
+	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
+
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Kill, stop and empty a loaded fleet's processes, judge every answer (SEED=1 REQUESTS=20000 KILLS=1000 CONNECTOR=nixl)
-	PYTHONPATH=tests $(BIN)/python -m chaos.run --seed $(SEED) --requests $(REQUESTS) --kills $(KILLS) \
-	  --connector $(CONNECTOR)
+chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= CANCELS= PROBLEMS= REQUESTS= KILLS=)
+	export PYTHONPATH=tests
+	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
+	$(BIN)/python -m simulation --cancels $(CANCELS)
+	run="$(BIN)/python -m chaos.run --seed $(SEED) --connector $(CONNECTOR)"
+	$$run --all-cancel --requests $(CANCELS) --kills 0
+	$$run --bundled --requests $(PROBLEMS) --kills $(PROBLEM_KILLS)
+	$$run --requests $(REQUESTS) --kills $(KILLS)
 
 .PHONY: k8s-try
 k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up
@@ -146,8 +166,8 @@ protos-lint:
 protos-same: $(TOOLS)/protoc/.installed
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT
 	$(call generate,"$$fresh")
-	for stub in "$$fresh"/effuse/v1/*; do
-	  git diff --no-index --exit-code "protos/effuse/v1/$${stub##*/}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
+	for stub in "$$fresh"/effuse/*/*; do
+	  git diff --no-index --exit-code "protos$${stub#"$$fresh"}" "$$stub" || { echo "stubs are stale: run 'make protos'" >&2; exit 1; }
 	done
 	echo "stubs are what protoc generates"
 

@@ -101,7 +101,9 @@ class Client:
         if into is not None:
             into.append(taken)
         try:
-            async for event in self._stub.GenerateStream(request, timeout=TIMEOUT_S):
+            async for event in self._stub.GenerateStream(
+                pb.GenerateStreamRequest(request=request), timeout=TIMEOUT_S
+            ):
                 _hear(taken, event)
         except grpc.aio.AioRpcError as error:
             taken.failure = f"{error.code().name}: {error.details()}"
@@ -179,6 +181,7 @@ def _hear(taken: Taken, event: pb.GenerateStreamResponse) -> None:
     elif event.HasField("finished"):
         stats = event.finished.stats
         taken.ended = time.monotonic()
-        taken.prefill_s, taken.handoff_s = stats.prefill_s, stats.handoff_s
+        taken.prefill_s = stats.prefill_duration.ToTimedelta().total_seconds()
+        taken.handoff_s = stats.handoff_duration.ToTimedelta().total_seconds()
         taken.kv_bytes, taken.forwards = stats.kv_bytes, stats.forward_passes
         taken.prefill_worker, taken.decode_worker = stats.prefill_worker, stats.decode_worker

@@ -3,7 +3,9 @@
 A sub-command's module is imported only when it is asked for, so that `generate` needs no torch.
 """
 
+import argparse
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -15,9 +17,11 @@ COMMANDS = {
     "status": ("status", "show a fleet's workers, their load and their links"),
     "top": ("top", "watch a fleet's workers and running requests"),
     "bench": ("bench", "measure a fleet on a dataset"),
+    "check-ghz": ("check_ghz", "judge what ghz measured"),
     "eval": ("evaluate", "measure the bundled model's accuracy"),
     "demo": ("demo", "start a fleet and solve three fresh problems"),
     "convert-tokenizer": ("convert_tokenizer", "write tokenizer.json for a checkpoint"),
+    "completion": ("completion", "print what a shell needs to complete these commands"),
 }
 
 
@@ -28,6 +32,10 @@ class Command(Protocol):
         """Run it; the exit status."""
         ...
 
+    def make_parser(self) -> argparse.ArgumentParser:
+        """Its flags."""
+        ...
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `effuse`; the exit status."""
@@ -35,13 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
+    if words[0] == "--version":
+        print(f"effuse {importlib.metadata.version('effuse')}")
+        return 0
     if words[0] not in COMMANDS:
         known = ", ".join(COMMANDS)
         print(f"effuse: expected one of {known}; got {words[0]!r}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"effuse.cli.{COMMANDS[words[0]][0]}")
     try:
-        return cast(Command, module).main(words[1:])
+        return find(words[0]).main(words[1:])
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
@@ -49,9 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
+def find(name: str) -> Command:
+    """The module of a command."""
+    return cast(Command, importlib.import_module(f"effuse.cli.{COMMANDS[name][0]}"))
+
+
 def usage() -> str:
     """What `effuse --help` prints."""
-    lines = ["usage: effuse COMMAND [FLAGS]", ""]
+    lines = ["usage: effuse COMMAND [FLAGS]", "       effuse --version", ""]
     lines += [f"  {name:<18} {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join([*lines, "", "effuse COMMAND --help lists a command's flags."])
 

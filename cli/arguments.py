@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from effuse.config.checks import is_redis_url
+from effuse.config.flags import make_parser
 
 
 def command(name: str, about: str) -> argparse.ArgumentParser:
-    """A parser for `effuse NAME`; flags must be written out in full."""
-    return argparse.ArgumentParser(prog=f"effuse {name}", description=about, allow_abbrev=False)
+    """A parser for `effuse NAME`; flags must be written out in full, and help tells defaults."""
+    return make_parser(f"effuse {name}", about)
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

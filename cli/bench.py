@@ -1,21 +1,24 @@
 """`effuse bench`: sends a dataset's prompts to a fleet and prints what it took.
 
-With `--baseline` the same prompts are answered twice more in this process (`baseline.py`).
-Tokens are those before the end-of-sequence id, everywhere.
+Clients wait for their answers, or requests arrive at a rate, or at rates up to the highest that the
+fleet bears. Ctrl-C prints what there is by then. With `--baseline` the same prompts are answered
+twice more in this process (`baseline.py`). Tokens are those before the end-of-sequence id.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import sys
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -25,18 +28,18 @@ from effuse.cli.arguments import (
     file,
     is_unicode,
     new_file,
+    number,
     seconds,
     target,
     whole,
 )
-from effuse.cli.figures import Run, Sample, as_json, table
-from effuse.cli.generate import ask, explain
+from effuse.cli.figures import Run, ServiceGoals, as_json, table
 from effuse.cli.knobs import add_knobs, params_from
-from effuse.client.answer import StreamBroken
+from effuse.cli.load import Tally, Traffic, send_as_they_arrive, send_in_turn
+from effuse.cli.sweep import next_rate, verdict
 from effuse.client.options import DEFAULT_TARGET
-from effuse.client.params import Params, make_request
-from effuse.protos.rpc import connect
-from effuse.protos.stubs import generation_stub
+from effuse.client.params import Params
+from effuse.config.flags import add_switch
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 
 if TYPE_CHECKING:
@@ -44,18 +47,20 @@ if TYPE_CHECKING:
 
 _BASELINE = {"model", "max_tokens", "window", "confidence_threshold"}
 _BASELINE_FLAGS = "--model, --max-tokens, --window and --confidence-threshold"
-RULE = "tokens: those before the end-of-sequence id; latency from sending to the last message"
+RULE = "tokens: those before the end-of-sequence id; times from when a request was due"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """What to send, where, and what to compare it with."""
+    """What to send, how, and what to compare it with."""
 
-    prompts: tuple[str, ...]
-    params: Params
-    target: str
-    concurrency: int
-    timeout_s: float
+    traffic: Traffic
+    concurrency: int  # clients that wait for their answers, where there is no rate
+    rate: float | None  # arrivals a second; of a sweep the first
+    sweep: bool
+    arrival_seed: int
+    goals: ServiceGoals
+    plot: Path | None
     baseline: bool
     model_dir: Path
     adapter: Path | None
@@ -71,60 +76,127 @@ class BaselineError(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; its exit status: 1 where a request failed, 130 where it was broken off."""
     try:
         job = parse(argv)
         rivals = load_baseline(job) if job.baseline else None
     except (DatasetError, BaselineError) as error:
         print(f"effuse bench: {error}", file=sys.stderr)
         return 2
-    with _progress() as progress:
-        runs = [asyncio.run(run_fleet(job, _ticker(progress, "fleet", len(job.prompts))))]
+    runs: list[Run] = []
+    is_whole = False
+    with _progress() as progress, suppress(KeyboardInterrupt):
+        run_fleet(job, progress, runs)
         if rivals is not None:
-            runs += run_baseline(rivals, progress)
-    print(table(runs))
-    print(f"{len(job.prompts)} prompts, {job.concurrency} at a time; {RULE}")
-    if job.json is not None:
-        job.json.write_text(json.dumps(as_json(runs), indent=1) + "\n")
+            run_baseline(rivals, progress, runs)
+        is_whole = True
+    tell(job, runs)
+    if not is_whole:
+        print("effuse bench: broken off; the figures are those until then", file=sys.stderr)
+        return 130
     return 1 if any(run.failed for run in runs) else 0
 
 
-def parse(argv: Sequence[str]) -> BenchJob:
-    """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
+def tell(job: BenchJob, runs: Sequence[Run]) -> None:
+    """Prints the figures, and writes the files that were asked for."""
+    print(table(runs))
+    how = f"{job.concurrency} at a time" if job.rate is None else "as they arrive"
+    print(f"{len(job.traffic.prompts)} prompts, {how}; {RULE}")
+    if job.sweep:
+        print(verdict([run for run in runs if not math.isnan(run.rate)]))
+    if job.json is not None:
+        job.json.write_text(json.dumps(as_json(runs), indent=1) + "\n")
+    if job.plot is not None:
+        from effuse.cli.plots import plot  # brings matplotlib
+
+        plot(runs, job.plot)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("bench", "Send a dataset's prompts to a running fleet; print what it took.")
     add = parser.add_argument
     add("--dataset", type=file, required=True, metavar="FILE", help='lines of {"prompt": ...}')
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
-    add("--concurrency", type=whole(1), default=8, metavar="N",
-        help="requests at a time (default: 8)")  # fmt: skip
-    add("--limit", type=whole(1), metavar="N", help="take only the first prompts")
-    add("--timeout", type=seconds, default=600.0, metavar="S",
-        help="longest a request may take (default: 600)")  # fmt: skip
+    add("--limit", type=whole(1), metavar="N",
+        help="send so many prompts, the dataset again and again (default: each once)")  # fmt: skip
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="deadline of each request")
+    _add_load(parser)
     add("--baseline", action="store_true", help="add vanilla denoising and single-process D2F")
     add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
-        help="checkpoint of the baselines; the bundled model if absent")  # fmt: skip
+        help="checkpoint of the baselines (default: the bundled model)")  # fmt: skip
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter of the baselines")
     add("--json", type=new_file, metavar="FILE", help="write all figures there")
+    add("--plot", type=new_file, metavar="FILE",
+        help="draw them there, as .svg, .png or .pdf; needs matplotlib")  # fmt: skip
     add_knobs(parser)
+    return parser
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    """How requests come, and what is asked of them."""
+    add = parser.add_argument
+    add("--concurrency", type=whole(1), default=8, metavar="N",
+        help="clients that send one request after the other")  # fmt: skip
+    add("--rate", type=number(0, open_left=True), metavar="R",
+        help="in their place: requests that arrive a second, by chance")  # fmt: skip
+    add("--arrival-seed", type=whole(0), default=1, metavar="N", help="when they arrive")
+    add_switch(parser, "--sweep", "measure rates from --rate on, to the highest that is borne: "
+               "where 9 requests in 10 meet the objectives")  # fmt: skip
+    for flag, what in (
+        ("--first-block-within", "objective: time to the first block"),
+        ("--gap-within", "objective: time from each block to the next"),
+        ("--total-within", "objective: time to the end"),
+    ):
+        add(flag, type=seconds, default=math.inf, metavar="S", help=f"{what} (default: none)")
+
+
+def parse(argv: Sequence[str]) -> BenchJob:
+    """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
+    parser = make_parser()
     job = _job(parser.parse_args(argv))
-    if job.baseline and (others := sorted(_unknown_to_baseline(job.params))):
+    if job.baseline and (others := sorted(_unknown_to_baseline(job.traffic.params))):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
         parser.error(f"--baseline: expected no settings but {_BASELINE_FLAGS}, got {flags} too")
+    if job.sweep and (job.rate is None or job.goals.asks_nothing):
+        parser.error("--sweep: expected --rate and an objective, as --total-within, with it")
+    if job.plot is not None:
+        _check_plot(parser, job.plot)
     return job
+
+
+def _check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        parser.error(f"--plot: expected a name that ends with .svg, .png or .pdf, got {path.name}")
+    if find_spec("matplotlib") is None:
+        parser.error("--plot: matplotlib is needed: pip install 'effuse[plot]'")
 
 
 def _unknown_to_baseline(params: Params) -> set[str]:
     """Params that were given and that the baselines, greedy D2F and greedy vanilla, do not take."""
-    return {name for name, value in asdict(params).items() if value not in (None, ())} - _BASELINE
+    unset = asdict(Params())
+    return {name for name, value in asdict(params).items() if value != unset[name]} - _BASELINE
 
 
 def _job(found: argparse.Namespace) -> BenchJob:
+    prompts = read_prompts(found.dataset)
     return BenchJob(
-        prompts=tuple(read_prompts(found.dataset)[: found.limit]),
-        params=params_from(found),
-        target=found.target,
+        traffic=Traffic(
+            prompts=tuple(islice(cycle(prompts), found.limit or len(prompts))),
+            params=params_from(found),
+            target=found.target,
+            timeout_s=found.timeout,
+        ),
         concurrency=found.concurrency,
-        timeout_s=found.timeout,
+        rate=found.rate,
+        sweep=found.sweep,
+        arrival_seed=found.arrival_seed,
+        goals=ServiceGoals(
+            first_block_s=found.first_block_within,
+            gap_s=found.gap_within,
+            total_s=found.total_within,
+        ),
+        plot=found.plot,
         baseline=found.baseline,
         model_dir=found.model_dir,
         adapter=found.adapter,
@@ -153,36 +225,34 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-async def run_fleet(job: BenchJob, on_done: Callable[[], None]) -> Run:
-    """Send every prompt, `concurrency` at a time, and gather what came back."""
-    waiting = iter(job.prompts)
-    samples: list[Sample] = []
-    failures: list[str] = []
-    async with connect(job.target, keepalive=None) as channel:
-        stub = generation_stub(channel)
+def run_fleet(job: BenchJob, progress: Progress, runs: list[Run]) -> None:
+    """Measure the fleet and add what it took to `runs`; a run that is broken off, too.
 
-        async def client() -> None:
-            for prompt in waiting:
-                request = make_request(prompt, job.params)
-                try:
-                    answer = await ask(stub, request, timeout_s=job.timeout_s)
-                except grpc.aio.AioRpcError as error:
-                    failures.append(explain(error))
-                except StreamBroken as error:
-                    failures.append(str(error))
-                else:
-                    tokens, forwards = answer.usage.completion_tokens, answer.stats.forward_passes
-                    samples.append(Sample(tokens, forwards, answer.first_block_s, answer.total_s))
-                on_done()
+    Raises KeyboardInterrupt once that is done.
+    """
+    if job.rate is None:
+        _measure(job, progress, runs, "fleet", math.nan)
+        return
+    if not job.sweep:
+        _measure(job, progress, runs, "fleet", job.rate)
+        return
+    while (rate := next_rate(runs, job.rate)) is not None:
+        _measure(job, progress, runs, f"fleet, {rate:.3g}/s", rate)
 
-        began = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(job.concurrency, len(job.prompts))):
-                group.create_task(client())
-        total_s = time.monotonic() - began
-    for failure in sorted(set(failures)):
-        print(f"effuse bench: {failures.count(failure)} x {failure}", file=sys.stderr)
-    return Run("fleet", total_s, samples, failed=len(failures))
+
+def _measure(job: BenchJob, progress: Progress, runs: list[Run], name: str, rate: float) -> None:
+    """One run; NaN is the rate of clients that wait for their answers."""
+    tally = Tally(_ticker(progress, name, len(job.traffic.prompts)))
+    if math.isnan(rate):
+        load = send_in_turn(job.traffic, job.concurrency, tally)
+    else:
+        load = send_as_they_arrive(job.traffic, rate, job.arrival_seed, tally)
+    try:
+        asyncio.run(load)
+    finally:
+        runs.append(tally.run(name, job.goals, rate))
+        for failure, count in sorted(tally.failures.items()):
+            print(f"effuse bench: {count} x {failure}", file=sys.stderr)
 
 
 def load_baseline(job: BenchJob) -> "Baseline":
@@ -194,25 +264,23 @@ def load_baseline(job: BenchJob) -> "Baseline":
     try:
         prompts = asyncio.run(_encode(job))
         return Baseline(
-            job.model_dir, job.adapter, prompts, job.params, concurrency=job.concurrency
+            job.model_dir, job.adapter, prompts, job.traffic.params, concurrency=job.concurrency
         )
     except (CheckpointError, TokenizerError) as error:
         raise BaselineError(str(error)) from error
 
 
-def run_baseline(rivals: "Baseline", progress: Progress) -> list[Run]:
+def run_baseline(rivals: "Baseline", progress: Progress, runs: list[Run]) -> None:
     """The same prompts in this process: single-process D2F, then vanilla denoising."""
     requests, tokens = rivals.size()
-    return [
-        rivals.single_process(_ticker(progress, "single-process D2F", requests)),
-        rivals.vanilla(_ticker(progress, "vanilla denoising, tokens", tokens)),
-    ]
+    runs.append(rivals.single_process(_ticker(progress, "single-process D2F", requests)))
+    runs.append(rivals.vanilla(_ticker(progress, "vanilla denoising, tokens", tokens)))
 
 
 async def _encode(job: BenchJob) -> list[tuple[int, ...]]:
     tokenizer = Tokenizer.load(job.model_dir)
     try:
-        return [tuple(await tokenizer.encode(prompt)) for prompt in job.prompts]
+        return [tuple(await tokenizer.encode(prompt)) for prompt in job.traffic.prompts]
     finally:
         tokenizer.close()
 

@@ -22,6 +22,7 @@ from effuse.worker.config import WorkerConfig
 if TYPE_CHECKING:
     from effuse.cli.fleet import FleetConfig
 
+LOOPBACK = "127.0.0.1"
 _MEMORY = "--gpu-memory-utilization"
 _MORE_S = 30.0  # for the rest of a start
 
@@ -60,7 +61,7 @@ def member_commands(config: FleetConfig, around: Surroundings) -> dict[str, list
 
 def redis_command(port: int, home: Path) -> list[str]:
     """An embedded Redis that keeps nothing."""
-    flags = ["--bind", "127.0.0.1", "--port", str(port), "--dir", str(home)]
+    flags = ["--bind", LOOPBACK, "--port", str(port), "--dir", str(home)]
     return [str(get_binary_path()), *flags, "--save", "", "--appendonly", "no"]
 
 
@@ -114,7 +115,7 @@ def _worker_command(config: FleetConfig, around: Surroundings, role: str, name: 
     adapter = ("--adapter", str(config.adapter)) if config.adapter else ()
     return [
         *_python(f"effuse.{role}_worker"),
-        *("--host", config.host, "--port", "0", "--worker-id", name),
+        *("--host", LOOPBACK, "--port", "0", "--worker-id", name),
         *_shared_flags(config, around, name),
         *adapter,
         *("--connector", config.connector),

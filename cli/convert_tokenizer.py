@@ -4,9 +4,12 @@ The router reads that file alone and never imports `transformers`; this command 
 that a checkpoint brings is never run: a release with its own tokenizer class names a known one.
 """
 
+import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from effuse.cli.arguments import command, directory
 
@@ -19,12 +22,7 @@ class ConversionError(Exception):
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
-    parser = command("convert-tokenizer", "Write tokenizer.json into a checkpoint directory.")
-    parser.add_argument("checkpoint", type=directory, metavar="DIR", help="checkpoint directory")
-    parser.add_argument(
-        "--tokenizer-class", metavar="NAME", help="class to read it with, as in Qwen2Tokenizer"
-    )
-    found = parser.parse_args(argv)
+    found = make_parser().parse_args(argv)
     try:
         print(f"wrote {convert(found.checkpoint, found.tokenizer_class)}")
     except ConversionError as error:
@@ -33,32 +31,65 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = command("convert-tokenizer", "Write tokenizer.json into a checkpoint directory.")
+    parser.add_argument("checkpoint", type=directory, metavar="DIR", help="checkpoint directory")
+    parser.add_argument(
+        "--tokenizer-class",
+        metavar="NAME",
+        help="class to read it with, as in Qwen2Tokenizer (default: what the checkpoint names)",
+    )
+    return parser
+
+
 def convert(checkpoint: Path, class_name: str | None) -> Path:
     """Write the file; its path. Raises ConversionError; an existing file is never replaced."""
-    import transformers  # a worker's dependency, and slow to import
-
     path = checkpoint / "tokenizer.json"
     if path.exists():
         raise ConversionError(f"{path} exists already")
-    known = class_name or "AutoTokenizer"
-    reader = getattr(transformers, known, None)
-    if reader is None:
-        raise ConversionError(f"expected a tokenizer class of transformers, got {known!r}")
+    reader = _find_reader(class_name or "AutoTokenizer")
+    backend = _read(reader, checkpoint)
+    try:
+        _write(backend, path)
+    except Exception as error:
+        raise ConversionError(f"{path} cannot be written: {error}") from error
+    return path
+
+
+def _find_reader(name: str) -> Any:
+    try:
+        import transformers  # a worker's dependency, and slow to import
+    except ImportError as error:
+        raise ConversionError(f"transformers is needed, as workers have it: {error}") from error
+    reader = getattr(transformers, name, None)
+    tokenizers = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
+    if not (isinstance(reader, type) and issubclass(reader, tokenizers)):
+        raise ConversionError(f"expected a tokenizer class of transformers, got {name!r}")
+    return reader
+
+
+def _read(reader: Any, checkpoint: Path) -> Any:
+    """What transformers makes of the checkpoint's files, however broken these are."""
     try:
         read = reader.from_pretrained(
             checkpoint, use_fast=True, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         raise ConversionError(
-            f"{checkpoint} cannot be read with {known}: {error}; "
+            f"{checkpoint} cannot be read with {reader.__name__}: {type(error).__name__}: {error}; "
             "--tokenizer-class names another class"
         ) from error
-    if not read.is_fast:
+    if not getattr(read, "is_fast", False):
         raise ConversionError(f"{type(read).__name__} cannot be written as tokenizer.json")
-    backend = read.backend_tokenizer
+    return read.backend_tokenizer
+
+
+def _write(backend: Any, path: Path) -> None:
+    """Writes the file whole or not at all. Raises whatever tokenizers does."""
     if backend.decode(backend.encode(_SAMPLE, add_special_tokens=False).ids) != _SAMPLE:
-        raise ConversionError(
-            "a sample that was encoded and decoded is not the same text; the file would be wrong"
-        )
-    backend.save(str(path))
-    return path
+        raise ValueError("a sample that was encoded and decoded is not the same text")
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tokenizer-") as beside:
+        written = Path(beside) / path.name
+        backend.save(str(written))
+        written.rename(path)

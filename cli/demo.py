@@ -4,6 +4,7 @@ The problems are drawn now, from the split that training never saw. The exit sta
 every answer is right.
 """
 
+import argparse
 import asyncio
 import secrets
 import sys
@@ -18,12 +19,11 @@ from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.generate import ask, explain
 from effuse.cli.gpus import gpus_here
 from effuse.cli.watch import watch
-from effuse.client.answer import Answer, StreamBroken
+from effuse.client.answer import Answer, Stats, StreamBroken
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import Problem, check, problem
 from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
-from effuse.v1.generation_pb2 import GenerationStats
 
 _TIMEOUT_S = 60.0
 _OWN = Params(max_tokens=160)
@@ -74,16 +74,21 @@ def main(argv: Sequence[str]) -> int:
     return 0 if right == demo.problems else 1
 
 
-def parse(argv: Sequence[str]) -> Demo:
-    """The demo that the flags describe; exits with status 2 on bad ones."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("demo", "Start a fleet, solve fresh problems on it, show blocks filling in.")
     add = parser.add_argument
     add("--problems", type=whole(1), default=3, metavar="N", help="problems to draw (default: 3)")
-    add("--seed", type=whole(0), metavar="N", help="draw these problems; new ones if absent")
+    add("--seed", type=whole(0), metavar="N", help="draw these problems (default: new ones)")
     add("--connector", choices=("nixl", "zmq"), default="zmq", help="how KV pages move")
     add("--prefill", type=whole(0), default=1, metavar="X", help="prefill workers (default: 1)")
     add("--decode", type=whole(1), default=1, metavar="Y", help="decode workers (default: 1)")
-    found = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Demo:
+    """The demo that the flags describe; exits with status 2 on bad ones."""
+    found = make_parser().parse_args(argv)
     return Demo(
         problems=found.problems,
         seed=secrets.randbits(32) if found.seed is None else found.seed,
@@ -136,7 +141,7 @@ def _introduce(console: Console, fleet: Fleet) -> None:
         console.print(f"  {name:<10} pid {process.pid}{place}")
 
 
-def _forwards(stats: GenerationStats) -> str:
+def _forwards(stats: Stats) -> str:
     return f"{stats.forward_passes}, {stats.tokens_per_forward:.1f} tokens each"
 
 

@@ -4,13 +4,13 @@ Accuracy of the bundled model under five ways of decoding, by the engine that se
 tokens each forward gives. Only tokens before the end-of-sequence id count.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -18,13 +18,12 @@ from effuse.cli.arguments import command, directory, whole
 from effuse.cli.scores import Outcome, judge, table
 from effuse.client.answer import Answer
 from effuse.client.params import Params
-from effuse.models.weights import DTYPES
-from effuse.offline.llm import LLM
 from effuse.problems.problem import Problem, problem
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.worker.config import Dtype
 
 _MAX_TOKENS = 176
+_DTYPES = tuple(one for one in get_args(Dtype) if one != "auto")
 
 
 WAYS: Final = {  # the rest as published with D2F and SDAR
@@ -60,6 +59,10 @@ class EvalJob:
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     job = parse(argv)
+    import torch  # slow, and not needed to tell the flags
+
+    from effuse.offline.llm import LLM
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = Tokenizer.load(job.model)
@@ -83,17 +86,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> EvalJob:
-    """The measurement that the flags describe; exits with status 2 on bad ones."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("eval", "Print the bundled model's accuracy and tokens per forward.")
     add = parser.add_argument
     add("--model", type=directory, default=bundled_directory(), metavar="DIR",
-        help="checkpoint; the bundled model if absent")  # fmt: skip
+        help="checkpoint (default: the bundled model)")  # fmt: skip
     add("--seed", type=whole(0), default=1, metavar="N", help="which problems (default: 1)")
     add("--count", type=whole(2), default=2000, metavar="N", help="how many (default: 2000)")
     add("--batch", type=whole(1), default=64, metavar="N", help="problems at a time (default: 64)")
-    add("--dtype", choices=DTYPES, default="float32", help="of weights and KV (default: float32)")
-    found = parser.parse_args(argv)
+    add("--dtype", choices=_DTYPES, default="float32", help="of weights and KV (default: float32)")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> EvalJob:
+    """The measurement that the flags describe; exits with status 2 on bad ones."""
+    found = make_parser().parse_args(argv)
     return EvalJob(
         model=found.model,
         seed=found.seed,

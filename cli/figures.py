@@ -1,23 +1,46 @@
 """The figures of one benchmark run and the table they make: pure arithmetic.
 
-Columns are D2F-vLLM's (total time, tokens, tokens a second, and its "average latency", the total
-time by the number of samples) and beside them what a client notices. Tokens are those before the
-end-of-sequence id.
+A request is judged as its client sees it: until its first block, from block to block, until its
+end. Tokens are those before the end-of-sequence id. Goodput counts the requests that met every
+objective, as in DistServe (arXiv 2401.09670).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished request."""
+    """One finished request; times in seconds since it was due to be sent."""
 
     tokens: int
     forward_passes: int
     first_block_s: float
     total_s: float
+    gaps_s: tuple[float, ...] = ()  # between blocks, one less than there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceGoals:
+    """What a client asks of each request, in seconds; infinity asks nothing."""
+
+    first_block_s: float = math.inf
+    gap_s: float = math.inf  # every gap between two blocks
+    total_s: float = math.inf
+
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether every finished request meets them."""
+        return math.isinf(min(self.first_block_s, self.gap_s, self.total_s))
+
+    def met_by(self, sample: Sample) -> bool:
+        """Whether this request was served so."""
+        return (
+            sample.first_block_s <= self.first_block_s
+            and max(sample.gaps_s, default=0.0) <= self.gap_s
+            and sample.total_s <= self.total_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +51,8 @@ class Run:
     total_s: float
     samples: Sequence[Sample]
     failed: int = 0
+    rate: float = math.nan  # requests that arrived a second; NaN where clients waited for answers
+    goals: ServiceGoals = ServiceGoals()
 
     @property
     def tokens(self) -> int:
@@ -40,9 +65,15 @@ class Run:
         return self.tokens / self.total_s
 
     @property
-    def average_latency_s(self) -> float:
-        """Total time by samples: D2F-vLLM's figure, not what a request waits."""
-        return self.total_s / max(1, len(self.samples))
+    def num_met(self) -> int:
+        """Requests that met every objective."""
+        return sum(self.goals.met_by(sample) for sample in self.samples)
+
+    @property
+    def met_share(self) -> float:
+        """Those by all requests, failed ones too; NaN of none."""
+        count = len(self.samples) + self.failed
+        return self.num_met / count if count else math.nan
 
     @property
     def tokens_per_forward(self) -> float:
@@ -51,37 +82,56 @@ class Run:
 
 
 COLUMNS = (
-    ("samples", "samples"),
+    ("rate", "arrive/s"),
+    ("samples", "answers"),
+    ("failed", "failed"),
     ("total_s", "total s"),
     ("tokens", "tokens"),
     ("tokens_per_s", "tokens/s"),
-    ("average_latency_s", "avg. latency s"),
-    ("latency_p50_s", "request p50 s"),
-    ("latency_p99_s", "request p99 s"),
+    ("requests_per_s", "answers/s"),
+    ("goodput_per_s", "goodput/s"),
+    ("met_share", "met"),
+    ("latency_mean_s", "mean s"),
+    ("latency_p50_s", "p50 s"),
+    ("latency_p99_s", "p99 s"),
     ("first_block_p50_s", "1st block p50 s"),
-    ("first_block_p99_s", "1st block p99 s"),
+    ("first_block_p99_s", "p99 s"),
+    ("gap_p50_s", "gap p50 s"),
+    ("gap_p99_s", "p99 s"),
     ("tokens_per_forward", "tokens/fwd"),
-    ("failed", "failed"),
 )
 
 
 def figures(run: Run) -> dict[str, float]:
-    """Every figure of a run by name; times in seconds."""
+    """Every figure of a run by name; times in seconds. Without objectives there is no goodput."""
     latencies = [sample.total_s for sample in run.samples]
     firsts = [sample.first_block_s for sample in run.samples]
+    gaps = [gap for sample in run.samples for gap in sample.gaps_s]
+    without = run.goals.asks_nothing
     return {
+        "rate": run.rate,
         "samples": len(run.samples),
         "failed": run.failed,
         "total_s": run.total_s,
         "tokens": run.tokens,
         "tokens_per_s": run.tokens_per_s,
-        "average_latency_s": run.average_latency_s,
+        "requests_per_s": len(run.samples) / run.total_s,
+        "goodput_per_s": math.nan if without else run.num_met / run.total_s,
+        "met_share": math.nan if without else run.met_share,
+        "latency_mean_s": mean(latencies),
         "latency_p50_s": percentile(latencies, 0.5),
         "latency_p99_s": percentile(latencies, 0.99),
         "first_block_p50_s": percentile(firsts, 0.5),
         "first_block_p99_s": percentile(firsts, 0.99),
+        "gap_p50_s": percentile(gaps, 0.5),
+        "gap_p99_s": percentile(gaps, 0.99),
         "tokens_per_forward": run.tokens_per_forward,
     }
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean; NaN of none."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -110,7 +160,7 @@ def table(runs: Sequence[Run]) -> str:
     )
 
 
-def as_json(runs: Sequence[Run]) -> list[dict[str, object]]:
+def as_json(runs: Iterable[Run]) -> list[dict[str, object]]:
     """Figures and samples of every run, for a file; null for a NaN, which JSON has not."""
     return [
         {
@@ -123,4 +173,6 @@ def as_json(runs: Sequence[Run]) -> list[dict[str, object]]:
 
 
 def _cell(value: float) -> str:
+    if math.isnan(value):
+        return "-"
     return str(value) if isinstance(value, int) else f"{value:.3f}"

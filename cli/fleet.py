@@ -21,6 +21,7 @@ import grpc
 import redis
 
 from effuse.cli.commands import (
+    LOOPBACK,
     Surroundings,
     longest_router_end_s,
     longest_start_s,
@@ -62,7 +63,7 @@ class FleetConfig:
     connector: str = "zmq"  # how KV pages move: zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
     adapter: Path | None = None  # LoRA adapter directory beside it
-    host: str = "127.0.0.1"  # address every process listens on
+    host: str = LOOPBACK  # address that the routers listen on; all else stays on loopback
     port: int = 0  # the routers' port; 0 takes a free one
     redis_url: str | None = None  # a running Redis; None starts an embedded one
     name: str | None = None  # namespace of the keys in Redis; None makes a new one
@@ -326,7 +327,7 @@ class Fleet:
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
             port = _free_port()
-            self.redis_url = f"redis://127.0.0.1:{port}/0"
+            self.redis_url = f"redis://{LOOPBACK}:{port}/0"
             self._commands["redis"] = redis_command(port, self._home)
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
@@ -376,7 +377,7 @@ def _hold_port(host: str, port: int) -> socket.socket:
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
 

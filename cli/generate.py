@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> GenerateJob:
-    """The job that the flags describe; exits with status 2 on bad ones."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
     add("prompt", nargs="*", type=text, metavar="PROMPT",
@@ -80,8 +80,15 @@ def parse(argv: Sequence[str]) -> GenerateJob:
     add("--stats", action="store_true", help="print each answer's figures to standard error")
     add("--timeout", type=seconds, default=120.0, metavar="S",
         help="longest a prompt may take (default: 120)")  # fmt: skip
-    add("--request-id", type=text, metavar="ID", help="id of the request; for one prompt only")
+    add("--request-id", type=text, metavar="ID",
+        help="id of the request; for one prompt only (default: a new one)")  # fmt: skip
     add_knobs(parser)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> GenerateJob:
+    """The job that the flags describe; exits with status 2 on bad ones."""
+    parser = make_parser()
     return _job(parser, parser.parse_args(argv))
 
 
@@ -205,7 +212,9 @@ async def ask(
     Raises grpc.aio.AioRpcError with the server's status, and StreamBroken.
     """
     gathering = Gathering()
-    async for event in stub.GenerateStream(request, timeout=timeout_s):
+    async for event in stub.GenerateStream(
+        generation_pb2.GenerateStreamRequest(request=request), timeout=timeout_s
+    ):
         on_event(event)
         gathering.take(event)
     return gathering.answer(request.request_id)
@@ -224,7 +233,7 @@ def figures(answer: Answer) -> str:
         f"{answer.usage.prompt_tokens} prompt tokens, first block after "
         f"{answer.first_block_s * 1e3:.0f} ms, {answer.usage.completion_tokens} tokens in "
         f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), "
-        f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all"
+        f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all, seed {answer.seed}"
     )
 
 

@@ -2,17 +2,31 @@
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from effuse.cli.arguments import text, whole
-from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES, Params
+from effuse.client.params import (
+    ALGORITHMS,
+    ALGS,
+    CACHES,
+    PRIORITIES,
+    REMASKINGS,
+    SCORES,
+    Params,
+)
 from effuse.config.decoding import (
     ALG_TEMP,
+    BIAS,
     BLOCK_LENGTH,
     CFG_SCALE,
     DENOISING_STEPS,
     ENTROPY,
     EPS,
     MAX_TOKENS,
+    MIN_P,
+    MIN_TOKENS,
+    PENALTY,
+    REPETITION,
     SEED,
     STEPS,
     TEMPERATURE,
@@ -28,23 +42,64 @@ _TOKEN_ID = whole(0, 2**32 - 1)  # what the wire holds
 
 def add_knobs(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every setting."""
-    add = parser.add_argument
+    add = _adder(parser)
     add(
         "--model",
         type=text,
         metavar="NAME",
-        help="model to ask for, where the fleet serves several",
+        help="model to ask for, where the fleet serves several (default: the only one)",
     )
     add("--max-tokens", type=within(MAX_TOKENS), metavar="N", help="most tokens to generate")
     add("--stop", action="append", type=text, default=[], metavar="TEXT",
-        help="text that ends the answer")  # fmt: skip
+        help="text that ends the answer (default: none)")  # fmt: skip
     add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
-        help="token that ends the answer")  # fmt: skip
-    add("--ignore-eos", action="store_true", default=None, help="go on past the end of sequence")
+        help="token that ends the answer (default: the model's alone)")  # fmt: skip
+    add("--min-tokens", type=within(MIN_TOKENS), metavar="N",
+        help="tokens before which the answer does not stop (default: 0)")  # fmt: skip
+    add("--ignore-eos", action="store_true", default=None,
+        help="go on past the end of sequence (default: off)")  # fmt: skip
+    add(
+        "--priority",
+        choices=PRIORITIES,
+        help="who goes first where requests wait (default: normal)",
+    )
+    add("--parse-special-tokens", action="store_true", default=None,
+        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
+    _add_sampling_knobs(parser)
+    _add_block_knobs(parser)
+    _add_canvas_knobs(parser)
+
+
+def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
+    """What a token is drawn from."""
+    add = _adder(parser)
     add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
     add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
     add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
-    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer")
+    add("--min-p", type=within(MIN_P), metavar="P",
+        help="least share of the likeliest token's probability; 0 keeps all")  # fmt: skip
+    add(
+        "--presence-penalty",
+        type=within(PENALTY),
+        metavar="X",
+        help="off tokens that are there (default: 0)",
+    )
+    add(
+        "--frequency-penalty",
+        type=within(PENALTY),
+        metavar="X",
+        help="off them, each time (default: 0)",
+    )
+    add("--repetition-penalty", type=within(REPETITION), metavar="X",
+        help="divides logits of tokens that prompt and answer hold; 1 is none")  # fmt: skip
+    add("--logit-bias", action="append", default=[], type=_bias, metavar="ID=X",
+        help="add X to the logit of a token (default: none)")  # fmt: skip
+    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer (default: drawn)")
+
+
+def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
+    """How blocks are denoised."""
+    add = _adder(parser)
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
     add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")
     add("--confidence-threshold", type=within(THRESHOLD), metavar="P", help="write above this")
@@ -66,14 +121,11 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
-    add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that a prompt spells for such, not for text")  # fmt: skip
-    _add_canvas_knobs(parser)
 
 
 def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     """Flags of algorithms that denoise prompt and answer as one canvas."""
-    add = parser.add_argument
+    add = _adder(parser)
     add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
         help="tokens that are denoised together (LLaDA, Fast-dLLM)")  # fmt: skip
     add("--steps", type=within(STEPS), metavar="N",
@@ -88,6 +140,16 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     add("--alg-temp", type=within(ALG_TEMP), metavar="T",
         help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
     add("--cache", choices=CACHES, help="what a block does not compute again (Fast-dLLM)")
+
+
+def _adder(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """`add_argument`, for flags whose default, where help tells no other, is the model's."""
+
+    def add(flag: str, *, help: str, **kinds: Any) -> argparse.Action:
+        told = help if "(default: " in help else f"{help} (default: the model's)"
+        return parser.add_argument(flag, help=told, **kinds)
+
+    return add
 
 
 def within(bounds: Bounds) -> Callable[[str], float]:
@@ -106,6 +168,13 @@ def within(bounds: Bounds) -> Callable[[str], float]:
     return parse
 
 
+def _bias(given: str) -> tuple[int, float]:
+    token, equals, added = given.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected ID=X, got {given!r}")
+    return int(_TOKEN_ID(token)), within(BIAS)(added)
+
+
 def params_from(found: argparse.Namespace) -> Params:
     """The settings among parsed flags."""
     return Params(
@@ -114,9 +183,15 @@ def params_from(found: argparse.Namespace) -> Params:
         stop=tuple(found.stop),
         stop_token_ids=tuple(found.stop_token_id),
         ignore_eos=found.ignore_eos,
+        min_tokens=found.min_tokens,
         temperature=found.temperature,
         top_p=found.top_p,
         top_k=found.top_k,
+        min_p=found.min_p,
+        presence_penalty=found.presence_penalty,
+        frequency_penalty=found.frequency_penalty,
+        repetition_penalty=found.repetition_penalty,
+        logit_bias=dict(found.logit_bias),
         seed=found.seed,
         algorithm=found.algorithm,
         window=found.window,
@@ -136,5 +211,6 @@ def params_from(found: argparse.Namespace) -> Params:
         eps=found.eps,
         alg_temp=found.alg_temp,
         cache=found.cache,
+        priority=found.priority,
         parse_special_tokens=found.parse_special_tokens,
     )

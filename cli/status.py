@@ -49,15 +49,20 @@ def main(argv: Sequence[str]) -> int:
     return 0 if any(_can_answer(worker) for worker in workers) else 1
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the flags say; exits with status 2 on bad ones."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("status", "Show the workers of a running fleet, their load and their links.")
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--json", action="store_true", help="all that is known, as one JSON list")
     add("--timeout", type=seconds, default=5.0, metavar="S",
         help="longest the router may take (default: 5)")  # fmt: skip
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """What the flags say; exits with status 2 on bad ones."""
+    return make_parser().parse_args(argv)
 
 
 def as_json(workers: Sequence[model_pb2.Worker]) -> str:
@@ -151,9 +156,8 @@ def _link(worker: model_pb2.Worker, link: model_pb2.WorkerLink) -> str:
 
 def _quarantine(worker: model_pb2.Worker, held: model_pb2.WorkerQuarantine) -> str:
     pages = f"{held.pages} pages in quarantine"
-    return (
-        f"{worker.worker_id}: {pages} for {held.age_s:.0f} s, until {held.writer} lets go of them"
-    )
+    age_s = held.age.ToTimedelta().total_seconds()
+    return f"{worker.worker_id}: {pages} for {age_s:.0f} s, until {held.writer} lets go of them"
 
 
 def _summary(workers: Sequence[model_pb2.Worker]) -> str:

@@ -42,13 +42,18 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """What the flags say; exits with status 2 on bad ones."""
+    return make_parser().parse_args(argv)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("top", "Watch a fleet's workers and running requests, until Ctrl-C.")
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--interval", type=seconds, default=0.25, metavar="S",
         help="between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
     add("--once", action="store_true", help="draw once, as where nobody sits at a terminal")
-    return parser.parse_args(argv)
+    return parser
 
 
 def draw(look: Look) -> RenderableType:
@@ -73,7 +78,7 @@ def _cells(request: monitor_pb2.RunningRequest) -> tuple[str, ...]:
         request.state,
         " > ".join(workers),
         str(request.attempt),
-        f"{request.age_s:.1f} s",
+        f"{request.age.ToTimedelta().total_seconds():.1f} s",
         f"{request.num_tokens} of {request.max_tokens}",
         blocks_line(request),
     )

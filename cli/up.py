@@ -2,8 +2,7 @@
 
 Flags that are not its own are those of the processes it starts (their `config.py`), checked here
 and passed on to whichever takes them.
-A process that ends by itself is reported and started again, ever more slowly if it keeps ending.
-SIGUSR1 replaces all processes, one after the other, with no request lost.
+What ends by itself is started again (`keeper.py`); SIGUSR1 replaces all processes.
 """
 
 import argparse
@@ -19,17 +18,17 @@ from pathlib import Path
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.commands import value_of
+from effuse.cli.commands import LOOPBACK, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.process import LogFollower
 from effuse.cli.status import taken_defaults
 from effuse.client.client import Client
-from effuse.config.flags import add_flags
+from effuse.config.file import add_config_flag, with_file
+from effuse.config.flags import add_flags, add_switch
 from effuse.decode_worker.config import DecodeConfig
-from effuse.models.config import ModelConfig
-from effuse.models.defaults import read_defaults
+from effuse.models.defaults import refuse_unserved
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos.errors import EffuseError
 from effuse.router.config import RouterConfig
@@ -40,7 +39,7 @@ _ASK_S = 5.0  # the longest that the router may take to describe its models
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
 # Both have it, but workers on one machine cannot share a port.
-_ROUTERS_ALONE = {"metrics_port"}
+_ROUTERS_ALONE = {"metrics_port", "metrics_host"}
 
 Config = WorkerConfig | RouterConfig
 
@@ -106,18 +105,32 @@ def main(argv: Sequence[str]) -> int:
 def refuse_early(config: FleetConfig) -> None:
     """Raises ValueError for a checkpoint that cannot be served, before any process is started."""
     if config.model is not None:
-        read_defaults(config.model, ModelConfig.from_dir(config.model))
+        refuse_unserved(config.model)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags: its own, and by group those that are passed on."""
+    parser = _own_parser()
+    for group in _groups().all():
+        add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
+    return parser
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    parser = command("up", "Start a fleet on this machine.")
+    _add_own(parser)
+    return parser
 
 
 def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
     """What to start, and what to show of it; exits with status 2 on bad flags."""
-    parser = command("up", "Start a fleet on this machine.")
-    _add_own(parser)
-    found, rest = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    groups = _groups(set(vars(found)))
-    found = _check_flags(parser, argv, rest, groups.all())
+    parser, groups = make_parser(), _groups()
+    argv = with_file(parser, argv)
+    words = [word for word in argv if word not in ("-h", "--help")]
+    _, rest = _own_parser().parse_known_args(words)
+    found = _check_flags(parser, argv, rest, groups)
     try:
-        page_port = None if found.no_page else found.page_port
+        page_port = found.page_port if found.page else None
         return _config(found, rest, groups), UpView(quiet=found.quiet, page_port=page_port)
     except ValueError as error:
         parser.error(str(error))
@@ -185,19 +198,26 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="routers, which share the port (default: 1)")  # fmt: skip
     add("--connector", choices=("nixl", "zmq"), default="zmq",
         help="how KV pages move (default: zmq)")  # fmt: skip
-    add("--model", type=directory, metavar="DIR", help="checkpoint; the bundled model if absent")
+    add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--host", default=LOOPBACK,
+        help="the routers' address; all else stays on loopback (default: 127.0.0.1)")  # fmt: skip
     add("--port", type=whole(0, 65535), default=50051,
         help="the routers' port; 0 is any free one (default: 50051)")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
-        help="a running Redis; an embedded one is started if absent")  # fmt: skip
-    add("--fleet", metavar="NAME", help="namespace in Redis; a new one if absent")
-    add("--log-dir", type=Path, metavar="DIR", help="keep one log file a process here")
+        help="a running Redis (default: an embedded one is started)")  # fmt: skip
+    add("--fleet", metavar="NAME", help="namespace in Redis (default: a new one)")
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep one log file a process here (default: none is kept)",
+    )
     add("--page-port", type=whole(0, 65535), default=0, metavar="N",
         help="port of the page about the fleet; 0 is any free one (default: 0)")  # fmt: skip
-    add("--no-page", action="store_true", help="serve no page")
-    add("--quiet", action="store_true", help="do not show the processes' logs")
+    add_switch(parser, "--page", "serve a page about the fleet", default=True)
+    add_switch(parser, "--quiet", "do not show the processes' logs")
+    add_config_flag(parser)
     _add_gpus(parser)
 
 
@@ -208,15 +228,29 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--gpus", type=gpu_list, metavar="0,1,..",
         help="GPUs to use, prefill workers first (default: all that are here)")  # fmt: skip
-    add("--prefill-gpus", type=gpu_list, metavar="0,..", help="one for each prefill worker")
-    add("--decode-gpus", type=gpu_list, metavar="1,..", help="one for each decode worker")
-    add("--gpu-sharing", action="store_true",
-        help="let several workers share a GPU where there are too few, and divide "
-        "--gpu-memory-utilization among them")  # fmt: skip
+    add(
+        "--prefill-gpus",
+        type=gpu_list,
+        metavar="0,..",
+        help="one for each prefill worker (default: of --gpus)",
+    )
+    add(
+        "--decode-gpus",
+        type=gpu_list,
+        metavar="1,..",
+        help="one for each decode worker (default: of --gpus)",
+    )
+    add_switch(
+        group,
+        "--gpu-sharing",
+        "let several workers share a GPU where there are too few, and divide "
+        "--gpu-memory-utilization among them",
+    )
 
 
-def _groups(own: set[str]) -> FlagGroups:
+def _groups() -> FlagGroups:
     """Flags of the processes by who takes them, less those of `up` itself."""
+    own = set(vars(_own_parser().parse_args([])))
     worker, router = _names(WorkerConfig), _names(RouterConfig)
     both = (worker & router) - own - _GIVEN - _ROUTERS_ALONE
     return FlagGroups(
@@ -242,19 +276,19 @@ def _check_flags(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
     rest: Sequence[str],
-    groups: Sequence[FlagGroup],
+    groups: FlagGroups,
 ) -> argparse.Namespace:
-    """Adds these flags to `parser`, so that help and errors show every flag that is taken. Returns
-    the values of all; exits with status 2 on a bad one."""
+    """The values of all flags; exits with status 2 on a bad one."""
     for flag in rest:
         if flag.split("=")[0].removeprefix("--").replace("-", "_") in _GIVEN:
             parser.error(f"{flag}: not a flag of `effuse up`, which sets it for each process")
-    for group in groups:
-        add_flags(parser.add_argument_group(group.title), group.config, only=group.names)
     found = parser.parse_args(argv)
     try:
-        for group in groups:
-            group.config(**{name: getattr(found, name) for name in group.names})
+        for group in groups.all():
+            names = group.names | groups.every.names  # may be judged together
+            if group is groups.router:
+                names = names | {"host"}  # which is the routers' alone
+            group.config(**{name: getattr(found, name) for name in names})
     except ValueError as error:
         parser.error(str(error))
     return found

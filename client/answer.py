@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from google.protobuf.duration_pb2 import Duration
+
 from effuse.v1 import generation_pb2 as pb
 
 Event = pb.GenerateStreamResponse
@@ -18,36 +20,109 @@ _REASONS: dict[int, FinishReason] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What an answer cost, as the server saw it; GenerationStats with its times in seconds."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0
+    first_block_s: float = 0.0
+    total_s: float = 0.0
+    forward_passes: int = 0
+    tokens_per_forward: float = 0.0
+    kv_bytes: int = 0
+    kv_pages: int = 0
+    connector: str = ""  # empty where decode prefilled for itself
+    prefill_worker: str = ""  # empty where decode prefilled for itself
+    decode_worker: str = ""
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, stats: pb.GenerationStats) -> Stats:
+        """What a response tells."""
+        return cls(
+            queue_s=_seconds(stats.queue_duration),
+            prefill_s=_seconds(stats.prefill_duration),
+            handoff_s=_seconds(stats.handoff_duration),
+            first_block_s=_seconds(stats.time_to_first_block),
+            total_s=_seconds(stats.total_duration),
+            forward_passes=stats.forward_passes,
+            tokens_per_forward=stats.tokens_per_forward,
+            kv_bytes=stats.kv_bytes,
+            kv_pages=stats.kv_pages,
+            connector=stats.connector,
+            prefill_worker=stats.prefill_worker,
+            decode_worker=stats.decode_worker,
+            preemptions=stats.preemptions,
+        )
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToTimedelta().total_seconds()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithms of the model's own probabilities, at the pass that wrote a token."""
+
+    logprob: float  # of the token
+    top: tuple[tuple[int, float], ...]  # (id, its own) of the likeliest ones, the best first
+
+    @classmethod
+    def of(cls, told: pb.TokenLogprobs) -> Logprob:
+        """As the wire has it."""
+        pairs = zip(told.top_token_ids, told.top_logprobs, strict=False)
+        return cls(told.logprob, tuple(pairs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A whole answer, and what it took in seconds on the client's clock."""
 
     text: str
     token_ids: tuple[int, ...]  # empty where they were not asked for
+    logprobs: tuple[Logprob, ...]  # one for each token, where asked for
     # (tokens, forward passes) of the answer so far, at each commit; empty of a unary call.
     commits: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
     usage: pb.Usage
-    stats: pb.GenerationStats  # as the server saw it
+    stats: Stats
     request_id: str
     model: str
+    seed: int  # of the randomness: the request's, or what the server drew
+    stopped_by: str | int | None  # the stop string or the id that ended it; None at its length
     first_block_s: float  # until the first final text arrived; of a unary call the server's figure
     total_s: float  # until all had arrived
 
     @classmethod
     def of(cls, response: pb.GenerateResponse, total_s: float) -> Answer:
         """A unary response."""
+        stats = Stats.of(response.stats)
         return cls(
             text=response.text,
             token_ids=tuple(response.token_ids),
+            logprobs=tuple(map(Logprob.of, response.logprobs)),
             commits=(),
             finish_reason=_REASONS.get(response.finish_reason, "unknown"),
             usage=response.usage,
-            stats=response.stats,
+            stats=stats,
             request_id=response.request_id,
             model=response.model,
-            first_block_s=response.stats.first_block_s,
+            first_block_s=stats.first_block_s,
+            seed=response.seed,
+            stopped_by=_stopped_by(response),
             total_s=total_s,
         )
+
+
+def _stopped_by(said: pb.GenerateResponse | pb.Finished) -> str | int | None:
+    match said.WhichOneof("matched_stop"):
+        case "stop_string":
+            return said.stop_string
+        case "end_token_id":
+            return said.end_token_id
+        case _:
+            return None
 
 
 class StreamBroken(Exception):
@@ -63,6 +138,7 @@ class Gathering:
         self._first_block_s: float | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[Logprob] = []
         self._commits: list[tuple[int, int]] = []
         self._finished: Event | None = None
 
@@ -76,6 +152,7 @@ class Gathering:
             self._first_block_s = self._now() - self._began
         self._texts.append(event.commit.text)
         self._token_ids += event.commit.token_ids
+        self._logprobs += map(Logprob.of, event.commit.logprobs)
         tokens = event.commit.token_offset + event.commit.num_tokens
         self._commits.append((tokens, event.commit.forward_passes))
         return event.commit.text
@@ -89,12 +166,15 @@ class Gathering:
         return Answer(
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
             commits=tuple(self._commits),
             finish_reason=_REASONS.get(finished.finish_reason, "unknown"),
             usage=finished.usage,
-            stats=finished.stats,
+            stats=Stats.of(finished.stats),
             request_id=self._finished.request_id,
             model=finished.model,
+            seed=finished.seed,
+            stopped_by=_stopped_by(finished),
             first_block_s=total_s if self._first_block_s is None else self._first_block_s,
             total_s=total_s,
         )

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from datetime import timedelta
 from typing import Protocol, Self, cast
 
 import grpc
 import grpc.aio
 
 from effuse.client.answer import Answer, Event, Gathering
+from effuse.client.chat import Chat
 from effuse.client.options import DEFAULT_TARGET, Options
-from effuse.client.params import Params, Prompt, make_request
+from effuse.client.params import Params, Prompt, make_request, make_tokenize_request
 from effuse.protos.errors import from_rpc_error
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.v1 import (
+    generation_pb2,
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
@@ -46,21 +49,56 @@ class Client:
         self._monitor = monitor_pb2_grpc.MonitorServiceStub(self._channel)
 
     def generate(
-        self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
+        self,
+        prompt: Prompt,
+        params: Params = _DEFAULTS,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> Answer:
         """The whole answer to one prompt, token ids included. Raises EffuseError."""
         began = time.monotonic()
-        request = make_request(prompt, params, token_ids=True)
+        request = make_request(prompt, params, request_id=request_id, token_ids=True)
         with _raising(self._target):
             response = self._generation.Generate(request, timeout=timeout_s)
         return Answer.of(response, time.monotonic() - began)
 
     def stream(
-        self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
+        self,
+        prompt: Prompt,
+        params: Params = _DEFAULTS,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> Stream:
         """The answer as it is written: iterate for its text, block by block."""
-        request = make_request(prompt, params, token_ids=True)
+        request = _streamed(prompt, params, request_id)
         return Stream(self._generation.GenerateStream(request, timeout=timeout_s), self._target)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends the request of this id, whoever asked for it; False where it did not run there.
+        Raises EffuseError."""
+        with _raising(self._target):
+            response = self._generation.CancelRequest(
+                generation_pb2.CancelRequestRequest(request_id=request_id)
+            )
+        return response.was_running
+
+    def tokenize(
+        self, prompt: str | Chat, *, model: str | None = None, parse_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """The ids that a prompt would be. Raises EffuseError."""
+        request = make_tokenize_request(prompt, model, parse_special_tokens)
+        with _raising(self._target):
+            response = self._models.Tokenize(request)
+        return tuple(response.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
+        """The text that an answer of these ids would have. Raises EffuseError."""
+        request = model_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
+        with _raising(self._target):
+            response = self._models.Detokenize(request)
+        return response.text
 
     def models(self) -> list[model_pb2.Model]:
         """What the fleet serves, with limits and defaults. Raises EffuseError."""
@@ -85,7 +123,7 @@ class Client:
     ) -> Generator[monitor_pb2.WatchRequestsResponse, None, None]:
         """What is queued and runs at the router, every `interval_s` seconds, until it drains, for
         an hour at most. Raises EffuseError."""
-        request = monitor_pb2.WatchRequestsRequest(interval_s=interval_s)
+        request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
         call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S)
         try:
             with _raising(self._target):
@@ -157,24 +195,34 @@ class AsyncClient:
         self._models = model_stub(self._channel)
 
     async def generate(
-        self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
+        self,
+        prompt: Prompt,
+        params: Params = _DEFAULTS,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> Answer:
         """The whole answer to one prompt, token ids included. Raises EffuseError."""
         began = time.monotonic()
-        request = make_request(prompt, params, token_ids=True)
+        request = make_request(prompt, params, request_id=request_id, token_ids=True)
         with _raising(self._target):
             response = await self._generation.Generate(request, timeout=timeout_s)
         return Answer.of(response, time.monotonic() - began)
 
     async def stream(
-        self, prompt: Prompt, params: Params = _DEFAULTS, *, timeout_s: float | None = None
+        self,
+        prompt: Prompt,
+        params: Params = _DEFAULTS,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> AsyncGenerator[str | Answer, None]:
         """Pieces of text as they are written, none empty, and last the whole Answer.
 
         Raises EffuseError, and StreamBroken. Ending the iteration early ends the request.
         """
         gathering = Gathering()
-        request = make_request(prompt, params, token_ids=True)
+        request = _streamed(prompt, params, request_id)
         call = self._generation.GenerateStream(request, timeout=timeout_s)
         try:
             with _raising(self._target):
@@ -184,6 +232,31 @@ class AsyncClient:
         finally:
             call.cancel()
         yield gathering.answer()
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends the request of this id, whoever asked for it; False where it did not run there.
+        Raises EffuseError."""
+        with _raising(self._target):
+            response = await self._generation.CancelRequest(
+                generation_pb2.CancelRequestRequest(request_id=request_id)
+            )
+        return response.was_running
+
+    async def tokenize(
+        self, prompt: str | Chat, *, model: str | None = None, parse_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """The ids that a prompt would be. Raises EffuseError."""
+        request = make_tokenize_request(prompt, model, parse_special_tokens)
+        with _raising(self._target):
+            response = await self._models.Tokenize(request)
+        return tuple(response.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
+        """The text that an answer of these ids would have. Raises EffuseError."""
+        request = model_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
+        with _raising(self._target):
+            response = await self._models.Detokenize(request)
+        return response.text
 
     async def models(self) -> list[model_pb2.Model]:
         """What the fleet serves, with limits and defaults. Raises EffuseError."""
@@ -212,6 +285,13 @@ class AsyncClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _streamed(
+    prompt: Prompt, params: Params, request_id: str | None
+) -> generation_pb2.GenerateStreamRequest:
+    request = make_request(prompt, params, request_id=request_id, token_ids=True)
+    return generation_pb2.GenerateStreamRequest(request=request)
 
 
 @contextlib.contextmanager

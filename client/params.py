@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeVar
 
 from effuse.client.chat import Chat
 from effuse.config.decoding import Alg, Algorithm, Cache, Remasking, Score
 from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import model_pb2
 
 Value = TypeVar("Value")
+Priority = Literal["low", "normal", "high"]
+"""Who goes first in a router's queue."""
 Prompt = str | Chat | Sequence[int]
 """Text, a conversation, or token ids that are used as they are."""
 
@@ -20,6 +23,11 @@ ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "llada": pb.ALGORITHM_LLADA,
     "dream": pb.ALGORITHM_DREAM,
     "fast_dllm": pb.ALGORITHM_FAST_DLLM,
+}
+PRIORITIES: Final[Mapping[Priority, pb.Priority]] = {
+    "low": pb.PRIORITY_LOW,
+    "normal": pb.PRIORITY_NORMAL,
+    "high": pb.PRIORITY_HIGH,
 }
 REMASKINGS: Final[Mapping[Remasking, pb.Remasking]] = {
     "low_confidence_dynamic": pb.REMASKING_LOW_CONFIDENCE_DYNAMIC,
@@ -57,10 +65,18 @@ class Params:
     stop: tuple[str, ...] = ()  # text that ends the answer and is no part of it
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool | None = None
+    min_tokens: int | None = None  # before which nothing but max_tokens ends the answer
     temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
     top_k: int | None = None
-    seed: int | None = None  # same seed, same answer
+    min_p: float | None = None  # share of the likeliest token's probability
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None  # 1 is none
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, hash=False
+    )  # by token id, what is added
+    seed: int | None = None  # same seed, same answer; drawn by the server where absent
     algorithm: Algorithm | None = None
     window: int | None = None  # blocks in flight (D2F)
     confidence_threshold: float | None = None
@@ -79,6 +95,8 @@ class Params:
     eps: float | None = None  # where time ends that begins at 1 (Dream)
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
+    logprobs: int | None = None  # of each token, with so many of the likeliest ones
+    priority: Priority | None = None  # in a router's queue
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
 
@@ -100,10 +118,16 @@ def make_request(
         prompt_token_ids=ids,
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
         parse_special_tokens=params.parse_special_tokens,
+        priority=_named("priority", params.priority, PRIORITIES),
         sampling=pb.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
             seed=params.seed,
         ),
         stopping=pb.StoppingParams(
@@ -111,6 +135,7 @@ def make_request(
             stop=params.stop,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
         ),
         decoding=pb.DecodingParams(
             algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
@@ -132,7 +157,19 @@ def make_request(
             alg_temp=params.alg_temp,
             cache=_named("cache", params.cache, CACHES),
         ),
-        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
+        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts, logprobs=params.logprobs),
+    )
+
+
+def make_tokenize_request(
+    prompt: str | Chat, model: str | None, parse_special_tokens: bool
+) -> model_pb2.TokenizeRequest:
+    """The request for one prompt's ids."""
+    return model_pb2.TokenizeRequest(
+        model=model,
+        prompt=prompt if isinstance(prompt, str) else None,
+        chat=prompt.to_input() if isinstance(prompt, Chat) else None,
+        parse_special_tokens=parse_special_tokens,
     )
 
 

@@ -6,6 +6,7 @@ Not here: what needs more than one value to judge, which is its config's own.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,6 +34,22 @@ def directory(name: str, path: Path | None) -> None:
     """Refuses a path, where there is one, that is not a directory."""
     if path is not None and not path.is_dir():
         raise ValueError(f"{flag_of(name)}: expected a directory, got {str(path)!r}")
+
+
+def loopback(name: str, host: str, why: str, unless: str) -> None:
+    """Refuses an address that other machines may reach; `unless` is the flag that allows it."""
+    if not is_loopback(host):
+        raise ValueError(
+            f"{flag_of(name)}: expected a loopback address, as {why}, or {unless}; got {host!r}"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone reaches it. A name other than localhost is not looked up."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def redis_url(name: str, url: str | None) -> None:

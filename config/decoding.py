@@ -82,8 +82,15 @@ _INT32_MAX: Final = 2**31 - 1  # what a decode worker's slots on a device hold
 TEMPERATURE: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for greedy")
 TOP_P: Final = Bounds(0.0, 1.0, above_low=True)
 TOP_K: Final = Bounds(0, _INT32_MAX, note="; 0 keeps all")
+LOGPROBS: Final = Bounds(0, 20)
+MIN_P: Final = Bounds(0.0, 1.0)
+PENALTY: Final = Bounds(-2.0, 2.0)
+REPETITION: Final = Bounds(0.1, 10.0)
+BIAS: Final = Bounds(-100.0, 100.0)
+MOST_BIASES: Final = 512
 SEED: Final = Bounds(0, 2**64 - 1)
 MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
+MIN_TOKENS: Final = Bounds(0, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
 THRESHOLD: Final = Bounds(0.0, 1.0)
 DENOISING_STEPS: Final = Bounds(1, _INT32_MAX)
@@ -104,9 +111,26 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 keeps all
     seed: int = 0  # uint64, key of the counter-based randomness
+    min_p: float = 0.0  # share of the likeliest token's probability; 0 keeps all
+    presence_penalty: float = 0.0  # off the logits of tokens in the answer's final text
+    frequency_penalty: float = 0.0  # the same, as often as it holds them
+    repetition_penalty: float = 1.0  # of tokens in prompt and final text, arXiv 1909.05858; 1: none
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added), ids ascending
 
     def __post_init__(self) -> None:
         _check_numbers(self, _SAMPLING)
+        if len(self.logit_bias) > MOST_BIASES:
+            found = f"{len(self.logit_bias)} ids"
+            raise SettingError("logit_bias", f"at most {MOST_BIASES} ids", found)
+        for _, added in self.logit_bias:
+            if added not in BIAS:
+                raise SettingError("logit_bias", BIAS.form, added)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before anything is drawn from them."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return bool(self.min_p or self.logit_bias) or penalties != (0, 0, 1)
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,9 +141,14 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0  # before which no stop id is written
 
     def __post_init__(self) -> None:
         _check_numbers(self, _STOPPING)
+        if self.min_tokens > self.max_tokens:
+            raise SettingError(
+                "min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens
+            )
 
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,8 +231,17 @@ def plain_settings(algorithm: Algorithm, block_size: int) -> DecodeSettings:
     return msgspec.structs.replace(settings, block_length=block_size, remasking="low_confidence")
 
 
-_SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K, "seed": SEED}
-_STOPPING: Final = {"max_tokens": MAX_TOKENS}
+_SAMPLING: Final = {
+    "temperature": TEMPERATURE,
+    "top_p": TOP_P,
+    "top_k": TOP_K,
+    "seed": SEED,
+    "min_p": MIN_P,
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": REPETITION,
+}
+_STOPPING: Final = {"max_tokens": MAX_TOKENS, "min_tokens": MIN_TOKENS}
 _SETTINGS: Final = {
     "window": WINDOW,
     "confidence_threshold": THRESHOLD,

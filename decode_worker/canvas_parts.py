@@ -9,6 +9,7 @@ from typing import Final
 
 from effuse.config.decoding import Alg
 from effuse.decode_worker import canvas
+from effuse.decode_worker.edits import edits_for
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
@@ -47,12 +48,14 @@ def canvas_parts(request: DecodeRequest) -> list[Part]:
         score=_SCORES[settings.alg],
         draw=None if settings.algorithm == "dream" or request.shifts else _draw(request),
         guidance=settings.cfg_scale,
+        num_logprobs=request.num_logprobs,
+        edits=edits_for(request.sampling, sequence, plan.candidates),
     )
     if not settings.cfg_scale:
         return [part]
     prompt_len = sequence.prompt_len
     masked = [sequence.mask_token_id] * prompt_len + list(part.token_ids[prompt_len:])
-    return [part, replace(part, token_ids=masked, guidance=0.0)]
+    return [part, replace(part, token_ids=masked, guidance=0.0, edits=None, num_logprobs=None)]
 
 
 def _draw(request: DecodeRequest) -> LladaDraw:

@@ -16,7 +16,7 @@ class DecodeConfig(WorkerConfig):
     """Settings of a decode worker. Raises ValueError naming the accepted form."""
 
     default_algorithm: Annotated[
-        Algorithm | None, "used where a request names none; the model's where absent"
+        Algorithm | None, "used where a request names none (default: the model's)"
     ] = None
     handoff_lease_s: Annotated[
         float, "longest push of a computed prompt, and longest silence of its writer before"

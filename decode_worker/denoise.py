@@ -62,6 +62,7 @@ class StepOutcome:
     tokens: tuple[int, ...]  # final now, for the answer; the stop id and all after it left out
     token_offset: int  # of the first of them, in the answer
     finish: AnswerEnd | None
+    end_token_id: int | None  # the stop id behind the tokens, where it ends the answer
     written: tuple[Block, ...]  # blocks that lost masks, settled ones included
     num_settled: int  # blocks that settled
     num_semi_writes: int  # tokens written in blocks that were not full
@@ -124,11 +125,17 @@ def settle_step(sequence: Sequence, written: list[Block], num_semi_writes: int) 
     """The second half of `apply_step`, after masks were written: settles, and ends."""
     offset = sequence.num_emitted
     num_settled = _settle(sequence)
-    tokens, finish = _emit(sequence, offset)
+    tokens, end_token_id = _emit(sequence, offset)
+    finish = None
+    if end_token_id is not None:
+        finish = AnswerEnd.STOP
+    elif sequence.final_len >= sequence.answer_end:
+        finish = AnswerEnd.LENGTH
     return StepOutcome(
         tokens=tokens,
         token_offset=offset,
         finish=finish,
+        end_token_id=end_token_id,
         written=tuple(written),
         num_settled=num_settled,
         num_semi_writes=num_semi_writes,
@@ -171,14 +178,14 @@ def _settle(sequence: Sequence) -> int:
     return num_settled
 
 
-def _emit(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], AnswerEnd | None]:
-    """The answer's tokens from `offset` on that are final, cut before the first stop id."""
+def _emit(sequence: Sequence, offset: int) -> tuple[tuple[int, ...], int | None]:
+    """The answer's tokens from `offset` on that are final, cut before the first stop id, and that
+    id."""
     start = sequence.prompt_len + offset
     end = sequence.prompt_len + sequence.num_emitted
     tokens = tuple(sequence.token_ids[start:end].tolist())
     stop_ids = sequence.stopping.stop_token_ids
     for index, token in enumerate(tokens if sequence.stop_seen else ()):
         if token in stop_ids:
-            return tokens[:index], AnswerEnd.STOP
-    ended = sequence.final_len >= sequence.answer_end
-    return tokens, AnswerEnd.LENGTH if ended else None
+            return tokens[:index], token
+    return tokens, None

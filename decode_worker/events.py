@@ -54,7 +54,9 @@ def _committed(request: DecodeRequest, outcome: StepOutcome) -> Committed:
         token_offset=outcome.token_offset,
         token_ids=outcome.tokens,
         forward_passes=request.forward_passes,
-        frontier=() if outcome.finish else request.sequence.frontier(),
+        frontier=() if outcome.finish else request.frontier(),
+        logprobs=request.take_logprobs(outcome.token_offset, len(outcome.tokens)),
+        end_token_id=outcome.end_token_id,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
+from effuse.decode_worker.edits import edits_for
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
@@ -202,6 +203,8 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
         outcome = canvas.apply_step(step, plan, candidates)
     else:
         outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
+    if result.logprobs is not None:
+        request.note_logprobs(plan.candidates, result.logprobs)
     return Denoised(request, outcome)
 
 
@@ -233,6 +236,8 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=request.sampling,
         score=ScoreCode.named(request.settings.ranked_by),
+        num_logprobs=request.num_logprobs,
+        edits=edits_for(request.sampling, request.sequence, plan.candidates),
     )
 
 

@@ -33,9 +33,12 @@ class Intake:
             sampling=message.sampling,
             writer=message.writer,
             drafts=message.drafts,
+            num_logprobs=message.num_logprobs,
             eos_token_ids=self.model.eos_token_ids,
             shifts=self.model.shift_logits,
         )
+        if message.num_logprobs is not None and message.resume is not None:
+            _resume_logprobs(request, message.resume)
         self._check_canvas(request)
         _check_window(request, self.limits)
         _check_stops(request, self.limits)
@@ -63,6 +66,7 @@ class Intake:
         self._check_length(len(prompt), message.stopping.max_tokens)
         self._check_ids("prompt_token_ids", prompt)
         self._check_ids("stop_token_ids", message.stopping.stop_token_ids)
+        self._check_ids("logit_bias", [token for token, _ in message.sampling.logit_bias])
         resume = message.resume or Resume(committed_token_ids=(), frontier=())
         self._check_ids("committed_token_ids", resume.committed_token_ids)
         for block in resume.frontier:
@@ -94,6 +98,20 @@ class Intake:
                 f"{name} must lie in 0..{self.model.vocab_size - 1}, "
                 f"got {min(token_ids)}..{max(token_ids)}"
             )
+
+
+def _resume_logprobs(request: DecodeRequest, resume: Resume) -> None:
+    """Takes over those of tokens that are written in the frontier."""
+    sequence = request.sequence
+    for block, state in zip(sequence.blocks, resume.frontier, strict=True):
+        first = max(block.start, sequence.prompt_len)
+        told = state.logprobs or (None,) * sequence.block_size
+        for position in range(first, block.end):
+            entry = told[position - block.start]
+            if entry is not None and not sequence.masked[position]:
+                request.logprobs[position] = entry
+            elif entry is None and not sequence.masked[position]:
+                raise RequestError("the frontier lacks log-probabilities of what is written in it")
 
 
 def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:

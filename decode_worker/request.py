@@ -7,15 +7,20 @@ Data with derived properties; what happens to it is decided by the scheduler and
 from bisect import insort
 from dataclasses import dataclass, field
 
+import numpy as np
+from msgspec.structs import replace
 from torch import Tensor
 
 from effuse.config.decoding import DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
+from effuse.decode_worker.edits import changes_logits
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import AttemptId, PageRef
+from effuse.models.part import HostLogprobs
+from effuse.worker.messages import BlockState, TokenLogprobs
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -31,6 +36,8 @@ class DecodeRequest:
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
     drafted_end: int = 0  # position behind the last block that a draft has told of
+    num_logprobs: int | None = None  # likeliest ids beside each token's; None sends none
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
     eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
     shifts: bool = False  # the model predicts a position from the row before it
     pages: list[PageRef] = field(default_factory=list)
@@ -68,7 +75,9 @@ class DecodeRequest:
     @property
     def runs_from_host(self) -> bool:
         """Whether the host feeds its next forward, also where others denoise on a device."""
-        return self.settings.is_canvas or self.num_to_prefill > 0
+        if self.settings.is_canvas or self.num_to_prefill > 0 or self.num_logprobs is not None:
+            return True
+        return changes_logits(self.sampling, self.sequence, self.open_step().candidates)
 
     @property
     def has_prompt(self) -> bool:
@@ -148,6 +157,36 @@ class DecodeRequest:
             least=0,
             pages_held=len(self.pages),
             pages_wanted=limits.pages_for(canvas.num_cached(self.canvas_step())),
+        )
+
+    def note_logprobs(self, positions: IntArray, told: HostLogprobs) -> None:
+        """Keeps those of candidates at these positions that have been written."""
+        written = np.flatnonzero(~self.sequence.masked[positions])
+        for index in written.tolist():
+            ids, top = told.top_token_ids[index], told.top[index]
+            entry = TokenLogprobs(told.chosen[index], tuple(ids), tuple(top))
+            self.logprobs[int(positions[index])] = entry
+
+    def take_logprobs(self, offset: int, count: int) -> tuple[TokenLogprobs, ...]:
+        """Those of `count` final tokens from `offset` on in the answer, where asked for."""
+        if self.num_logprobs is None:
+            return ()
+        first = self.sequence.prompt_len + offset
+        return tuple(self.logprobs.pop(position) for position in range(first, first + count))
+
+    def frontier(self) -> tuple[BlockState, ...]:
+        """The sequence's, with the log-probabilities of what is written in it."""
+        states = self.sequence.frontier()
+        if self.num_logprobs is None or not states:
+            return states
+        first = self.sequence.final_len
+        size = self.sequence.block_size
+        return tuple(
+            replace(
+                state,
+                logprobs=tuple(self.logprobs.get(first + index * size + at) for at in range(size)),
+            )
+            for index, state in enumerate(states)
         )
 
     def preempt(self) -> None:

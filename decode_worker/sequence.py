@@ -165,6 +165,11 @@ class Sequence:
         return self.prompt_len + self.stopping.max_tokens
 
     @property
+    def min_end(self) -> int:
+        """Position before which no stop id is written."""
+        return self.prompt_len + self.stopping.min_tokens
+
+    @property
     def first_block_start(self) -> int:
         """Where denoising begins; everything before it is prefilled."""
         in_grid = (self.prompt_len - self.origin) // self.block_size

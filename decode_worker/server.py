@@ -211,6 +211,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         settings=wire.settings(request.settings),
         writer=None if writer is None else writer.incarnation,
         drafts=request.drafts,
+        num_logprobs=wire.num_logprobs(request),
         resume=wire.resume(request.resume, block_size) if request.HasField("resume") else None,
     )
 
@@ -248,6 +249,8 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
                     token_ids=event.token_ids,
                     forward_passes=event.forward_passes,
                     frontier=[wire.block_to_proto(block) for block in event.frontier],
+                    end_token_id=event.end_token_id,
+                    logprobs=[wire.logprobs_to_proto(one) for one in event.logprobs],
                 )
             )
         case Draft():

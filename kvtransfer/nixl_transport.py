@@ -34,6 +34,7 @@ from effuse.kvtransfer.transport import (
     Peer,
     Reply,
 )
+from effuse.kvtransfer.ucx_devices import confine
 from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
 from effuse.kvtransfer.wire import (
     Begin,
@@ -107,13 +108,16 @@ class NixlDelivery:
 
 
 class NixlTransport:
-    """A Transport whose agents are named after the role and this life of the engine."""
+    """A Transport whose agents are named after the role and this life of the engine, and listen on
+    the interface of `host`."""
 
     name = "nixl"
     is_two_sided = False
     drain_s = math.inf  # what was posted is not stopped by anybody
 
-    def __init__(self, memory: PageMemory, incarnation: str, *, role: str) -> None:
+    def __init__(
+        self, memory: PageMemory, incarnation: str, *, role: str, host: str = "127.0.0.1"
+    ) -> None:
         on_device = memory.device.type == "cuda"
         self.chunk_bytes = DEVICE_BYTES if on_device else HOST_CHUNK_BYTES
         self.window_bytes = DEVICE_BYTES if on_device else HOST_WINDOW_BYTES
@@ -123,10 +127,13 @@ class NixlTransport:
         self._pause_s = PAUSE_S if on_device else {**PAUSE_S, Pace.HOT: HOST_HOT_S}
         self._device_id = (memory.device.index or 0) if on_device else 0
         self._name = f"{role}-{incarnation}"
+        self._host = host
         self._num_agents = 0
 
     def open(self) -> None:
-        """Creates the agents and registers the whole pool with each, once."""
+        """Creates the agents and registers the whole pool with each, once. Raises ValueError for a
+        host that is not ours."""
+        confine(self._host)
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS)
         self._ucx = ucx_log()
         if self._kind == "VRAM":

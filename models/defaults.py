@@ -32,6 +32,12 @@ _ALGORITHMS: Final[tuple[Algorithm, ...]] = get_args(Algorithm)
 _SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
 
 
+def refuse_unserved(directory: Path, block_size: int | None = None) -> None:
+    """Raises CheckpointError for a checkpoint that cannot be served, by its JSON files alone: in
+    milliseconds and without torch, so that whoever starts processes can ask first."""
+    read_defaults(directory, ModelConfig.from_dir(directory, block_size=block_size))
+
+
 def read_defaults(
     directory: Path,
     config: ModelConfig,

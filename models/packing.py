@@ -5,6 +5,7 @@ Decides which hidden rows a forward must return: one per candidate, then one per
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from effuse.models.part import Part
+from effuse.models.part import Part, TokenEdits
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -69,6 +70,53 @@ def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedP
         sampling_floats=floats,
         shift=shift,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEdits:
+    """What is changed of the logits of R candidates; E entries, shared by those of a part."""
+
+    integers: Integers  # [2, R] first entry, behind the last one
+    tokens: Integers  # [E]
+    entries: Floats  # [2, E] penalty, what is added
+    gaps: Floats  # [R] how far below its largest logit a row keeps others
+
+
+def pack_edits(parts: Sequence[Part]) -> PackedEdits | None:
+    """The edits of all parts, in the order of their candidates; None where there are none."""
+    if all(part.edits is None for part in parts):
+        return None
+    runs: list[TokenEdits] = []
+    spans: list[Integers] = []
+    gaps: list[Floats] = []
+    num_entries = 0
+    for part in parts:
+        count, span = len(part.candidates), np.zeros((2, len(part.candidates)), np.int64)
+        gap = math.inf
+        if part.edits is not None:
+            gap = _gap(part.edits.min_p, part.sampling.temperature)
+            early = np.asarray(part.candidates, np.int64) < part.edits.early_end
+            for which, edits in ((early, part.edits.early), (~early, part.edits.edits)):
+                if not which.any():
+                    continue
+                end = num_entries + len(edits.token_ids)
+                span[:, which] = np.array([[num_entries], [end]])
+                runs.append(edits)
+                num_entries = end
+        spans.append(span)
+        gaps.append(np.full(count, gap, np.float32))
+    columns = [run.penalties for run in runs], [run.added for run in runs]
+    return PackedEdits(
+        integers=np.concatenate(spans, axis=1),
+        tokens=np.concatenate([run.token_ids for run in runs]),
+        entries=np.stack([np.concatenate(column) for column in columns]),
+        gaps=np.concatenate(gaps),
+    )
+
+
+def _gap(min_p: float, temperature: float) -> float:
+    """How far below the largest logit the least one is that min-p keeps; greedy counts as 1."""
+    return -(temperature or 1.0) * math.log(min_p) if min_p else math.inf
 
 
 def join_aligned(arrays: Sequence[Integers]) -> tuple[Integers, list[slice]]:

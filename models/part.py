@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from effuse.config.decoding import Sampling
@@ -13,6 +15,25 @@ from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
 
 GREEDY: Final = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEdits:
+    """What is done to the logits of N ids, none of them twice, as `LogitEdits` has it."""
+
+    token_ids: NDArray[np.int64]  # [N]
+    penalties: NDArray[np.float32]  # [N]
+    added: NDArray[np.float32]  # [N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartEdits:
+    """What is done to a part's logits before tokens are drawn from them."""
+
+    edits: TokenEdits
+    early: TokenEdits  # in their place for candidates at positions before `early_end`
+    early_end: int
+    min_p: float  # share of the likeliest token's probability; 0 keeps all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +56,17 @@ class Part:
     num_behind: int = 0  # tokens behind the rows that are cached right after those before them
     unstored: range = range(0)  # rows that are passed over in storing
     guidance: float = 0.0  # above 0 its logits are led away from those of the part that follows
+    num_logprobs: int | None = None  # likeliest ids to return with log-probabilities; None: none
+    edits: PartEdits | None = None  # what is changed of its logits, guidance included
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """For each candidate: of its token, and the likeliest ids with theirs."""
+
+    chosen: list[float]
+    top_token_ids: list[list[int]]
+    top: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +77,4 @@ class PartResult:
     confidences: list[float]
     scores: list[float]
     boundary: Tensor | None
+    logprobs: HostLogprobs | None = None  # where they were asked for

@@ -7,7 +7,7 @@ which rows to run and what becomes of candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -16,15 +16,24 @@ from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
+from effuse.kernels.sampling_edits import LogitEdits, edit_logits
 from effuse.kernels.sampling_llada import sample_llada
+from effuse.kernels.sampling_logprobs import token_logprobs
 from effuse.models.config import ModelConfig
 from effuse.models.layer_marks import LayerMarks
-from effuse.models.packing import PackedParts, join_aligned, pack_parts
-from effuse.models.part import Part, PartResult
+from effuse.models.packing import (
+    PackedParts,
+    join_aligned,
+    pack_edits,
+    pack_parts,
+)
+from effuse.models.part import HostLogprobs, Part, PartResult
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
 
 __all__ = ["ModelRunner", "Part", "PartResult"]
+
+_MOST_EDITED = 256  # rows of logits that are copied to be changed, at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class _Drawn:
     tokens: list[int]
     confidences: list[float]
     scores: list[float]
+    logprobs: list[HostLogprobs | None]  # by part
 
 
 class ModelRunner:
@@ -115,7 +125,7 @@ class ModelRunner:
 
     def _draw(self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor) -> _Drawn:
         if packed.num_candidates == 0:
-            return _Drawn([], [], [])
+            return _Drawn([], [], [], [None] * len(parts))
         rows = hidden[: packed.num_candidates]
         if packed.boundary_candidates:
             (at,) = self._to_device([np.array([i for i, _ in packed.boundary_candidates])])
@@ -125,13 +135,16 @@ class ModelRunner:
             ]
             rows = rows.index_copy(0, at, torch.stack(vectors))
         logits, sampling = self.model.logits(rows), self._sampling(packed)
-        config = self.model.config
-        draw = _sample_by_part if any(part.draw is not None for part in parts) else _sample_all
-        candidates = draw(parts, logits, sampling, config)
+        config, edits = self.model.config, self._edits(parts)
+        if edits is None and all(part.draw is None for part in parts):
+            candidates = _sample_all(logits, sampling, config)
+        else:
+            candidates = _sample_by_part(parts, logits, sampling, edits, config)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
-        return _Drawn([int(token) for token in tokens], confidences, scores)
+        logprobs = _logprobs(parts, logits, candidates.token, config)
+        return _Drawn([int(token) for token in tokens], confidences, scores, logprobs)
 
     def _sampling(self, packed: PackedParts) -> RowSampling:
         whole, real = packed.sampling_integers, packed.sampling_floats
@@ -148,6 +161,21 @@ class ModelRunner:
             score=score.to(torch.int8),
         )
 
+    def _edits(self, parts: Sequence[Part]) -> LogitEdits | None:
+        packed, device = pack_edits(parts), self.model.device
+        if packed is None or not len(packed.gaps):
+            return None
+        begin, end, token = self._to_device([*packed.integers, packed.tokens])
+        penalty, add = torch.from_numpy(packed.entries).to(device)
+        return LogitEdits(
+            begin=begin.int(),
+            end=end.int(),
+            token=token.int(),
+            penalty=penalty,
+            add=add,
+            gap=torch.from_numpy(packed.gaps).to(device),
+        )
+
     def _to_device(self, arrays: Sequence[np.ndarray]) -> Sequence[Tensor]:
         """int64 arrays as tensors; other devices get them all in a single copy."""
         if self.model.device.type == "cpu":
@@ -162,28 +190,55 @@ def _results(
 ) -> list[PartResult]:
     results = []
     candidate, kept = 0, packed.num_candidates
-    for part in parts:
+    for part, logprobs in zip(parts, drawn.logprobs, strict=True):
         span = slice(candidate, candidate + len(part.candidates))
         boundary = None
         if packed.keeps_boundary(part):
             boundary = hidden[kept].clone()
             kept += 1
         results.append(
-            PartResult(drawn.tokens[span], drawn.confidences[span], drawn.scores[span], boundary)
+            PartResult(
+                drawn.tokens[span],
+                drawn.confidences[span],
+                drawn.scores[span],
+                boundary,
+                logprobs,
+            )
         )
         candidate = span.stop
     return results
 
 
-def _sample_all(
-    parts: Sequence[Part], logits: Tensor, sampling: RowSampling, config: ModelConfig
-) -> Candidates:
+def _logprobs(
+    parts: Sequence[Part], logits: Tensor, tokens: Tensor, config: ModelConfig
+) -> list[HostLogprobs | None]:
+    """By the model's own ``logits`` [R, V], of the tokens [R] that were drawn."""
+    found: list[HostLogprobs | None] = []
+    first = 0
+    for part in parts:
+        rows = slice(first, first + len(part.candidates))
+        first = rows.stop
+        if part.num_logprobs is None or not part.candidates:
+            found.append(None)
+            continue
+        told = token_logprobs(logits[rows], tokens[rows], config.mask_token_id, part.num_logprobs)
+        found.append(
+            HostLogprobs(told.chosen.tolist(), told.top_tokens.tolist(), told.top.tolist())
+        )
+    return found
+
+
+def _sample_all(logits: Tensor, sampling: RowSampling, config: ModelConfig) -> Candidates:
     """Candidates for ``logits`` [R, V] of parts that are all drawn in the same way."""
     return sample_confidence(logits, sampling, config.mask_token_id, top_k_first=config.top_k_first)
 
 
 def _sample_by_part(
-    parts: Sequence[Part], logits: Tensor, sampling: RowSampling, config: ModelConfig
+    parts: Sequence[Part],
+    logits: Tensor,
+    sampling: RowSampling,
+    edits: LogitEdits | None,
+    config: ModelConfig,
 ) -> Candidates:
     """Candidates for the rows of ``logits`` [R, V], which are those of the parts in their order.
 
@@ -200,12 +255,33 @@ def _sample_by_part(
             free = logits[end : end + len(rows)].float()
             rows = free + (part.guidance + 1) * (rows.float() - free)
         of_part = _rows_of(sampling, slice(first, end))
-        if part.draw is None:
-            drawn.append(_sample_all([part], rows, of_part, config))
+        if part.edits is None or edits is None:
+            drawn.append(_sample_part(part, rows, of_part, config))
         else:
-            where = of_part.position, of_part.denoise_count
-            drawn.append(sample_llada(rows, part.draw, *where))
+            drawn += _sample_edited(part, rows, of_part, edits.of_rows(first, end), config)
         first = end
+    return _joined(drawn)
+
+
+def _sample_edited(
+    part: Part, logits: Tensor, sampling: RowSampling, edits: LogitEdits, config: ModelConfig
+) -> Iterator[Candidates]:
+    """Candidates of a part whose logits are changed, some rows at a time."""
+    for first in range(0, len(logits), _MOST_EDITED):
+        end = min(first + _MOST_EDITED, len(logits))
+        rows = edit_logits(logits[first:end], edits.of_rows(first, end), config.mask_token_id)
+        yield _sample_part(part, rows, _rows_of(sampling, slice(first, end)), config)
+
+
+def _sample_part(
+    part: Part, logits: Tensor, sampling: RowSampling, config: ModelConfig
+) -> Candidates:
+    if part.draw is None:
+        return _sample_all(logits, sampling, config)
+    return sample_llada(logits, part.draw, sampling.position, sampling.denoise_count)
+
+
+def _joined(drawn: Sequence[Candidates]) -> Candidates:
     columns = ([getattr(one, field.name) for one in drawn] for field in fields(Candidates))
     return Candidates(*(torch.cat(column) for column in columns))
 

@@ -7,19 +7,21 @@ strings are the router's. So a request means here what it means there.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
-from effuse.client.answer import Answer
+from effuse.client.answer import Answer, Logprob, Stats
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
+from effuse.models.defaults import refuse_unserved
 from effuse.protos.errors import NotFound
 from effuse.router.detokenizer import AnswerText
 from effuse.router.prompt import encode_prompt
@@ -64,6 +66,7 @@ class LLM:
         """model: checkpoint directory, the bundled one where absent. Raises ValueError,
         CheckpointError or TokenizerError where the files or the settings do not fit."""
         directory = bundled_directory() if model is None else Path(model)
+        refuse_unserved(directory, options.get("block_size"))
         config = DecodeConfig(
             model=directory, adapter=None if adapter is None else Path(adapter), **options
         )
@@ -133,7 +136,7 @@ class LLM:
             is_stream=False,
             takes_chats=self._tokenizer.has_chat_template,
             chat_end_ids=self._tokenizer.chat_end_ids,
-        )
+        ).seeded(secrets.randbits(64))
         ids = tuple(asyncio.run(encode_prompt(asked, self._tokenizer)))
         self._num_asked += 1
         name = f"offline-{self._num_asked}"
@@ -141,14 +144,16 @@ class LLM:
             attempt=AttemptId(request_id=name, attempt=1, transfer_id=name),
             prompt_token_ids=ids,
             stopping=Stopping(
-                max_tokens=fit(len(ids), asked.max_tokens, self.model),
+                max_tokens=fit(len(ids), asked),
                 stop_token_ids=frozenset(asked.stop_token_ids),
+                min_tokens=asked.min_tokens,
             ),
             sampling=asked.sampling,
             settings=asked.settings,
+            num_logprobs=asked.num_logprobs,
             writer=None,
         )
-        return _Running(asked, start, AnswerText(self._tokenizer, asked.stops))
+        return _Running(asked, start, AnswerText(self._tokenizer, asked.stops, asked.min_tokens))
 
     def _step(self) -> None:
         while not self._core.step() and self._core.is_working():
@@ -189,11 +194,13 @@ class _Running:
     text: AnswerText
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     commits: list[tuple[int, int]] = field(default_factory=list)
     began: float = 0.0
     first_block_s: float = 0.0
     total_s: float = 0.0
     forward_passes: int = 0
+    end_token_id: int | None = None
     is_length: bool = False
 
     def begin(self) -> None:
@@ -205,6 +212,10 @@ class _Running:
         self.first_block_s = self.first_block_s or time.monotonic() - self.began
         self.pieces.append(self.text.push(event.token_ids))
         self.token_ids += event.token_ids
+        for told in event.logprobs:
+            top = tuple(zip(told.top_token_ids, told.top_logprobs, strict=True))
+            self.logprobs.append(Logprob(told.logprob, top))
+        self.end_token_id = event.end_token_id
         self.forward_passes = event.forward_passes
         self.commits.append((self.text.num_tokens, event.forward_passes))
         if self.text.is_stopped:
@@ -225,12 +236,13 @@ class _Running:
         return Answer(
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids[:tokens]),
+            logprobs=tuple(self.logprobs[:tokens]),
             commits=tuple(self.commits),
             finish_reason="length" if is_length else "stop",
             usage=pb.Usage(
                 prompt_tokens=len(self.start.prompt_token_ids), completion_tokens=tokens
             ),
-            stats=pb.GenerationStats(
+            stats=Stats(
                 first_block_s=self.first_block_s,
                 total_s=self.total_s,
                 forward_passes=forwards,
@@ -238,6 +250,8 @@ class _Running:
             ),
             request_id=self.start.attempt.request_id,
             model=model,
+            seed=self.start.sampling.seed,
+            stopped_by=self.text.matched_stop or self.end_token_id,
             first_block_s=self.first_block_s,
             total_s=self.total_s,
         )

@@ -4,13 +4,16 @@
 -- KEYS: request, running, ended, answer.  ARGV: request id, router id, record, lifetime in ms,
 -- digest of what is asked, what router keys begin with (they share the slot).
 -- Returns {'running', record, ms that the other router's lease holds}, {'answered', response} or
--- {'claimed'}. The placement of a router whose lease has run out is nobody's.
+-- {'claimed', the record of a router that ran it and is gone, or ''}. The placement of a router
+-- whose lease has run out is nobody's.
+local earlier = ''
 local held = redis.call('HMGET', KEYS[1], 'router', 'state', 'record')
 if held[2] == 'running' and held[1] ~= ARGV[2] then
   local left = redis.call('PTTL', ARGV[6] .. held[1])
   if left > 0 then
     return {'running', held[3], left}
   end
+  earlier = held[3] or ''
 end
 local answer = redis.call('HMGET', KEYS[4], 'digest', 'response')
 if answer[1] == ARGV[5] and answer[2] then
@@ -22,4 +25,4 @@ redis.call('HSET', KEYS[1], 'attempt', 0, 'router', ARGV[2], 'state', 'running',
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[1])
-return {'claimed'}
+return {'claimed', earlier}

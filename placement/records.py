@@ -158,6 +158,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefill: PlacedOn | None = None  # None where the decode worker prefills for itself
     prompt_tokens: int = 0
     num_tokens: int = 0  # tokens of the answer, known at its end
+    seed: int = 0  # of its randomness
 
 
 class RoutedLoad(msgspec.Struct, frozen=True, array_like=True):

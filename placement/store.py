@@ -31,7 +31,8 @@ MOST_ANSWERS = 20_000
 MOST_ANSWER_BYTES = 64 << 20
 """Answers that a fleet keeps, and their bytes together."""
 _MOST_LOOKUPS = 4  # at once; clients cause them, and must never take the last connection
-_CONNECTIONS = _MOST_LOOKUPS + 4  # the view of the fleet, placements, refusals, other routers
+MOST_CONNECTIONS = _MOST_LOOKUPS + 4
+"""Of one process to Redis: lookups, the view of the fleet, placements, refusals, other routers."""
 
 
 class StoreUnavailable(Exception):
@@ -47,6 +48,7 @@ class Claim:
     """What came of claiming a request id. It is this router's where nothing else is set."""
 
     response: bytes | None = None  # the kept answer, undecoded
+    earlier: bytes | None = None  # the placement of a router that is gone, undecoded
     elsewhere: bytes | None = None  # the placement of another live router, undecoded
     lease_s: float = 0.0  # that the other router's lease holds
 
@@ -101,7 +103,7 @@ class Store:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
-            max_connections=_CONNECTIONS,
+            max_connections=MOST_CONNECTIONS,
         )
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
         self._announce = self._load_script("announce")
@@ -198,7 +200,7 @@ class Store:
             return Claim(response=rest[0])
         if outcome == b"running":
             return Claim(elsewhere=rest[0], lease_s=int(rest[1]) / 1000)
-        return Claim()
+        return Claim(earlier=rest[0] or None)
 
     async def keep_answer(
         self, request_id: str, digest: str, response: bytes, keep_s: float

@@ -92,6 +92,11 @@ class PlacementWriter:
         self._answers[request_id] = KeptAnswer(digest, response, keep_s)
         self._answer_bytes += len(response)
 
+    def unwritten_answer(self, request_id: str, digest: str) -> bytes | None:
+        """An answer to what `digest` stands for that Redis was not given yet."""
+        kept = self._answers.get(request_id)
+        return kept.response if kept is not None and kept.digest == digest else None
+
     async def run(self) -> None:
         """Writes until cancelled."""
         while True:

@@ -39,6 +39,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN: Final = "effuse"
 DETAILS_KEY: Final = "grpc-status-details-bin"
+REQUEST_ID_KEY: Final = "x-request-id"
+"""Trailing metadata of every error and of every answer: what to ask for, and what logs have."""
+
 MAX_MESSAGE_CHARS: Final = 1000
 """Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default)."""
 
@@ -126,6 +129,13 @@ class NotSupported(CallerError):
 
     code = grpc.StatusCode.UNIMPLEMENTED
     reason = "NOT_SUPPORTED"
+
+
+class EndedById(CallerError):
+    """Somebody has asked for the request's end by its id."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ENDED_BY_ID"
 
 
 class Poisonous(CallerError):
@@ -237,9 +247,9 @@ class Bug(EffuseError):
 
 
 _KINDS: Final[tuple[type[EffuseError], ...]] = (
-    CallerError, NotFound, AlreadyRunning, NotSupported, Poisonous, Refused, Replaced, Aborted,
-    Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost, TransferFailed, Unreserved,
-    DeadlineExceeded, Cancelled, Bug,
+    CallerError, NotFound, AlreadyRunning, NotSupported, EndedById, Poisonous, Refused, Replaced,
+    Aborted, Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost, TransferFailed,
+    Unreserved, DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
 

@@ -49,6 +49,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio sh
             raise NotFound(f"there is no service {request.service[:100]!r} here")
         return health_pb2.HealthCheckResponse(status=status)
 
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: _Context
+    ) -> health_pb2.HealthListResponse:
+        """How every service is now. Called where grpcio-health-checking knows it (from 1.82 on)."""
+        statuses = {
+            service: health_pb2.HealthCheckResponse(status=status)
+            for service, status in self._statuses.items()
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
         """How a service is, now and after each change, until this server drains. Waits for changes
         without a deadline by intent: its caller ends it."""

@@ -2,7 +2,8 @@
 
 grpcio answers both with UNKNOWN and the exception's text. Here a request that does not parse is
 INVALID_ARGUMENT, an error of the tree is its status, and anything else is INTERNAL with a fixed
-text and an id under which the log has the traceback. Not here: what an error means (`errors.py`).
+text and an id under which the log has the traceback. That id is the request's where it has one; it
+is in the trailing metadata of every error. Not here: what an error means (`errors.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from effuse.protos.errors import DETAILS_KEY, Bug, EffuseError, InvalidRequest, to_status
+from effuse.protos.errors import (
+    DETAILS_KEY,
+    REQUEST_ID_KEY,
+    Bug,
+    EffuseError,
+    InvalidRequest,
+    NotSupported,
+    to_status,
+)
 
 LOG: Final = logging.getLogger("effuse.rpc")
 
@@ -58,12 +67,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
-        """Returns the wrapped handler of the method that is called."""
+        """Returns the wrapped handler of the method that is called, or one that refuses it."""
         method = str(handler_call_details.method)
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
-            if handler is None:  # unknown method: the library answers UNIMPLEMENTED
-                return None
+            if handler is None:  # not kept: callers may make up any number of names
+                return cast("grpc.RpcMethodHandler[_Request, _Response]", _refusing(method))
             self._wrapped[method] = _wrap(cast(_Handler, handler), method)
         return cast("grpc.RpcMethodHandler[_Request, _Response]", self._wrapped[method])
 
@@ -78,6 +87,15 @@ def _wrap(handler: _Handler, method: str) -> _Handler:
         request_deserializer=None if deserialize is None else _safe(deserialize),
         response_serializer=handler.response_serializer,
     )
+
+
+def _refusing(method: str) -> _Handler:
+    """For an unknown method; the library's own refusal has no details."""
+
+    async def refuse(requests: object, context: _Context) -> None:
+        await _abort(context, NotImplementedError(), method)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _behaviour_of(handler: _Handler) -> tuple[_Behaviour, Callable[..., _Handler]]:
@@ -147,11 +165,16 @@ def _guard_generator(
 
 async def _abort(context: _Context, error: Exception, method: str) -> None:
     if isinstance(error, NotImplementedError):  # a library's servicer that lacks a method
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered here")
+        error = NotSupported(f"{method[:100]} is not offered here")
+    trailers = tuple(context.trailing_metadata() or ())
+    request_id = next((str(value) for key, value in trailers if key == REQUEST_ID_KEY), "")
+    if not request_id:
+        request_id = secrets.token_hex(8)
+        trailers += ((REQUEST_ID_KEY, request_id),)
     told = error if isinstance(error, EffuseError) else Bug("")
     if isinstance(told, Bug):
-        correlation_id = secrets.token_hex(8)
-        LOG.error("%s failed, correlation id %s", method, correlation_id, exc_info=error)
-        told = Bug.told(correlation_id, retryable=told.retryable)
+        LOG.error("%s failed, correlation id %s", method, request_id, exc_info=error)
+        told = Bug.told(request_id, retryable=told.retryable)
     status = to_status(told)
-    await context.abort(told.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    details = (DETAILS_KEY, status.SerializeToString())
+    await context.abort(told.code, status.message, (*trailers, details))

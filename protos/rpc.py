@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Final
 
 import grpc.aio
-from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from effuse.protos.health import Health
 from effuse.protos.interceptor import ErrorInterceptor
+from effuse.protos.reflection import add_reflection
 
 MIB: Final = 1 << 20
 
@@ -116,40 +114,6 @@ def connect(
     return grpc.aio.insecure_channel(address, channel_options(keepalive, max_message_bytes))
 
 
-class SymbolPool:
-    """Finds descriptors for server reflection, methods by their full name included.
-
-    The protocol asks for that (`package.Service.Method` is a symbol) and ghz does too; the default
-    pool knows files, messages, enums and services only.
-    """
-
-    def __init__(self) -> None:
-        self._pool = descriptor_pool.Default()
-
-    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
-        """Raises KeyError for an unknown name."""
-        try:
-            return self._pool.FindFileContainingSymbol(symbol)
-        except KeyError:
-            return self._pool.FindMethodByName(symbol).containing_service.file
-
-    def FindFileByName(self, name: str) -> FileDescriptor:
-        """Raises KeyError for a file that was never imported."""
-        return self._pool.FindFileByName(name)
-
-    def FindMessageTypeByName(self, name: str) -> Descriptor:
-        """Raises KeyError for an unknown message."""
-        return self._pool.FindMessageTypeByName(name)
-
-    def FindExtensionByNumber(self, message: Descriptor, number: int) -> FieldDescriptor:
-        """Raises KeyError where the message has no such extension."""
-        return self._pool.FindExtensionByNumber(message, number)
-
-    def FindAllExtensions(self, message: Descriptor) -> list[FieldDescriptor]:
-        """All extensions of a message that are known here."""
-        return self._pool.FindAllExtensions(message)
-
-
 class RpcServer:
     """A gRPC server with errors mapped, health and reflection.
 
@@ -177,9 +141,7 @@ class RpcServer:
         `services`: full names for reflection; each begins as NOT_SERVING.
         Raises OSError where the port is taken or the host is not ours."""
         names = list(services)
-        reflection.enable_server_reflection(
-            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server, SymbolPool()
-        )
+        add_reflection([*names, health.SERVICE_NAME], self.server)
         for name in names:
             self.set_serving(name, False)
         try:

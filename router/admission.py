@@ -2,17 +2,20 @@
 
 As many requests run at once as live decode workers have seats, within a limit. What is beyond that
 waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
-them. A waiting request is bounded by its own deadline. Not here: where a request goes
-(`policy.py`).
+them; first come, first served, but for what a request's class adds to its waiting. A waiting
+request is bounded by its own deadline. Not here: where a request goes (`policy.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from bisect import insort
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
 
+from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
 
 
@@ -22,9 +25,23 @@ def count_seats(seats: Sequence[int], most: int) -> int:
     return min(most, sum(seats)) if seats else most
 
 
+AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
+"""By how much earlier a class counts as having come. So waiting makes up for any class, and whoever
+waits for the difference goes before all that come then."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Turn:
+    """Somebody's place in the queue."""
+
+    place: float
+    number: int  # first come, first served among equals
+    come: asyncio.Future[None] = field(compare=False)
+
+
 class Admission:
-    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, first come
-    first served."""
+    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, by their
+    places."""
 
     def __init__(self, most_running: int, max_waiting: int) -> None:
         self.most_running = most_running
@@ -32,7 +49,8 @@ class Admission:
         self.max_waiting = max_waiting
         self.knows_seats = False  # of a live decode worker
         self._running = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[_Turn] = []  # the next one first
+        self._num_turns = 0
 
     @property
     def num_running(self) -> int:
@@ -57,12 +75,13 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Holds a slot. Waits in the queue; the caller bounds how long.
+    async def slot(self, place: float = 0.0) -> AsyncIterator[None]:
+        """Holds a slot. Waits in the queue, before those of a larger `place`: the time of coming,
+        or what counts as such. The caller bounds how long.
 
         Raises `Overloaded` at once, before anything is held."""
         self.check()
-        await self._take_slot()
+        await self._take_slot(place)
         try:
             yield
         finally:
@@ -77,29 +96,30 @@ class Admission:
                 retry_after_s=1.0,
             )
 
-    async def _take_slot(self) -> None:
+    async def _take_slot(self, place: float) -> None:
         if self._running < self.max_running and not self._waiting:
             self._running += 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._num_turns += 1
+        turn = _Turn(place, self._num_turns, asyncio.get_running_loop().create_future())
+        insort(self._waiting, turn)
         try:
-            await turn
+            await turn.come
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if not turn.come.cancelled():
                 self._free_slot()  # its turn came in the same moment
             elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
 
     def _free_slot(self) -> None:
-        """Frees a slot, for who waits longest."""
+        """Frees a slot, for who is first in the queue."""
         self._running -= 1
         self._admit_next()
 
     def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
-            turn = self._waiting.popleft()
-            if not turn.done():
+            turn = self._waiting.pop(0)
+            if not turn.come.done():
                 self._running += 1
-                turn.set_result(None)
+                turn.come.set_result(None)

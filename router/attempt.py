@@ -15,6 +15,7 @@ from typing import Final
 
 from msgspec.structs import asdict
 
+from effuse.config.decoding import Sampling
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Refused
 from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
@@ -111,10 +112,12 @@ class Attempt:
             incarnation=placement.decode.incarnation,
             prompt_token_ids=request.prompt_token_ids,
             max_tokens=request.max_tokens,
+            min_tokens=request.asked.min_tokens,
             stop_token_ids=request.asked.stop_token_ids,
-            sampling=worker_pb2.DecodeSampling(**asdict(request.asked.sampling)),
+            sampling=_sampling(request.asked.sampling),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
             drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
+            num_logprobs=request.asked.num_logprobs,
             resume=request.resumption(),
         )
         if placement.prefill is None:
@@ -148,9 +151,7 @@ class Attempt:
             if (news := self._request.flush_text()) is not None:
                 await self._client.send(news)
             self._end_calls()
-            is_long = len(self._request.token_ids) >= self._request.max_tokens
-            is_stopped = self._request.text.is_stopped or not is_long
-            return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
+            return self._finish_reason(is_stopped=self._request.end_token_id is not None)
 
     async def _relay(self, decode: DecodeCall) -> FinishReason:
         """Takes what decode says, event by event, to the last one that counts."""
@@ -163,7 +164,7 @@ class Attempt:
                 if news is not None:
                     await self._client.send(news)
                 if event.HasField("finished") or self._request.text.is_stopped:
-                    return self._finish_reason(event)
+                    return self._finish_reason(is_stopped=event.finished.stopped)
             worker = self._placement.prefill
             if worker is not None and response.HasField("reservation"):
                 prefill = self._prefill
@@ -223,8 +224,9 @@ class Attempt:
         )
         return generation_pb2.GenerateStreamResponse(request_id=self._request.id, draft=shown)
 
-    def _finish_reason(self, last: worker_pb2.DecodeResponse) -> FinishReason:
-        is_stopped = self._request.text.is_stopped or last.finished.stopped
+    def _finish_reason(self, *, is_stopped: bool) -> FinishReason:
+        """is_stopped: whether a stop id ended the answer; a stop string may have."""
+        is_stopped = is_stopped or self._request.text.is_stopped
         return FINISH_REASON_STOP if is_stopped else FINISH_REASON_LENGTH
 
     # Ending.
@@ -277,3 +279,8 @@ class Attempt:
             prefill.stream.cancel()
             if not prefill.is_pushed:
                 cleanup.send_abort(prefill.worker, self._id, reason)
+
+
+def _sampling(sampling: Sampling) -> worker_pb2.DecodeSampling:
+    fields = asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
+    return worker_pb2.DecodeSampling(**fields)

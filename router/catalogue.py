@@ -8,6 +8,7 @@ is UNAVAILABLE and not NOT_FOUND.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Final
 
 import grpc.aio
@@ -19,6 +20,7 @@ from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Candidate, Condition, live_workers
+from effuse.router.texts import Texts
 from effuse.router.validation import KNOBS
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
@@ -90,9 +92,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """ModelService."""
 
     def __init__(
-        self, fleet: RoutedFleet, catalogue: Catalogue, *, has_chat_template: bool
+        self, fleet: RoutedFleet, catalogue: Catalogue, texts: Texts, *, has_chat_template: bool
     ) -> None:
         self._fleet = fleet
+        self._texts = texts
         self._catalogue = catalogue
         self._has_chat_template = has_chat_template
 
@@ -141,6 +144,24 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             next_page_token=page[-1].record.worker_id if len(after) > most else "",
         )
 
+    async def Tokenize(
+        self,
+        request: model_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[model_pb2.TokenizeRequest, model_pb2.TokenizeResponse],
+    ) -> model_pb2.TokenizeResponse:
+        """A prompt as ids."""
+        return await self._texts.tokenize(request)
+
+    async def Detokenize(
+        self,
+        request: model_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[
+            model_pb2.DetokenizeRequest, model_pb2.DetokenizeResponse
+        ],
+    ) -> model_pb2.DetokenizeResponse:
+        """Ids as text."""
+        return await self._texts.detokenize(request)
+
     def _describe(self, model: ModelInfo) -> model_pb2.Model:
         prefill, decode = live_workers(self._fleet.candidates(), model.name)
         return model_pb2.Model(
@@ -171,7 +192,10 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=sampling.seed,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
         ),
         decoding=generation_pb2.DecodingParams(**knobs),
         max_tokens=defaults.max_tokens,
@@ -212,7 +236,9 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
         links=[_describe_link(link, record.min_handoff_gbps) for link in record.links],
         min_handoff_gbps=record.min_handoff_gbps,
         quarantines=[
-            model_pb2.WorkerQuarantine(writer=one.writer, pages=one.pages, age_s=one.age_s)
+            model_pb2.WorkerQuarantine(
+                writer=one.writer, pages=one.pages, age=timedelta(seconds=one.age_s)
+            )
             for one in record.quarantines
         ],
     )

@@ -3,17 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Final, Protocol, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 import grpc.aio
 
+from effuse.protos.errors import Cancelled, EffuseError
 from effuse.v1 import generation_pb2 as pb
 
 STALLED_S: Final = 60.0
 """A client that takes nothing for so long is gone, as far as its slot and its pages go."""
 
-StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse]
+Told = TypeVar("Told")
+
+
+def finished_of(answer: pb.GenerateResponse) -> pb.Finished:
+    """How a whole answer ends, as a stream says it."""
+    finished = pb.Finished(
+        finish_reason=answer.finish_reason,
+        usage=answer.usage,
+        stats=answer.stats,
+        model=answer.model,
+        seed=answer.seed,
+    )
+    _copy_stop(answer, finished)
+    return finished
+
+
+def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
+    """What a stream says of a whole answer before its end."""
+    events = []
+    if answer.HasField("echo"):
+        events.append(pb.GenerateStreamResponse(request_id=answer.request_id, echo=answer.echo))
+    commit = pb.BlockCommit(
+        num_tokens=answer.usage.completion_tokens,
+        text=answer.text,
+        token_ids=answer.token_ids,
+        forward_passes=answer.stats.forward_passes,
+        logprobs=answer.logprobs,
+    )
+    if commit.num_tokens or commit.text:
+        events.append(pb.GenerateStreamResponse(request_id=answer.request_id, commit=commit))
+    return events
+
+
+def _copy_stop(
+    source: pb.Finished | pb.GenerateResponse, target: pb.Finished | pb.GenerateResponse
+) -> None:
+    match source.WhichOneof("matched_stop"):
+        case "end_token_id":
+            target.end_token_id = source.end_token_id
+        case "stop_string":
+            target.stop_string = source.stop_string
 
 
 class ClientGone(Exception):
@@ -28,33 +69,49 @@ class Recipient(Protocol):
 
 
 class WholeAnswer:
-    """Keeps the answer for a unary call."""
+    """Gathers the answer for a unary call, and for who asks again."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
-        self.token_ids: list[int] = []
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        return "".join(self._text)
+        self._said = pb.GenerateResponse()
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Keeps text and tokens."""
-        assert event.HasField("commit"), "a unary call is told of commits only"
-        self._text.append(event.commit.text)
-        self.token_ids += event.commit.token_ids
+        """Keeps what is final."""
+        self.take(event)
+
+    def take(self, event: pb.GenerateStreamResponse) -> None:
+        """Keeps text, tokens, log-probabilities and the prompt; nothing of drafts."""
+        if event.HasField("echo"):
+            self._said.echo.CopyFrom(event.echo)
+        elif event.HasField("commit"):
+            self._text.append(event.commit.text)
+            self._said.token_ids.extend(event.commit.token_ids)
+            self._said.logprobs.extend(event.commit.logprobs)
+
+    def response(self, request_id: str, finished: pb.Finished) -> pb.GenerateResponse:
+        """The whole of it, once it has ended so."""
+        said = self._said
+        said.request_id, said.text = request_id, "".join(self._text)
+        said.finish_reason, said.model, said.seed = (
+            finished.finish_reason, finished.model, finished.seed
+        )  # fmt: skip
+        said.usage.CopyFrom(finished.usage)
+        said.stats.CopyFrom(finished.stats)
+        _copy_stop(finished, said)
+        return said
 
 
-class AnswerStream:
+class AnswerStream(Generic[Told]):
     """Writes each event to a streaming call; a slow client slows its own request only."""
 
-    def __init__(self, context: StreamContext, *, stalled_s: float = STALLED_S) -> None:
+    def __init__(
+        self, context: grpc.aio.ServicerContext[Any, Told], *, stalled_s: float = STALLED_S
+    ) -> None:
         self._context = context
         self._stalled_s = stalled_s
         self._writing: asyncio.Future[None] | None = None
 
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
+    async def send(self, event: Told) -> None:
         """Writes one event; raises `ClientGone` where it is not taken in `stalled_s` seconds."""
         write = cast(Awaitable[None], self._context.write(event))
         writing = self._writing = asyncio.ensure_future(write)
@@ -67,6 +124,19 @@ class AnswerStream:
             writing.result()
         except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise ClientGone("the client's call is over") from error
+
+    async def finish(
+        self, answer: Awaitable[pb.Finished], last: Callable[[pb.Finished], Told]
+    ) -> None:
+        """Waits for the end of an answer and writes the `last` event; raises `EffuseError`."""
+        try:
+            await self.send(last(await answer))
+        except EffuseError:
+            await self.settle()
+            raise
+        except ClientGone as error:  # between the answer and its last event
+            await self.settle()
+            raise Cancelled("the client cancelled") from error
 
     async def settle(self) -> None:
         """Returns once a status can be sent: grpcio takes none while a message waits to be read.

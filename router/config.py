@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from effuse.config import checks, flags
+from effuse.config.access import Access
 from effuse.placement.keys import check_name
 from effuse.router.policy import PrefillMode
 from effuse.telemetry.logs import LogFormat, LogLevel
@@ -20,18 +21,14 @@ END_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(Access):
     """Settings of a router. Raises ValueError naming the accepted form."""
 
     # The network.
-    host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 50051
     share_port: Annotated[
         bool, "let other routers listen on the same port, as one that takes this one's place"
     ] = False
-    metrics_host: Annotated[str, "address to serve metrics on"] = "127.0.0.1"
-    metrics_port: Annotated[int, "port of the metrics, as Prometheus text; 0 takes a free one"] = 0
-    no_metrics: Annotated[bool, "serve no metrics"] = False
     max_message_bytes: Annotated[int, "largest message taken from a client"] = 4 << 20
 
     # The fleet.
@@ -48,7 +45,9 @@ class RouterConfig:
     ] = False
 
     # Text.
-    model: Annotated[Path | None, "checkpoint directory whose tokenizer.json to use"] = None
+    model: Annotated[
+        Path | None, "checkpoint whose tokenizer.json to use (default: the bundled one)"
+    ] = None
     tokenizer_threads: Annotated[int, "threads that encode long prompts"] = 2
 
     # Limits.
@@ -81,9 +80,10 @@ class RouterConfig:
     log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
+        Access.__post_init__(self)
+        self.check_plaintext("host", self.host, "calls")
         for name, low, high in (
             ("port", 0, 65535),
-            ("metrics_port", 0, 65535),
             ("max_message_bytes", 1024, 1 << 30),
             ("tokenizer_threads", 1, 64),
             ("max_concurrent_requests", 1, 1 << 20),

@@ -117,17 +117,24 @@ class StopMatcher:
 class AnswerText:
     """The text of one answer as it grows: characters complete, stop strings found, tokens counted.
 
-    `num_tokens` counts up to and with the token that completed a stop string."""
+    `num_tokens` counts up to and with the token that completed a stop string. Stop strings are
+    looked for in what follows the first `min_tokens` tokens."""
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
+    def __init__(self, decoder: Decoder, stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(decoder)
+        self._min_tokens = min_tokens
         self._matcher = StopMatcher(stops) if stops else None
         self.num_tokens = 0
 
     @property
     def is_stopped(self) -> bool:
         """A stop string has ended it."""
-        return self._matcher is not None and self._matcher.matched is not None
+        return self.matched_stop is not None
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that has ended it."""
+        return None if self._matcher is None else self._matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is decided by them.
@@ -142,7 +149,8 @@ class AnswerText:
             if self.is_stopped:
                 break
             self.num_tokens += 1
-            text += self._matcher.push(self._detokenizer.push([token_id]))
+            piece = self._detokenizer.push([token_id])
+            text += piece if self.num_tokens <= self._min_tokens else self._matcher.push(piece)
         return text
 
     def flush(self) -> str:

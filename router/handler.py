@@ -18,16 +18,19 @@ from typing import Final, TypeVar
 import grpc.aio
 
 from effuse.protos.errors import (
+    REQUEST_ID_KEY,
     Bug,
     Cancelled,
     DeadlineExceeded,
     Draining,
     EffuseError,
+    EndedById,
     InvalidRequest,
     Unavailable,
 )
+from effuse.router.admission import AHEAD_S
 from effuse.router.attempt import Attempt, Unfinished
-from effuse.router.client import ClientGone, Recipient
+from effuse.router.client import ClientGone, Recipient, events_of, finished_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.fleet import DecodeDemand
@@ -40,6 +43,7 @@ from effuse.router.shared_request import SharedRequest
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
+Sent = TypeVar("Sent")
 Response = TypeVar("Response")
 
 LOG: Final = logging.getLogger(__name__)
@@ -66,20 +70,21 @@ ON_THE_WAY_S: Final = 0.02
 def accept(
     router: Router,
     message: pb.GenerateRequest,
-    context: grpc.aio.ServicerContext[pb.GenerateRequest, Response],
+    context: grpc.aio.ServicerContext[Sent, Response],
     *,
     is_stream: bool,
 ) -> Request:
     """The request that a client means; raises `EffuseError` with all that can be said against it
     before anything is held for it."""
     try:
+        request_id = _request_id(message)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         if not router.admission.knows_seats:
             router.count_seats()
         router.admission.check()
-        request_id = _request_id(message)
         asked_digest = _digest_of(message) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
-        asked = router.resolve(message, is_stream=is_stream)
+        asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
     except EffuseError as error:
         router.metrics.refused.labels(error.code.name).inc()
         raise
@@ -89,11 +94,12 @@ def accept(
     return Request(
         id=request_id,
         asked=asked,
-        text=AnswerText(router.tokenizer, asked.stops),
+        text=AnswerText(router.tokenizer, asked.stops, asked.min_tokens),
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
         asked_digest=asked_digest,
+        metadata=context.invocation_metadata() or (),
         is_repeated=any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ()),
     )
 
@@ -110,10 +116,10 @@ class Handler:
         """Tells the client the answer and returns what is said at its end; raises `EffuseError`.
         Whatever happens, the request ends here and is counted."""
         router, request = self._router, self._request
-        with router.requests.running(request):
+        with router.requests.running(request), router.traces.span("generate", request.metadata):
             try:
                 async with asyncio.timeout_at(request.deadline) as limit:
-                    with router.requests.limited_by(limit):
+                    with router.requests.limited_by(request, limit):
                         return await self._answer()
             except TimeoutError as error:
                 raise self._end_badly(self._time_is_over()) from error
@@ -132,7 +138,9 @@ class Handler:
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
-        async with self._router.admission.slot():
+        request = self._request
+        place = request.arrived - AHEAD_S[request.asked.priority]
+        async with self._router.admission.slot(place):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -142,18 +150,12 @@ class Handler:
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.Finished:
         """Tells the client an answer that is kept from before."""
         router, request = self._router, self._request
-        commit = pb.BlockCommit(
-            num_tokens=kept.usage.completion_tokens, text=kept.text, token_ids=kept.token_ids,
-            forward_passes=kept.stats.forward_passes,
-        )  # fmt: skip
-        if commit.num_tokens or commit.text:
-            await self._shared.send(pb.GenerateStreamResponse(request_id=request.id, commit=commit))
+        for event in events_of(kept):
+            await self._shared.send(event)
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
         request.status, request.was_kept = "OK", True
         router.note_end(request, "OK", kept.stats)
-        return pb.Finished(
-            finish_reason=kept.finish_reason, usage=kept.usage, stats=kept.stats, model=kept.model
-        )
+        return finished_of(kept)
 
     async def _encode_prompt(self) -> None:
         request = self._request
@@ -162,7 +164,10 @@ class Handler:
         self._router.traces.record("queue", request.queue_s)
         token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
-        request.max_tokens = fit(len(token_ids), asked.max_tokens, asked.model)
+        request.max_tokens = fit(len(token_ids), asked)
+        if asked.wants_echo:
+            text = await self._router.tokenizer.text_of(token_ids)
+            await self._shared.send(request.echo(text))
 
     async def _run_attempts(self) -> pb.FinishReason:
         """Attempts, one after the other; raises `EffuseError` or `ClientGone`."""
@@ -319,13 +324,13 @@ class Handler:
 
     def _finish(self, reason: pb.FinishReason) -> pb.Finished:
         request = self._request
-        usage, stats = request.usage(), request.stats(self._router.now())
+        finished = request.finished(reason, self._router.now())
         request.status = "OK"
+        self._router.annotate(request)
         # Told once the answer is on its way.
-        asyncio.get_running_loop().call_soon(self._router.note_end, request, "OK", stats)
-        return pb.Finished(
-            finish_reason=reason, usage=usage, stats=stats, model=request.asked.model.name
-        )
+        told = self._router.note_end
+        asyncio.get_running_loop().call_soon(told, request, "OK", finished.stats)
+        return finished
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
         """UNAVAILABLE, with how far the request got and what it met with."""
@@ -340,6 +345,8 @@ class Handler:
     def _time_is_over(self) -> EffuseError:
         """The request's own time, or that of this router."""
         request = self._request
+        if request.is_ended_by_id:
+            return EndedById("somebody has ended this request by its id", labels=request.labels())
         if self._router.requests.is_cut_off:
             why = "this router has ended, and the answer was not; ask again"
             text = _sentences(why, request.tell_progress())
@@ -349,7 +356,7 @@ class Handler:
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         """A bad end that is told."""
-        by_caller = isinstance(error, Cancelled | DeadlineExceeded)
+        by_caller = isinstance(error, Cancelled | DeadlineExceeded | EndedById)
         self._record_end(Event.CANCELLED if by_caller else Event.FAILED, error.code.name)
         return error
 

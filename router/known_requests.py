@@ -50,7 +50,7 @@ class KnownRequests:
         self._store = store
         self._now = now
         self._running: dict[str, Request] = {}
-        self._limits: set[asyncio.Timeout] = set()
+        self._limits: dict[str, asyncio.Timeout] = {}  # by request id
         self.is_cut_off = False
         self.idle = asyncio.Event()
         """Set while no request is queued or on workers."""
@@ -87,21 +87,30 @@ class KnownRequests:
                 self._remember(request)
 
     @contextmanager
-    def limited_by(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """`cut_off` ends what runs here by its own limit."""
-        self._limits.add(limit)
+    def limited_by(self, request: Request, limit: asyncio.Timeout) -> Iterator[None]:
+        """`cut_off` and `cancel` end a request that runs here by its own limit."""
+        self._limits[request.id] = limit
         if self.is_cut_off:
             self._end(limit)
         try:
             yield
         finally:
-            self._limits.remove(limit)
+            del self._limits[request.id]
 
     def cut_off(self) -> None:
         """Has the time of all that runs end now, and of what may come."""
         self.is_cut_off = True
-        for limit in self._limits:
+        for limit in self._limits.values():
             self._end(limit)
+
+    def cancel(self, request_id: str) -> bool:
+        """Has the time of a request end now; False where none of this id runs here."""
+        limit = self._limits.get(request_id)
+        if limit is None:
+            return False
+        self._running[request_id].is_ended_by_id = True
+        self._end(limit)
+        return True
 
     def find(self, request_id: str) -> pb.GetRequestResponse | None:
         """A request that runs here or ended a short while ago."""

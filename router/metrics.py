@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from itertools import product
 from typing import get_args
 
+from effuse.client.answer import Stats
 from effuse.placement.records import Role
 from effuse.router.ladder import REFUSALS, Failure, FailureKind
 from effuse.router.policy import Candidate, Condition
 from effuse.router.request import Request
 from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics
-from effuse.v1 import generation_pb2 as pb
 
 MODEL = "model_name"
 
@@ -69,7 +69,7 @@ class RouterMetrics(ProcessMetrics):
             bounds=TOKENS_PER_FORWARD,
         )  # fmt: skip
 
-    def count_end(self, request: Request, status: str, stats: pb.GenerationStats) -> None:
+    def count_end(self, request: Request, status: str, stats: Stats) -> None:
         """A request that ended, whichever way."""
         model = request.asked.model.name
         self.latency.labels(model).observe(stats.total_s)
@@ -79,7 +79,7 @@ class RouterMetrics(ProcessMetrics):
         elif status == "OK":
             self._count_answer(request, stats)
 
-    def _count_answer(self, request: Request, stats: pb.GenerationStats) -> None:
+    def _count_answer(self, request: Request, stats: Stats) -> None:
         model = request.asked.model.name
         self.prompt_tokens.labels(model).inc(len(request.prompt_token_ids))
         self.generation_tokens.labels(model).inc(request.text.num_tokens)

@@ -71,7 +71,9 @@ def roles_alone(deaths: Sequence[EngineDeath]) -> frozenset[Role]:
 def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) -> str:
     """What a request asks of an engine, as 32 hexadecimal digits: equal for equal requests."""
     model, stops = asked.model.name, asked.stop_token_ids
-    told = (model, prompt_token_ids, max_tokens, stops, asked.sampling, asked.settings)
+    sampling = asked.seeded(0).sampling  # a seed that was drawn says nothing of what is asked
+    lengths = (asked.min_tokens, max_tokens)
+    told = (model, prompt_token_ids, lengths, stops, sampling, asked.settings)
     return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).hexdigest()
 
 

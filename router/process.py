@@ -13,17 +13,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+import grpc.aio
+
+from effuse.compat import (
+    kserve_pb2,
+    kserve_pb2_grpc,
+    vllm_engine_pb2,
+    vllm_engine_pb2_grpc,
+)
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.kserve import InferenceServicer
 from effuse.router.monitor import MonitorServicer
 from effuse.router.other_routers import EXCHANGE_S
-from effuse.router.policy import Prospect, live_workers
+from effuse.router.policy import live_workers
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
+from effuse.router.texts import Texts
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
+from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
 from effuse.telemetry.traces import Traces, TracesUnavailable
 from effuse.v1 import (
@@ -39,6 +50,9 @@ LOG: Final = logging.getLogger(__name__)
 GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 MONITOR: Final[str] = monitor_pb2.DESCRIPTOR.services_by_name["MonitorService"].full_name
+VLLM_ENGINE: Final[str] = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+KSERVE: Final[str] = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVICES: Final = (GENERATION, MODELS, MONITOR, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
@@ -118,16 +132,8 @@ async def _start(router: Router) -> RpcServer:
     config = router.config
     limits = replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes)
     server = RpcServer(limits, shares_port=config.share_port)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-        GenerationServicer(router), server.server
-    )
-    models = ModelServicer(
-        router.fleet, router.catalogue, has_chat_template=router.tokenizer.has_chat_template
-    )
-    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server.server)
-    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(router), server.server)
-    services = (GENERATION, MODELS, MONITOR)
-    router.port = await server.start(f"{config.host}:{config.port}", services)
+    _add_services(router, server.server)
+    router.port = await server.start(f"{config.host}:{config.port}", SERVICES)
     server.set_serving(MONITOR, True)
     for role in ROLES:
         server.set_serving(role, False)
@@ -146,11 +152,25 @@ def _ready_facts(router: Router) -> dict[str, str]:
     return {"metrics": f"{router.config.metrics_host}:{router.metrics_port}"}
 
 
+def _add_services(router: Router, server: grpc.aio.Server) -> None:
+    models = ModelServicer(
+        router.fleet,
+        router.catalogue,
+        Texts(router.tokenizer, router.resolve, router.catalogue.find),
+        has_chat_template=router.tokenizer.has_chat_template,
+    )
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
+    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(router), server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
+
+
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
     """Serves metrics until the stack is left; False where another router that shares our port still
     has that of the metrics. Raises OSError where it is taken otherwise."""
     config = router.config
-    if config.no_metrics:
+    if not config.metrics:
         return True
     try:
         served = router.metrics.served(config.metrics_host, config.metrics_port)
@@ -205,19 +225,15 @@ async def _share_refusals(router: Router) -> None:
 
 
 def _tell_health(router: Router, server: RpcServer) -> None:
-    """Tells gRPC health, by service and by role, whether the router can do its work now.
-
-    It serves while a decode worker is live that some request could be placed on, with a prefill
-    worker where those are required. Liveness is the empty name, and always serving."""
+    """Tells gRPC health, by service and by role, whether the router can do its work now. Liveness
+    is the empty name, and always serving."""
     prefill, decode = live_workers(router.fleet.candidates())
-    models = router.catalogue.live()
-    can_serve = any(
-        router.fleet.prospect(router.fleet.need(name)) in (Prospect.NOW, Prospect.SEAT)
-        for name in models
-    )
+    can_serve = router.can_serve()
     for name, serving in (
         (GENERATION, can_serve),
-        (MODELS, bool(models)),
+        (MODELS, bool(router.catalogue.live())),
+        (VLLM_ENGINE, can_serve),
+        (KSERVE, can_serve),
         ("router", can_serve),
         ("prefill", bool(prefill)),
         ("decode", bool(decode)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum
 from itertools import pairwise
 from typing import Final
@@ -21,6 +22,7 @@ from effuse.router.ladder import Setbacks
 from effuse.router.poison import digest_of
 from effuse.router.policy import Fingerprint, Holder
 from effuse.router.validation import Asked
+from effuse.telemetry.traces import Carrier
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
 
@@ -122,9 +124,11 @@ class Request:
     arrived: float
     limit_s: float  # longest that it may take
     deadline: float  # on the event loop's clock
+    metadata: Carrier = ()  # of the client's call
     asked_digest: str = ""  # of the client's message, where the client chose the id
     is_repeated: bool = False  # the client has asked for it before
     is_anothers: bool = False  # another router runs it
+    is_ended_by_id: bool = False  # somebody has asked for its end
     was_kept: bool = False  # it was answered with what was kept from before
 
     # Known once it is admitted.
@@ -150,6 +154,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     fingerprint: Fingerprint | None = None  # of the workers that wrote it
     frontier: list[worker_pb2.BlockState] = field(default_factory=list)
+    end_token_id: int | None = None  # the stop id that ended it
 
     # What it cost so far.
     queue_s: float = 0.0
@@ -227,10 +232,17 @@ class Request:
         if new:
             self.setbacks.add_progress()
             self.commit_times.append(now)
+        if commit.HasField("end_token_id"):
+            self.end_token_id = commit.end_token_id
         self.forwards = commit.forward_passes
         offset = self.text.num_tokens
         text = self.text.push(new)
-        return self._for_client(offset, new[: self.text.num_tokens - offset], text)
+        wanted = 0 if self.asked.num_logprobs is None else len(commit.token_ids)
+        if len(commit.logprobs) != wanted:
+            raise BrokenStream(f"{len(commit.logprobs)} log-probabilities in place of {wanted}")
+        told = commit.logprobs[len(commit.token_ids) - len(new) :]
+        count = self.text.num_tokens - offset
+        return self._for_client(offset, new[:count], text, told[:count])
 
     def accept_tokens(
         self, offset: int, token_ids: Sequence[int], frontier: Iterable[worker_pb2.BlockState] = ()
@@ -270,16 +282,10 @@ class Request:
     @property
     def is_complete(self) -> bool:
         """Whether no token can follow those that are final: there are as many as were asked for, or
-        they end within a block, which by these algorithms a stop id does alone."""
-        if self.state is not State.DECODING or not self.token_ids:
+        a stop id stands behind them."""
+        if self.state is not State.DECODING:
             return False
-        if len(self.token_ids) >= self.max_tokens:
-            return True
-        if self.asked.settings.algorithm not in ("d2f", "block_diffusion"):
-            return False
-        model, prompt_len = self.asked.model, len(self.prompt_token_ids)
-        before = prompt_len if model.prompt_attention == "causal_blocks" else 0
-        return bool((before + len(self.token_ids)) % model.block_size)
+        return self.end_token_id is not None or len(self.token_ids) >= self.max_tokens
 
     def resumption(self) -> worker_pb2.Resume | None:
         """What another attempt needs to go on from here; None where it begins anew."""
@@ -288,7 +294,11 @@ class Request:
         return worker_pb2.Resume(committed_token_ids=self.token_ids, frontier=self.frontier)
 
     def _for_client(
-        self, offset: int, token_ids: list[int], text: str
+        self,
+        offset: int,
+        token_ids: list[int],
+        text: str,
+        logprobs: Sequence[pb.TokenLogprobs] = (),
     ) -> pb.GenerateStreamResponse | None:
         if not token_ids and not text:
             return None
@@ -298,10 +308,32 @@ class Request:
             text=text,
             token_ids=token_ids if self.asked.wants_token_ids else (),
             forward_passes=self.earlier_forwards + self.forwards,
+            logprobs=logprobs,
         )
         return pb.GenerateStreamResponse(request_id=self.id, commit=commit)
 
     # What is told of it.
+
+    def echo(self, text: str) -> pb.GenerateStreamResponse:
+        """The prompt, whose text this is, for a client that wants it back."""
+        ids = self.prompt_token_ids if self.asked.wants_token_ids else ()
+        echo = pb.PromptEcho(text=text, token_ids=ids)
+        return pb.GenerateStreamResponse(request_id=self.id, echo=echo)
+
+    def finished(self, reason: pb.FinishReason, now: float) -> pb.Finished:
+        """What its client is told at a good end."""
+        told = pb.Finished(
+            finish_reason=reason,
+            usage=self.usage(),
+            stats=self.stats(now),
+            model=self.asked.model.name,
+            seed=self.asked.sampling.seed,
+        )
+        if self.text.matched_stop is not None:
+            told.stop_string = self.text.matched_stop
+        elif self.end_token_id is not None:
+            told.end_token_id = self.end_token_id
+        return told
 
     def usage(self) -> pb.Usage:
         """Token counts so far."""
@@ -312,14 +344,13 @@ class Request:
     def stats(self, now: float) -> pb.GenerationStats:
         """What it cost, at its end."""
         forwards = self.earlier_forwards + self.forwards
+        first_block = self.commit_times[0] if self.commit_times else self.arrived
         return pb.GenerationStats(
-            queue_s=self.queue_s,
-            prefill_s=max(0.0, self.prefilled - self.arrived),
-            handoff_s=self.handoff_s,
-            first_block_s=max(0.0, self.commit_times[0] - self.arrived)
-            if self.commit_times
-            else 0.0,
-            total_s=now - self.arrived,
+            queue_duration=timedelta(seconds=self.queue_s),
+            prefill_duration=timedelta(seconds=max(0.0, self.prefilled - self.arrived)),
+            handoff_duration=timedelta(seconds=self.handoff_s),
+            time_to_first_block=timedelta(seconds=max(0.0, first_block - self.arrived)),
+            total_duration=timedelta(seconds=now - self.arrived),
             forward_passes=forwards,
             tokens_per_forward=self.text.num_tokens / forwards if forwards else 0.0,
             kv_bytes=self.kv_bytes,
@@ -333,24 +364,6 @@ class Request:
     def block_gaps(self) -> list[float]:
         """Seconds between its commits, those of lost attempts included."""
         return [later - earlier for earlier, later in pairwise(self.commit_times)]
-
-    def figures(self, stats: pb.GenerationStats) -> dict[str, str | int | float]:
-        """What one line of the log says of it at its end."""
-        return {
-            "model": self.asked.model.name,
-            "prompt_tokens": len(self.prompt_token_ids),
-            "tokens": self.text.num_tokens,
-            "queue_s": stats.queue_s,
-            "prefill_s": stats.prefill_s,
-            "handoff_s": stats.handoff_s,
-            "first_block_s": stats.first_block_s,
-            "total_s": stats.total_s,
-            "forward_passes": stats.forward_passes,
-            "preemptions": stats.preemptions,
-            "prefill_worker": self.prefill_worker,
-            "decode_worker": self.decode_worker,
-            "attempts": self.num_attempts,
-        }
 
     def describe(self) -> pb.GetRequestResponse:
         """Where it is, or how it ended, for who looks it up."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
+from effuse.client.answer import Stats
 from effuse.placement.fleet import FleetView
 from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
@@ -30,7 +31,7 @@ from effuse.router.metrics import RouterMetrics
 from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
-from effuse.router.policy import Condition, life_of
+from effuse.router.policy import Condition, Prospect, life_of
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
@@ -86,6 +87,13 @@ class Router:
         candidates = self.fleet.candidates()
         ready = [c for c in candidates if c.condition is Condition.READY]
         self.admission.fit_seats([c.num_seats for c in ready if c.record.role == "decode"])
+
+    def can_serve(self, model: str | None = None) -> bool:
+        """Whether a decode worker is live that some request could be placed on, or one for `model`,
+        with a prefill worker where those are required."""
+        need, prospect = self.fleet.need, self.fleet.prospect
+        models = [name for name in self.catalogue.live() if model in (None, name)]
+        return any(prospect(need(name)) in (Prospect.NOW, Prospect.SEAT) for name in models)
 
     async def tell_others(self) -> None:
         """Tells the other routers what runs and waits here, and hears the same of them, of which
@@ -178,10 +186,22 @@ class Router:
             request.alone = ()
             self.fleet.release_workers(request.holder)
 
+    def annotate(self, request: Request) -> None:
+        """Tells a request's span what came of it."""
+        told: dict[str, str | int] = {
+            "gen_ai.request.model": request.asked.model.name,
+            "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+            "gen_ai.usage.output_tokens": request.text.num_tokens,
+            "effuse.request_id": request.id,
+            "effuse.attempts": request.num_attempts,
+        }
+        self.traces.annotate(told)
+
     def note_end(self, request: Request, status: str, stats: pb.GenerationStats) -> None:
         """Counts a request that ended, and says so in one line."""
-        self.metrics.count_end(request, status, stats)
-        told = {"request_id": request.id, "status": status, **request.figures(stats)}
+        cost = Stats.of(stats)
+        self.metrics.count_end(request, status, cost)
+        told = {"request_id": request.id, "status": status, **_figures(request, cost)}
         if status != "OK":
             told["story"] = request.tell_story()
         LOG.info("a request ended", extra=logs.figures(told))
@@ -220,3 +240,22 @@ class Router:
             ("answers_dropped", "Answers never kept", lambda: placements.dropped_answers),
         ):
             self.metrics.read_counter(counter, text, read)
+
+
+def _figures(request: Request, stats: Stats) -> dict[str, str | int | float]:
+    """What one line of the log says of it at its end."""
+    return {
+        "model": request.asked.model.name,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "tokens": request.text.num_tokens,
+        "queue_s": stats.queue_s,
+        "prefill_s": stats.prefill_s,
+        "handoff_s": stats.handoff_s,
+        "first_block_s": stats.first_block_s,
+        "total_s": stats.total_s,
+        "forward_passes": stats.forward_passes,
+        "preemptions": stats.preemptions,
+        "prefill_worker": request.prefill_worker,
+        "decode_worker": request.decode_worker,
+        "attempts": request.num_attempts,
+    }

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import grpc.aio
 
-from effuse.protos.errors import Cancelled, EffuseError
-from effuse.router.client import AnswerStream, ClientGone, StreamContext, WholeAnswer
+from effuse.router.client import AnswerStream, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
-from effuse.router.handler import Handler, Response, accept
-from effuse.router.request import Request
+from effuse.router.handler import Handler, accept
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
@@ -29,62 +25,40 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GenerateResponse:
         """The whole answer at its end."""
         answer = WholeAnswer()
-        with self._span(context):
-            accepted = accept(self._router, request, context, is_stream=False)
-            finished = await Handler(self._router, accepted, answer).serve()
-            self._annotate(accepted, finished)
-        return pb.GenerateResponse(
-            request_id=accepted.id,
-            text=answer.text,
-            token_ids=answer.token_ids,
-            finish_reason=finished.finish_reason,
-            usage=finished.usage,
-            stats=finished.stats,
-            model=finished.model,
-        )
+        accepted = accept(self._router, request, context, is_stream=False)
+        finished = await Handler(self._router, accepted, answer).serve()
+        return answer.response(accepted.id, finished)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse],
+        request: pb.GenerateStreamRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
     ) -> None:
         """The answer as it grows.
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        with self._span(context):
-            await self._stream(request, context)
-
-    async def _stream(self, request: pb.GenerateRequest, context: StreamContext) -> None:
-        accepted = accept(self._router, request, context, is_stream=True)
+        accepted = accept(self._router, request.request, context, is_stream=True)
         stream = AnswerStream(context)
-        try:
-            finished = await Handler(self._router, accepted, stream).serve()
-            self._annotate(accepted, finished)
-            await stream.send(pb.GenerateStreamResponse(request_id=accepted.id, finished=finished))
-        except EffuseError:
-            await stream.settle()
-            raise
-        except ClientGone as error:  # between the answer and its last event
-            await stream.settle()
-            raise Cancelled("the client cancelled") from error
-
-    def _span(
-        self, context: grpc.aio.ServicerContext[pb.GenerateRequest, Response]
-    ) -> AbstractContextManager[None]:
-        """A request's own span, within that of its client if there is one."""
-        return self._router.traces.span("generate", context.invocation_metadata() or ())
-
-    def _annotate(self, request: Request, finished: pb.Finished) -> None:
-        self._router.traces.annotate(
-            {
-                "gen_ai.request.model": finished.model,
-                "gen_ai.usage.input_tokens": finished.usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": finished.usage.completion_tokens,
-                "effuse.request_id": request.id,
-                "effuse.attempts": request.num_attempts,
-            }
+        await stream.finish(
+            Handler(self._router, accepted, stream).serve(),
+            lambda finished: pb.GenerateStreamResponse(request_id=accepted.id, finished=finished),
         )
+
+    async def CancelRequest(
+        self,
+        request: pb.CancelRequestRequest,
+        context: grpc.aio.ServicerContext[pb.CancelRequestRequest, pb.CancelRequestResponse],
+    ) -> pb.CancelRequestResponse:
+        """Ends a request that runs here; of others says where they are."""
+        findings, requests = Findings(), self._router.requests
+        check_request_id(request.request_id, findings)
+        findings.raise_any()
+        name = request.request_id
+        if requests.cancel(name):
+            return pb.CancelRequestResponse(request_id=name, was_running=True)
+        found = requests.find(name) or await requests.find_stored(name)
+        return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
 
     async def GetRequest(
         self,

@@ -9,6 +9,7 @@ here alone, and a request that is asked for the first time goes on without it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Final
 
@@ -25,7 +26,7 @@ from effuse.placement.records import (
 )
 from effuse.placement.store import Claim, StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, Unavailable
-from effuse.router.client import Recipient
+from effuse.router.client import Recipient, WholeAnswer
 from effuse.router.policy import Placement
 from effuse.router.request import Request, State
 from effuse.router.router import Router
@@ -50,8 +51,7 @@ class SharedRequest:
         self._request = request
         self._client = client
         self._record: PlacementRecord | None = None  # of the claim, then of the last attempt
-        self._said = pb.GenerateResponse(request_id=request.id)
-        self._text: list[str] = []
+        self._said = WholeAnswer()
 
     # Whose it is.
 
@@ -63,6 +63,9 @@ class SharedRequest:
         request = self._request
         if not request.asked_digest:
             return None
+        unwritten = self._router.placements.unwritten_answer(request.id, request.asked_digest)
+        if unwritten is not None:
+            return pb.GenerateResponse.FromString(unwritten)
         record, last_s = self._first_record(), -1.0
         while True:
             self._record = record  # Redis may hold it from now on, whatever becomes of the call
@@ -91,8 +94,13 @@ class SharedRequest:
                 return pb.GenerateResponse.FromString(claim.response)
             except DecodeError:
                 LOG.warning("the kept answer of %s is malformed", record.request_id)
-        self._record = record
-        self._write(record)
+        if claim.earlier is not None:
+            # Who ran it before may have told of its answer: this one draws as that one did.
+            with contextlib.suppress(MalformedRecord):
+                seed = decode_placement(claim.earlier).seed
+                self._request.asked = self._request.asked.seeded(seed)
+        self._record = self._first_record()
+        self._write(self._record)
         return None
 
     def _runs_elsewhere(self, value: bytes) -> AlreadyRunning:
@@ -123,9 +131,8 @@ class SharedRequest:
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
         """Tells the client, and keeps what is final where others may be asked for it."""
-        if event.HasField("commit") and self._is_kept:
-            self._text.append(event.commit.text)
-            self._said.token_ids.extend(event.commit.token_ids)
+        if self._is_kept:
+            self._said.take(event)
         await self._client.send(event)
 
     # Its end.
@@ -144,11 +151,7 @@ class SharedRequest:
         if finished is None or not self._is_kept:
             self._write(record)
             return
-        said = self._said
-        said.text = "".join(self._text)
-        said.finish_reason, said.model = finished.finish_reason, finished.model
-        said.usage.CopyFrom(finished.usage)
-        said.stats.CopyFrom(finished.stats)
+        said = self._said.response(request.id, finished)
         self._write(record, said if said.ByteSize() <= MOST_BYTES else None)
 
     @property
@@ -163,6 +166,7 @@ class SharedRequest:
             router_id=self._router.id,
             state="running",
             model=self._request.asked.model.name,
+            seed=self._request.asked.sampling.seed,
         )
 
     def _write(self, record: PlacementRecord, answer: pb.GenerateResponse | None = None) -> None:

@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -117,6 +118,14 @@ class Tokenizer:
         encode = partial(self._encode_chat, chat, most_bytes, parses_special)
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text that an answer of these ids would have: special tokens are left out."""
+
+        def decode() -> str:
+            return self.decode([one for one in token_ids if self.is_text(one)])
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+
     def is_text(self, token_id: int) -> bool:
         """Whether the id stands for text: known, and not special."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None
@@ -152,7 +161,7 @@ class Tokenizer:
         return ids
 
     def _encode_parsed(self, text: str) -> list[int]:
-        before, after = self._around()
+        before, after = self._around
         return [*before, *self._encode_parts(self.special_tokens.cut(text)), *after]
 
     def _encode_chat(self, chat: Chat, most_bytes: int, parses_special: bool) -> list[int]:
@@ -187,12 +196,16 @@ class Tokenizer:
             ids += next(encoded).ids if isinstance(part, str) else [part.id]
         return ids
 
+    @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """The ids that `tokenizer.json` has before a prompt and behind it."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        whole = self._encode("a")
-        start = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-        return whole[:start], whole[start + len(bare) :]
+        known = chain("a", self._backend.get_vocab())  # a vocabulary may drop any letter
+        for text in known:
+            whole = self._backend.encode(text)
+            own = [at for at, is_added in enumerate(whole.special_tokens_mask) if not is_added]
+            if own:
+                return whole.ids[: own[0]], whole.ids[own[-1] + 1 :]
+        return [], []
 
 
 def bundled_directory() -> Path:

@@ -14,16 +14,23 @@ from typing import Any, Final
 import msgspec
 
 from effuse.client.chat import Chat
-from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
+from effuse.client.params import ALGORITHMS, ALGS, CACHES, PRIORITIES, REMASKINGS, SCORES, Priority
 from effuse.config.decoding import (
     ALG_TEMP,
+    BIAS,
     BLOCK_LENGTH,
     CANVAS_ALGORITHMS,
     CFG_SCALE,
     DENOISING_STEPS,
     ENTROPY,
     EPS,
+    LOGPROBS,
     MAX_TOKENS,
+    MIN_P,
+    MIN_TOKENS,
+    MOST_BIASES,
+    PENALTY,
+    REPETITION,
     STEPS,
     TEMPERATURE,
     THRESHOLD,
@@ -47,12 +54,21 @@ SCORE_NAMES: Final = tuple(pb.Score.keys())
 REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
 ALG_NAMES: Final = tuple(pb.Alg.keys())
 CACHE_NAMES: Final = tuple(pb.Cache.keys())
+PRIORITY_NAMES: Final = tuple(pb.Priority.keys())
+_PRIORITIES: Final = {number: name for name, number in PRIORITIES.items()}
 _ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
 _SCORES: Final = {number: name for name, number in SCORES.items()}
 _CACHES: Final = {number: name for name, number in CACHES.items()}
 _ALGS: Final = {number: name for name, number in ALGS.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
 
+EDITS: Final[Mapping[str, Bounds]] = {
+    "min_p": MIN_P,
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": REPETITION,
+}
+"""Fields of SamplingParams that change logits before a token is drawn."""
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
 KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
     "d2f": {"window", "score", *THRESHOLDS},
@@ -98,12 +114,23 @@ class Asked:
     parses_special: bool  # special tokens that text or chat spell
     refused_ids: Mapping[int, str]  # that no client may put into a prompt, and what they are
     max_tokens: int | None  # None takes the model's, cut to the room that the prompt leaves
+    min_tokens: int  # before which no stop id or stop string ends the answer
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
     sampling: Sampling
+    has_seed: bool  # the client's; else it is 0 until one is drawn
     settings: DecodeSettings
+    priority: Priority
     wants_token_ids: bool
     wants_drafts: bool
+    num_logprobs: int | None  # likeliest ids beside each token's; None sends none
+    wants_echo: bool
+
+    def seeded(self, fresh: int) -> Asked:
+        """The same with the seed `fresh`, a uint64, where the client set none."""
+        if self.has_seed:
+            return self
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, seed=fresh))
 
 
 def validate(
@@ -126,10 +153,12 @@ def validate(
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
     check_input(request, model, refused, takes_chats, findings)
-    _check_sampling(request.sampling, model, findings)
+    _check_sampling(request.sampling, model, refused, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
     _check_canvas(request.sampling, algorithm, model, decode_prefills, findings)
+    findings.number("output.logprobs", request.output.logprobs, LOGPROBS)
+    findings.choice("priority", request.priority, PRIORITY_NAMES)
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
@@ -143,18 +172,24 @@ def validate(
         parses_special=request.parse_special_tokens,
         refused_ids=refused,
         max_tokens=request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None,
+        min_tokens=request.stopping.min_tokens,
         stops=tuple(request.stopping.stop),
         stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
         sampling=_resolve_sampling(request.sampling, model),
+        has_seed=request.sampling.HasField("seed"),
         settings=_resolve_settings(request.decoding, algorithm, model),
+        priority=_PRIORITIES.get(request.priority, "normal"),
         wants_token_ids=request.output.token_ids,
         wants_drafts=request.output.drafts,
+        num_logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
+        wants_echo=request.output.echo,
     )
 
 
-def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
+def fit(prompt_len: int, asked: Asked) -> int:
     """Returns how many tokens to generate; raises `InvalidRequest` with the numbers where prompt
     and answer exceed the model's context."""
+    model, max_tokens = asked.model, asked.max_tokens
     room = model.max_model_len - prompt_len
     findings = Findings()
     if prompt_len == 0:
@@ -168,23 +203,58 @@ def fit(prompt_len: int, max_tokens: int | None, model: ModelInfo) -> int:
             f"the model takes {model.max_model_len} in all"
         )
         findings.add("stopping.max_tokens", limit, max_tokens)
+    found = min(model.defaults.max_tokens, max(room, 0)) if max_tokens is None else max_tokens
+    if asked.min_tokens > found and not findings.violations:
+        limit = f"at most {found}, the model's max_tokens in the room that the prompt leaves"
+        findings.add("stopping.min_tokens", limit, asked.min_tokens)
     findings.raise_any()
-    return min(model.defaults.max_tokens, room) if max_tokens is None else max_tokens
+    return found
 
 
-def _check_sampling(sampling: pb.SamplingParams, model: ModelInfo, findings: Findings) -> None:
+def _check_sampling(
+    sampling: pb.SamplingParams,
+    model: ModelInfo,
+    refused: Mapping[int, str],
+    findings: Findings,
+) -> None:
     if sampling.HasField("temperature"):
         findings.number("sampling.temperature", sampling.temperature, TEMPERATURE)
     if sampling.HasField("top_p"):
         findings.number("sampling.top_p", sampling.top_p, TOP_P)
     if sampling.HasField("top_k"):
         findings.number("sampling.top_k", sampling.top_k, replace(TOP_K, high=model.vocab_size))
+    for name, bounds in EDITS.items():
+        if sampling.HasField(name):
+            findings.number(f"sampling.{name}", getattr(sampling, name), bounds)
+    _check_bias(sampling.logit_bias, refused, model, findings)
+
+
+def _check_bias(
+    biases: Mapping[int, float], refused: Mapping[int, str], model: ModelInfo, findings: Findings
+) -> None:
+    name = "sampling.logit_bias"
+    if len(biases) > MOST_BIASES:
+        findings.add(name, f"at most {MOST_BIASES} ids", len(biases))
+        return
+    for token in sorted(biases):
+        if token >= model.vocab_size:
+            findings.add(name, f"ids below the vocabulary size {model.vocab_size}", token)
+        elif token in refused:
+            findings.add(name, "ids that stand for text", f"the {refused[token]} id {token}")
+        elif biases[token] not in BIAS:
+            findings.add(f"{name}[{token}]", BIAS.form, f"{biases[token]:g}")
+        else:
+            continue
+        break
 
 
 def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Findings) -> None:
     if stopping.HasField("max_tokens"):
         bounds = replace(MAX_TOKENS, high=model.max_model_len - 1)
         findings.number("stopping.max_tokens", stopping.max_tokens, bounds)
+    if stopping.min_tokens:
+        most = stopping.max_tokens if stopping.HasField("max_tokens") else model.max_model_len - 1
+        findings.number("stopping.min_tokens", stopping.min_tokens, replace(MIN_TOKENS, high=most))
     if len(stopping.stop) > MAX_STOPS:
         findings.add("stopping.stop", f"at most {MAX_STOPS} strings", len(stopping.stop))
     else:
@@ -258,7 +328,7 @@ def _check_canvas(
     """What algorithms ask of model and fleet that denoise prompt and answer as one canvas."""
     # LLaDA's loop, and Fast-dLLM's but for Dream, draw from all tokens.
     if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture != "dream"):
-        for name in ("top_p", "top_k"):
+        for name in ("top_p", "top_k", "min_p"):
             if sampling.HasField(name):
                 form = f"it unset with {algorithm}, which does not use it"
                 findings.add(f"sampling.{name}", form, "a value")
@@ -279,7 +349,8 @@ def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> 
 
 
 def _resolve_sampling(sampling: pb.SamplingParams, model: ModelInfo) -> Sampling:
-    return msgspec.structs.replace(model.defaults.sampling, **_given(sampling))
+    given = _given(sampling) | {"logit_bias": tuple(sorted(sampling.logit_bias.items()))}
+    return msgspec.structs.replace(model.defaults.sampling, **given)
 
 
 def _resolve_settings(

@@ -1,4 +1,5 @@
-"""For every test: one torch thread, the checkout off the import path, no skip but without a GPU."""
+"""For every test: one torch thread, the checkout off the import path, no skip but for want of a GPU
+or of another people's client."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
-_RULE = "only tests marked gpu may be skipped"
+_RULE = "only tests marked gpu or client may be skipped"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,9 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Nothing but tests marked gpu may be skipped."""
+    """Nothing but tests marked gpu or client may be skipped."""
     report = yield
-    if report.skipped and not item.get_closest_marker("gpu"):
+    may_be = any(item.get_closest_marker(name) for name in ("gpu", "client"))
+    if report.skipped and not may_be:
         report.outcome, report.longrepr = "failed", f"{_RULE}: {report.longrepr}"
     return report
 

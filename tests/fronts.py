@@ -131,6 +131,11 @@ class PrefillPeer(pb_grpc.WorkerServiceServicer):
     ) -> pb.DrainResponse:
         raise NotImplementedError
 
+    async def Undrain(
+        self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.UndrainResponse:
+        raise NotImplementedError
+
 
 @asynccontextmanager
 async def prefill_peer() -> AsyncIterator[tuple[PrefillPeer, str]]:

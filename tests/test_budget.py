@@ -108,4 +108,5 @@ def test_folders_are_flat() -> None:
         for path in _written("*.py")
         if not _is_test(path) and len(path.relative_to(ROOT).parts) > 2
     ]
-    assert set(deep) <= {"protos/effuse/v1/__init__.py", "src/effuse/__init__.py"}
+    wire = {f"protos/effuse/{name}/__init__.py" for name in ("compat", "v1")}
+    assert set(deep) <= wire | {"src/effuse/__init__.py"}

@@ -62,6 +62,17 @@ def test_every_status_is_told() -> None:
     assert not [code for code in codes if f"| {code} |" not in PAGE]
 
 
+def test_every_reason_is_told_with_its_status() -> None:
+    kinds = [one for one in vars(errors).values() if isinstance(one, type)]
+    reasons = {
+        (one.reason, one.code.name)
+        for one in kinds
+        if issubclass(one, errors.EffuseError)
+        and one not in (errors.EffuseError, errors.CallerError)
+    }
+    assert reasons == set(re.findall(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \|", PAGE, re.MULTILINE))
+
+
 def test_every_log_line_it_explains_is_written_somewhere() -> None:
     """Its fixed parts, between `..`, stand among the texts of one file."""
     table = PAGE.split("## What logs say")[1].split("\n## ")[0]

@@ -306,7 +306,7 @@ def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role:
     if config.connector == "nixl":
         from effuse.kvtransfer.nixl_transport import NixlTransport
 
-        return NixlTransport(memory, incarnation, role=role)
+        return NixlTransport(memory, incarnation, role=role, host=config.host)
     from effuse.kvtransfer.zmq_transport import ZmqTransport
 
     return ZmqTransport(

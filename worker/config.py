@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from effuse.config import checks
+from effuse.config.access import Access
 from effuse.placement.keys import check_name
 from effuse.telemetry.logs import LogFormat, LogLevel
 
@@ -27,13 +28,15 @@ STOP_S: Final = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(Access):
     """Settings of a prefill or decode worker. Raises ValueError naming the accepted form."""
 
     # The model.
-    model: Annotated[Path | None, "checkpoint directory; the bundled model where absent"] = None
+    model: Annotated[Path | None, "checkpoint directory (default: the bundled model)"] = None
     adapter: Annotated[Path | None, "LoRA adapter directory, merged when weights are loaded"] = None
-    served_model_name: Annotated[str | None, "name that clients ask for"] = None
+    served_model_name: Annotated[
+        str | None, "name that clients ask for (default: that of the directory)"
+    ] = None
     device: Annotated[Device, "where the engine computes"] = "auto"
     dtype: Annotated[Dtype, "type of weights and KV; auto is float32 on a CPU"] = "auto"
     attention: Annotated[
@@ -43,38 +46,36 @@ class WorkerConfig:
 
     # KV memory.
     page_size: Annotated[int, "tokens in a KV page"] = 16
-    num_pages: Annotated[int | None, "pages in the pool; else gpu-memory-utilization decides"] = (
-        None
-    )
+    num_pages: Annotated[
+        int | None, "pages in the pool (default: what gpu-memory-utilization allows)"
+    ] = None
     gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
     kv_layout: Annotated[KVLayoutKind, "order of KV memory in a page"] = "unified"
 
     # Batching.
-    block_size: Annotated[int | None, "tokens in a diffusion block; the model's where absent"] = (
-        None
-    )
+    block_size: Annotated[int | None, "tokens in a diffusion block (default: the model's)"] = None
     max_num_batched_tokens: Annotated[int, "most tokens in one forward"] = 2048
     max_num_seqs: Annotated[int, "most requests in one forward"] = 64
-    max_model_len: Annotated[int | None, "most tokens of prompt and answer; the model's else"] = (
-        None
-    )
+    max_model_len: Annotated[
+        int | None, "most tokens of prompt and answer (default: the model's)"
+    ] = None
 
     # The network.
-    host: Annotated[str, "address to listen on"] = "127.0.0.1"
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 0
-    advertise_host: Annotated[str | None, "name or address that others reach this worker by"] = None
+    advertise_host: Annotated[
+        str | None, "name or address that others reach this worker by (default: host)"
+    ] = None
     connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
     connector_host: Annotated[
-        str | None, "address of the zmq connector; advertise-host where absent"
+        str | None, "address of the zmq connector (default: advertise-host)"
     ] = None
-    metrics_host: Annotated[str, "address to serve metrics on"] = "127.0.0.1"
-    metrics_port: Annotated[int, "port of the metrics, as Prometheus text; 0 takes a free one"] = 0
-    no_metrics: Annotated[bool, "serve no metrics"] = False
 
     # The fleet.
     redis_url: Annotated[str | None, "announce in this Redis, as redis://host:port/db"] = None
     fleet: Annotated[str, "fleet to belong to; fleets that share a Redis never meet"] = "effuse"
-    worker_id: Annotated[str | None, "name of this worker; role, host and port where absent"] = None
+    worker_id: Annotated[str | None, "name of this worker (default: its role, host and port)"] = (
+        None
+    )
     ready_file: Annotated[Path | None, "write address, incarnation and pid here once ready"] = None
 
     # Time, in seconds.
@@ -94,12 +95,14 @@ class WorkerConfig:
     log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
+        Access.__post_init__(self)
+        self.check_plaintext("host", self.host, "calls")
+        self.check_plaintext("host", self.host, "pages")
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)
         for name in ("num_pages", "block_size", "max_model_len"):
             checks.whole(name, getattr(self, name), 1)
-        for name in ("port", "metrics_port"):
-            checks.whole(name, getattr(self, name), 0, 65535)
+        checks.whole("port", self.port, 0, 65535)
         for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
             checks.seconds(name, getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:

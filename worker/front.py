@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from effuse.models.config_keys import CheckpointError
+from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
 from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
@@ -52,13 +54,16 @@ class Role:
 def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
-    0 after a drain; 1 if no engine starts, the port is taken, or another process has its worker id.
+    0 after a drain; 1 if the checkpoint is not served, no engine starts, the port is taken, or
+    another process has its worker id.
     """
     logs.set_up(role.name, config.log_level, config.log_format)
     status = 0
     try:
+        if config.model is not None:
+            refuse_unserved(config.model, config.block_size)
         asyncio.run(_run(config, role))
-    except* (GaveUp, Superseded, OSError, TracesUnavailable) as failed:
+    except* (CheckpointError, GaveUp, Superseded, OSError, TracesUnavailable) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
         status = 1
     return status
@@ -84,6 +89,8 @@ class Front:
         self._facts: dict[str, str] = {}  # for whoever waits for the ready file
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None  # ends what runs past the drain's deadline
+        self._is_ending = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains and leaves nothing behind."""
@@ -109,12 +116,26 @@ class Front:
         """Admits nothing more; ends what still runs after `deadline_s`."""
         self.shell.is_draining = True
         self._changed.set()
-        self.shell.spawn(self._end_after(deadline_s))
+        self._stop_waiting()
+        self._draining = self.shell.spawn(self._end_after(deadline_s))
+
+    def undrain(self) -> None:
+        """Admits again; what still runs goes on. Raises `Draining` where the process ends."""
+        if self._is_ending:
+            raise Draining("this worker is ending and admits nothing more", retry_after_s=0.1)
+        self._stop_waiting()
+        self.shell.is_draining = False
+        self._changed.set()
+
+    def _stop_waiting(self) -> None:
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
 
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         config, role = self._config, self._role
         role.add(self.shell, self.server.server)
-        worker = WorkerServicer(self.shell, self.drain)
+        worker = WorkerServicer(self.shell, self.drain, self.undrain)
         add_WorkerServiceServicer_to_server(worker, self.server.server)
         port = await self.server.start(
             f"{config.host}:{config.port}", [role.service, _WORKER_SERVICE]
@@ -124,7 +145,7 @@ class Front:
         self.server.set_serving("", True)
         self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
-        if not config.no_metrics:
+        if config.metrics:
             served = self.shell.metrics.served(config.metrics_host, config.metrics_port)
             self._facts["metrics"] = f"{config.metrics_host}:{stack.enter_context(served)}"
             LOG.info("metrics are on %s", self._facts["metrics"])
@@ -166,7 +187,7 @@ class Front:
 
     async def _end_all(self) -> None:
         """The drain of a process that will exit."""
-        self.shell.is_draining = True
+        self.shell.is_draining = self._is_ending = True
         self._changed.set()
         await self._end_after(self._config.drain_s)
         if len(self.shell.attempts):

@@ -21,6 +21,14 @@ from effuse.placement.records import Load, ModelInfo
 Phase = Literal["loading", "capturing", "compiling", "serving"]
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """What the model thought of one written token, as `kernels.sampling_logprobs` has it."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
 class BlockState(msgspec.Struct, frozen=True, array_like=True):
     """One block in flight."""
 
@@ -28,6 +36,7 @@ class BlockState(msgspec.Struct, frozen=True, array_like=True):
     masks: bytes  # one bit a position, lowest bit first: set where a mask is left
     full: bool  # the block must progress every step
     denoise_count: int  # forwards that have denoised it
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # by position, where asked for; None: no token
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +89,7 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     settings: DecodeSettings
     writer: str | None  # incarnation of the prefill worker that will push; None prefills here
     drafts: bool = False
+    num_logprobs: int | None = None  # likeliest ids to send with log-probabilities; None sends none
     resume: Resume | None = None
 
 
@@ -170,6 +180,8 @@ class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     token_ids: tuple[int, ...]  # a stop id is left out
     forward_passes: int  # so far
     frontier: tuple[BlockState, ...]  # blocks in flight after this commit
+    end_token_id: int | None = None  # the stop id behind them, where it ends the answer
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, where asked for
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""WorkerService, what every worker answers, whatever its role: Abort, GetLoad, Drain."""
+"""WorkerService, what every worker answers, whatever its role: Abort, GetLoad, Drain, Undrain."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,9 +21,12 @@ _MOST_ABORT_S = 60.0  # callers ask again
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
     """Answers for one shell."""
 
-    def __init__(self, shell: Shell, drain: Callable[[float], None]) -> None:
+    def __init__(
+        self, shell: Shell, drain: Callable[[float], None], undrain: Callable[[], None]
+    ) -> None:
         self._shell = shell
         self._drain = drain
+        self._undrain = undrain
 
     async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
         """Ends an attempt wherever it stands; a transfer id not seen yet is refused from now on."""
@@ -87,3 +90,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             )
         self._drain(request.deadline_s)
         return pb.DrainResponse(running=len(self._shell.attempts))
+
+    async def Undrain(self, request: pb.UndrainRequest, context: _Context) -> pb.UndrainResponse:
+        """Admits again, where the process is not to end."""
+        self._undrain()
+        return pb.UndrainResponse(running=len(self._shell.attempts))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from effuse.config.decoding import (
+    LOGPROBS,
     Algorithm,
     DecodeSettings,
     Remasking,
@@ -28,8 +29,9 @@ from effuse.kvtransfer.messages import (
     check_reservation,
 )
 from effuse.protos.errors import InvalidRequest
+from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
-from effuse.worker.messages import BlockState, Resume
+from effuse.worker.messages import BlockState, Resume, TokenLogprobs
 
 _MOST_ID_CHARS = 128
 _MOST_ADDRESS_CHARS = 300
@@ -168,7 +170,9 @@ def stopping(message: pb.DecodeRequest) -> Stopping:
     """Reads when the answer ends."""
     with _naming(""):
         return Stopping(
-            max_tokens=message.max_tokens, stop_token_ids=frozenset(message.stop_token_ids)
+            max_tokens=message.max_tokens,
+            stop_token_ids=frozenset(message.stop_token_ids),
+            min_tokens=message.min_tokens,
         )
 
 
@@ -180,6 +184,13 @@ def sampling(message: pb.DecodeSampling) -> Sampling:
             top_p=message.top_p,
             top_k=message.top_k,
             seed=message.seed,
+            min_p=message.min_p,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            repetition_penalty=(
+                message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+            ),
+            logit_bias=tuple(sorted(message.logit_bias.items())),
         )
 
 
@@ -209,10 +220,18 @@ def resume(message: pb.Resume, block_size: int) -> Resume:
             raise _wrong(f"{field}.token_ids", f"{block_size} tokens", len(block.token_ids))
         if len(block.masks) != num_bytes:
             raise _wrong(f"{field}.masks", f"{num_bytes} bytes", len(block.masks))
+        if len(block.logprobs) not in (0, block_size):
+            raise _wrong(f"{field}.logprobs", f"none or {block_size}", len(block.logprobs))
     return Resume(
         committed_token_ids=tuple(message.committed_token_ids),
         frontier=tuple(
-            BlockState(tuple(block.token_ids), block.masks, block.full, block.denoise_count)
+            BlockState(
+                tuple(block.token_ids),
+                block.masks,
+                block.full,
+                block.denoise_count,
+                tuple(_logprobs(one) for one in block.logprobs),
+            )
             for block in message.frontier
         ),
     )
@@ -225,7 +244,33 @@ def block_to_proto(block: BlockState) -> pb.BlockState:
         masks=block.masks,
         full=block.full,
         denoise_count=block.denoise_count,
+        logprobs=[logprobs_to_proto(one) for one in block.logprobs],
     )
+
+
+def num_logprobs(message: pb.DecodeRequest) -> int | None:
+    """Reads how many likeliest ids are sent with log-probabilities; None sends none."""
+    if not message.HasField("num_logprobs"):
+        return None
+    if message.num_logprobs not in LOGPROBS:
+        raise _wrong("num_logprobs", LOGPROBS.form, message.num_logprobs)
+    return message.num_logprobs
+
+
+def logprobs_to_proto(told: TokenLogprobs | None) -> generation_pb2.TokenLogprobs:
+    """Writes what the model thought of a token; an empty message stands for no token."""
+    if told is None:
+        return generation_pb2.TokenLogprobs()
+    return generation_pb2.TokenLogprobs(
+        logprob=told.logprob, top_token_ids=told.top_token_ids, top_logprobs=told.top_logprobs
+    )
+
+
+def _logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
+    ids, top = tuple(message.top_token_ids), tuple(message.top_logprobs)
+    if len(ids) != len(top):
+        raise _wrong("logprobs.top_logprobs", f"{len(ids)} of them", len(top))
+    return TokenLogprobs(message.logprob, ids, top)
 
 
 @contextmanager

@@ -15,15 +15,28 @@ from contextlib import contextmanager
 
 import grpc
 from chaos.ledger import Answer, Commit, Exchange, Finish, Ledger, Mode
-from e2e.client import Client
+from e2e.client import Client, connect
 from e2e.tiny import TINY
 from e2e.workload import Job, draw_jobs
+from tokenizers import Tokenizer
 
+from effuse.problems.problem import problem
+from effuse.router.tokenizer import bundled_directory
 from effuse.v1 import generation_pb2 as pb
 
 CLIENTS = 12
 DEADLINE_S = 150.0  # of each request; nothing here takes so long
+# How a request ends that was at a router which was killed, and whose id another one has not taken
+# over yet: asked again, it is answered.
+AGAIN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.ALREADY_EXISTS,
+)
+AGAIN_S = 0.3
 JOBS = 48  # of each algorithm
+PROBLEMS = 60
+LONGEST_SOLUTION = 176  # tokens, as in `effuse eval`
 MEAN_THINK_S = 0.03
 MEAN_CANCEL_S = 0.1
 _SHARES = {
@@ -45,17 +58,41 @@ def draw_all(seed: int) -> list[Job]:
     ]
 
 
+def draw_problems(seed: int) -> tuple[list[Job], list[str]]:
+    """Problems for the bundled model as jobs of either algorithm, and their right answers."""
+    tokenizer = Tokenizer.from_file(str(bundled_directory() / "tokenizer.json"))
+    problems = [problem(seed, index, "held_out") for index in range(PROBLEMS)]
+    jobs = [
+        Job(
+            prompt=tuple(tokenizer.encode(one.prompt).ids),
+            max_tokens=LONGEST_SOLUTION,
+            algorithm=("d2f", "block_diffusion")[number % 2],
+            denoising_steps=16,
+        )
+        for number, one in enumerate(problems)
+    ]
+    return jobs, [one.answer for one in problems]
+
+
 def answer_of(client: Client, job: Job) -> Answer:
     """What an undisturbed fleet answers."""
     response = client.generate(job.message())
     return Answer(tuple(response.token_ids), response.text, response.finish_reason)
 
 
+def looked_up(client: Client, name: str) -> pb.GetRequestResponse:
+    """Where a request is; nothing is set where nobody can tell just now."""
+    try:
+        return client.look_up(name)
+    except grpc.RpcError:
+        return pb.GetRequestResponse()
+
+
 class Clients:
     """Sends until told to stop."""
 
-    def __init__(self, client: Client, jobs: list[Job], ledger: Ledger) -> None:
-        self._client = client
+    def __init__(self, address: str, jobs: list[Job], ledger: Ledger) -> None:
+        self._address = address
         self._jobs = jobs
         self._ledger = ledger
         self._numbers = itertools.count()
@@ -81,44 +118,66 @@ class Clients:
             time.sleep(0.1)
 
     def _send_all(self) -> None:
-        while not self._stop.is_set():
-            with self._lock:  # in the order of their numbers
-                exchange, chance = self._next()
-                self._ledger.exchanges.append(exchange)
-            try:
-                self._send(exchange, chance)
-            except grpc.RpcError as error:
-                exchange.status, exchange.details = error.code().name, error.details() or ""
-            else:
-                exchange.status = exchange.status or "OK"
-            exchange.ended_s = time.monotonic()
-            if not exchange.mode.is_cancelled:
-                found = self._client.look_up(exchange.name)
-                exchange.attempts = found.attempt
-                exchange.workers = f"{found.prefill_worker or 'local'} -> {found.decode_worker}"
-            time.sleep(chance.expovariate(1 / MEAN_THINK_S))
+        with connect(self._address, alone=True) as client:
+            while not self._stop.is_set():
+                with self._lock:  # in the order of their numbers
+                    exchange, chance = self._next()
+                    self._ledger.exchanges.append(exchange)
+                while not self._try(client, exchange, chance):
+                    time.sleep(AGAIN_S)
+                exchange.ended_s = time.monotonic()
+                if not exchange.mode.is_cancelled:
+                    found = looked_up(client, exchange.name)
+                    exchange.attempts = found.attempt
+                    exchange.workers = f"{found.prefill_worker or 'local'} -> {found.decode_worker}"
+                time.sleep(chance.expovariate(1 / MEAN_THINK_S))
+
+    def _try(self, client: Client, exchange: Exchange, chance: random.Random) -> bool:
+        """Asks once; whether that was the last time."""
+        try:
+            self._send(client, exchange, chance)
+        except grpc.RpcError as error:
+            code = error.code()
+            is_ours = exchange.mode.is_cancelled and code is grpc.StatusCode.CANCELLED
+            now = time.monotonic()
+            if code in AGAIN and not is_ours and now < exchange.began_s + DEADLINE_S:
+                exchange.begin_again(code.name, now)
+                return False
+            exchange.status, exchange.details = code.name, error.details() or ""
+        else:
+            exchange.status = exchange.status or "OK"
+        return True
 
     def _next(self) -> tuple[Exchange, random.Random]:
         number = next(self._numbers)
         chance = random.Random(f"{self._ledger.seed} request {number}")
-        (mode,) = chance.choices(list(_SHARES), list(_SHARES.values()))
+        shares = {
+            mode: share
+            for mode, share in _SHARES.items()
+            if mode.is_cancelled or not self._ledger.all_cancel
+        }
+        (mode,) = chance.choices(list(shares), list(shares.values()))
         job = chance.randrange(len(self._jobs))
         return Exchange(number=number, job=job, mode=mode, began_s=time.monotonic()), chance
 
-    def _send(self, exchange: Exchange, chance: random.Random) -> None:
+    def _send(self, client: Client, exchange: Exchange, chance: random.Random) -> None:
         """Raises grpc.RpcError where it does not end well."""
         message = self._jobs[exchange.job].message(exchange.name)
         if exchange.mode.is_streamed:
             wanted = chance.randint(0, 4) if exchange.mode.is_cancelled else None
-            self._stream(exchange, message, wanted)
+            self._stream(client, exchange, message, wanted)
         else:
             patience_s = chance.expovariate(1 / MEAN_CANCEL_S)
-            self._ask(exchange, message, patience_s if exchange.mode.is_cancelled else None)
+            self._ask(client, exchange, message, patience_s if exchange.mode.is_cancelled else None)
 
     def _ask(
-        self, exchange: Exchange, message: pb.GenerateRequest, patience_s: float | None
+        self,
+        client: Client,
+        exchange: Exchange,
+        message: pb.GenerateRequest,
+        patience_s: float | None,
     ) -> None:
-        call = self._client.stub.Generate.future(message, timeout=DEADLINE_S)
+        call = client.stub.Generate.future(message, timeout=DEADLINE_S)
         try:
             response = call.result(timeout=patience_s)
         except grpc.FutureTimeoutError:
@@ -131,9 +190,12 @@ class Clients:
             Finish(now, response.finish_reason, response.usage.completion_tokens),
         ]
 
-    def _stream(self, exchange: Exchange, message: pb.GenerateRequest, wanted: int | None) -> None:
+    def _stream(
+        self, client: Client, exchange: Exchange, message: pb.GenerateRequest, wanted: int | None
+    ) -> None:
         """`wanted`: blocks after which the client breaks off; None waits for the end."""
-        call = self._client.stub.GenerateStream(message, timeout=DEADLINE_S)
+        asked = pb.GenerateStreamRequest(request=message)
+        call = client.stub.GenerateStream(asked, timeout=DEADLINE_S)
         if wanted == 0:
             call.cancel()
         for event in call:

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import psutil
-from chaos.clients import CLIENTS
+from chaos.clients import CLIENTS, looked_up
 from chaos.ledger import Exchange, Injected, Ledger, Standing
-from chaos.plan import OF_REDIS, PAUSES, Fault, Kind
+from chaos.plan import OF_LINKS, OF_REDIS, PAUSES, Fault, Kind
 from chaos.subject import NotThere, Subject
 from e2e.client import Client, all_at_once
+from fault_proxy import FaultProxy, Harm
 
 from effuse.v1 import generation_pb2 as pb
 
@@ -27,14 +28,16 @@ _LOOK_S = 10.0
 _POLL_S = 0.05
 _MARKER = "chaos:marker"
 _ENGINES = (Kind.ENGINE_KILLED, Kind.ENGINE_PAUSED)
-_LIFE_ENDS = (Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.WORKER_DRAINED)
+_LIFE_ENDS = (Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.WORKER_DRAINED, Kind.ROUTER_KILLED)
 
 
 class Injector:
     """One run's faults."""
 
-    def __init__(self, subject: Subject, client: Client, ledger: Ledger) -> None:
+    def __init__(self, subject: Subject, proxy: FaultProxy, client: Client, ledger: Ledger) -> None:
+        """`proxy` is what all calls to workers pass through."""
         self._subject = subject
+        self._proxy = proxy
         self._client = client
         self._ledger = ledger
         self._ended: set[str] = set()  # lives that were killed, which may be listed for a while
@@ -62,14 +65,18 @@ class Injector:
         return self._wait(can, _LOOK_S) and not self._wait(lambda: False, lull_s) and can()
 
     def _ready(self) -> set[str]:
-        """Workers that are ready in a life that was not ended. Notes who is back."""
-        lives = self._subject.workers()
-        ready = {name for name, one in lives.items() if one.incarnation not in self._ended}
+        """Who is ready in a life that was not ended. Notes who is back."""
+        ready = {name for name, life in self._lives().items() if life not in self._ended}
         back = ready | ({"redis"} if self._subject.redis_answers() else set())
         for name in self._away.keys() & back:
             injected = self._away.pop(name)
             injected.recovered_s = time.monotonic() - injected.at_s
         return ready
+
+    def _lives(self) -> dict[str, str]:
+        """Workers and routers that are ready, each with what tells its lives apart."""
+        lives = {name: one.incarnation for name, one in self._subject.workers().items()}
+        return lives | {name: f"pid {pid}" for name, pid in self._subject.routers().items()}
 
     def _wait(self, done: Callable[[], bool], within_s: float) -> bool:
         """Whether it came true in time. Who comes back meanwhile is noted."""
@@ -84,13 +91,13 @@ class Injector:
     # One fault.
 
     def _inject(self, fault: Fault) -> Injected:
-        lives = self._subject.workers()
+        lives = self._lives()
         in_flight = self._ledger.in_flight()
         running = all_at_once(lambda one: self._standing(one, fault), in_flight, CLIENTS)
         injected = Injected(fault=fault, at_s=time.monotonic(), evidence="", running=running)
         self._ledger.injected.append(injected)
         if fault.kind in _LIFE_ENDS and fault.target in lives:
-            self._ended.add(lives[fault.target].incarnation)
+            self._ended.add(lives[fault.target])
         with contextlib.suppress(NotThere):  # it ended by itself just now: there is no evidence
             injected.evidence = self._hit(fault)
         self._away[fault.target] = injected  # now, as who stands still is listed for a while
@@ -98,7 +105,7 @@ class Injector:
 
     def _standing(self, exchange: Exchange, fault: Fault) -> Standing:
         """Where a request is, seen from the fault's target."""
-        found = self._client.look_up(exchange.name)
+        found = looked_up(self._client, exchange.name)
         if found.state != pb.REQUEST_STATE_RUNNING:
             state = "waits" if found.state == pb.REQUEST_STATE_QUEUED else "comes or goes"
         elif found.decode_worker == fault.target:
@@ -114,6 +121,8 @@ class Injector:
         """Does it; how it was seen to happen, or nothing. Raises NotThere."""
         if fault.kind is Kind.REDIS_EMPTIED:
             return self._empty_redis()
+        if fault.kind in OF_LINKS:
+            return self._harm(fault, OF_LINKS[fault.kind])
         victims = self._victims(fault)
         if fault.kind in PAUSES:
             return self._pause(victims[0], fault)
@@ -127,6 +136,8 @@ class Injector:
         """The process that is hit, and those that must end with it."""
         if fault.kind in OF_REDIS:
             return [self._subject.redis()]
+        if fault.kind is Kind.ROUTER_KILLED:
+            return [self._subject.router(fault.target)]
         engine = self._subject.engine(fault.target)
         if fault.kind in _ENGINES:
             return [engine]
@@ -149,6 +160,18 @@ class Injector:
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.resume()
+
+    def _harm(self, fault: Fault, harm: Harm) -> str:
+        """Does harm to the calls to a worker for a while, and until some was seen."""
+        workers = self._subject.workers()
+        if fault.target not in workers:
+            raise NotThere(fault.target)
+        address = workers[fault.target].address
+        self._proxy.harm(address, harm)
+        self._wait(lambda: False, fault.hold_s)
+        self._wait(lambda: self._proxy.harmed(address) > 0, SEEN_S)
+        count = self._proxy.heal(address)
+        return f"{count} connections or pieces to {address} were {harm.value}" if count else ""
 
     def _empty_redis(self) -> str:
         with self._subject.redis_client() as client:

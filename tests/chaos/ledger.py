@@ -6,6 +6,7 @@ All moments are seconds of one monotonic clock, the one of the process that sent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -59,9 +60,18 @@ class Finish:
     num_tokens: int
 
 
+@dataclass(slots=True)
+class Try:
+    """A try that ended badly, after which the client asked again under the same id."""
+
+    at_s: float
+    status: str
+    events: list[Commit | Finish]
+
+
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One request and what came back, in order."""
+    """One request and what came back, in order; `events` are those of the last try."""
 
     number: int
     job: int  # the index of its undisturbed answer
@@ -71,6 +81,7 @@ class Exchange:
     ended_s: float | None = None  # None while it runs
     status: str = ""  # name of the gRPC status it ended with
     details: str = ""
+    earlier: list[Try] = field(default_factory=list)
     attempts: int = 0  # of the router; 0 where it was not asked
     workers: str = ""  # of the last one
 
@@ -78,6 +89,11 @@ class Exchange:
     def name(self) -> str:
         """Its request id."""
         return f"chaos-{self.number}"
+
+    def begin_again(self, status: str, at_s: float) -> None:
+        """This try ended so, and another one follows."""
+        self.earlier.append(Try(at_s, status, self.events))
+        self.events = []
 
     @property
     def commits(self) -> list[Commit]:
@@ -126,7 +142,7 @@ class FleetState:
     """A fleet that nobody asks anything."""
 
     workers: dict[str, WorkerState]
-    router_descriptors: int
+    router_descriptors: int  # of all routers together
     router_bytes: int  # resident memory
     running_keys: tuple[str, ...]  # in Redis, of requests that do not say that they ended
     lasting_keys: tuple[str, ...]  # in Redis, that would never expire; bounded indexes left out
@@ -138,13 +154,22 @@ class Ledger:
 
     seed: int
     connector: str
+    model: str = "tiny"  # or bundled
+    all_cancel: bool = False  # every client breaks off
     epoch_s: float = 0.0  # the wall clock when the monotonic one was 0, to find moments in logs
     planned: int = 0  # faults
-    expected: list[Answer] = field(default_factory=list)  # by job, from an undisturbed run
+    expected: list[Answer] = field(default_factory=list)  # by job, from the undisturbed fleet
+    later: list[Answer] = field(default_factory=list)  # the same, once all faults are over
+    solutions: list[str] = field(default_factory=list)  # right answers by job, where there are any
     exchanges: list[Exchange] = field(default_factory=list)
     injected: list[Injected] = field(default_factory=list)
     before: FleetState | None = None
     after: FleetState | None = None
+
+    def right(self, answers: Sequence[Answer]) -> int:
+        """How many of the answers to all jobs are right."""
+        pairs = zip(answers, self.solutions, strict=False)
+        return sum(answer.text.strip() == solution.strip() for answer, solution in pairs)
 
     def in_flight(self) -> list[Exchange]:
         """Requests that have not ended; also while others are added."""

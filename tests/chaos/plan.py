@@ -10,51 +10,80 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from fault_proxy import Harm
+
 
 class Kind(Enum):
-    """What is done to a process."""
+    """What is done to a process, or to the calls that a worker is sent."""
 
     ENGINE_KILLED = "engine killed"
     ENGINE_PAUSED = "engine paused"
     FRONT_KILLED = "front killed"
     FRONT_PAUSED = "front paused"
     WORKER_DRAINED = "worker told to end"
+    ROUTER_KILLED = "router killed"
+    LINK_CUT = "link cut"
+    LINK_TRUNCATED = "link truncated"
+    LINK_SLOWED = "link slowed"
+    LINK_DELAYED = "link delayed"
     REDIS_KILLED = "Redis killed"
     REDIS_PAUSED = "Redis paused"
     REDIS_EMPTIED = "Redis emptied"
 
 
-KILLS = frozenset({Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.REDIS_KILLED})
+KILLS = frozenset({Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.ROUTER_KILLED, Kind.REDIS_KILLED})
 PAUSES = frozenset({Kind.ENGINE_PAUSED, Kind.FRONT_PAUSED, Kind.REDIS_PAUSED})
 OF_REDIS = frozenset({Kind.REDIS_KILLED, Kind.REDIS_PAUSED, Kind.REDIS_EMPTIED})
+OF_LINKS: dict[Kind, Harm] = {
+    Kind.LINK_CUT: Harm.CUT,
+    Kind.LINK_TRUNCATED: Harm.TRUNCATED,
+    Kind.LINK_SLOWED: Harm.SLOWED,
+    Kind.LINK_DELAYED: Harm.DELAYED,
+}
+LASTING = PAUSES | OF_LINKS.keys()
 LONGEST_PAUSE_S = 8.0  # longer than a lease, and than an engine may be silent
+LONGEST_HARM_S = 3.0  # to a link: about as long as a silent connection is borne
 MEAN_LULL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. It comes `lull_s` after the fleet can bear it, and a pause lasts `hold_s`."""
+    """One fault. It comes `lull_s` after the fleet can bear it; some last for `hold_s`."""
 
     kind: Kind
-    target: str  # a worker, or "redis"
+    target: str  # a worker, a router, or "redis"
     lull_s: float
     hold_s: float = 0.0
 
     @property
     def role(self) -> str:
-        """prefill, decode or redis."""
+        """prefill, decode, router or redis."""
         return self.target.partition("-")[0]
 
 
-def draw_plan(seed: int, kills: int, prefill: Sequence[str], decode: Sequence[str]) -> list[Fault]:
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The names of a fleet's processes."""
+
+    prefill: Sequence[str]
+    decode: Sequence[str]
+    routers: Sequence[str]
+
+    @property
+    def workers(self) -> list[str]:
+        """Of either kind."""
+        return [*self.prefill, *self.decode]
+
+
+def draw_plan(seed: int, kills: int, targets: Targets) -> list[Fault]:
     """Faults with `kills` kills among them, the last one a kill. They are dealt from decks, each of
     which has every kind, and a kill of every engine."""
     chance = random.Random(f"{seed} faults")
     plan: list[Fault] = []
     left = kills
     while left:
-        for kind, target in _deck(chance, prefill, decode):
-            hold_s = chance.uniform(0.2, LONGEST_PAUSE_S) if kind in PAUSES else 0.0
+        for kind, target in _deck(chance, targets):
+            hold_s = chance.uniform(0.2, _longest_s(kind)) if kind in LASTING else 0.0
             plan.append(Fault(kind, target, chance.expovariate(1 / MEAN_LULL_S), hold_s))
             left -= kind in KILLS
             if not left:
@@ -62,14 +91,17 @@ def draw_plan(seed: int, kills: int, prefill: Sequence[str], decode: Sequence[st
     return plan
 
 
-def _deck(
-    chance: random.Random, prefill: Sequence[str], decode: Sequence[str]
-) -> Iterator[tuple[Kind, str]]:
-    workers = [*prefill, *decode]
-    cards = [(Kind.ENGINE_KILLED, name) for name in workers]
-    cards += [(Kind.FRONT_KILLED, chance.choice(names)) for names in (prefill, decode)]
-    cards.append((Kind.WORKER_DRAINED, chance.choice(workers)))
-    cards += [(kind, chance.choice(workers)) for kind in (Kind.ENGINE_PAUSED, Kind.FRONT_PAUSED)]
+def _longest_s(kind: Kind) -> float:
+    return LONGEST_HARM_S if kind in OF_LINKS else LONGEST_PAUSE_S
+
+
+def _deck(chance: random.Random, targets: Targets) -> Iterator[tuple[Kind, str]]:
+    cards = [(Kind.ENGINE_KILLED, name) for name in targets.workers]
+    of_each = (targets.prefill, targets.decode)
+    cards += [(Kind.FRONT_KILLED, chance.choice(names)) for names in of_each]
+    cards.append((Kind.ROUTER_KILLED, chance.choice(targets.routers)))
+    of_workers = (Kind.WORKER_DRAINED, Kind.ENGINE_PAUSED, Kind.FRONT_PAUSED, *OF_LINKS)
+    cards += [(kind, chance.choice(targets.workers)) for kind in of_workers]
     cards += [(kind, "redis") for kind in Kind if kind in OF_REDIS]
     chance.shuffle(cards)
     return iter(cards)

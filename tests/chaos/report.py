@@ -26,12 +26,19 @@ def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "seed": ledger.seed,
         "connector": ledger.connector,
+        "model": ledger.model,
         "requests": len(ledger.exchanges),
         "faults": len(ledger.injected),
         "kills": len(kills),
         "seconds": _duration_s(ledger),
         "statuses": Counter(f"{one.mode.value}: {one.status}" for one in ledger.exchanges),
         "attempts": Counter(one.attempts for one in ledger.exchanges if one.attempts),
+        "cancelled_after_blocks": Counter(
+            len(one.commits) for one in ledger.exchanges if one.status == "CANCELLED"
+        ),
+        "asked_again": Counter(one.status for e in ledger.exchanges for one in e.earlier),
+        "jobs": len(ledger.expected),
+        "right": [ledger.right(ledger.expected), ledger.right(ledger.later)],
         "tokens": sum(len(c.token_ids) for one in ledger.exchanges for c in one.commits),
         "by_fault": {name: _of_kind(some) for name, some in _by_kind(ledger.injected).items()},
         "gap_after_kill": spread([gap for one in kills for gap in gaps(ledger, one)]),
@@ -84,9 +91,13 @@ def lines(ledger: Ledger, findings: Sequence[Finding]) -> list[str]:
     told = figures(ledger, findings)
     found = [
         f"{told['requests']} requests and {told['faults']} faults, {told['kills']} of them kills, "
-        f"in {told['seconds']:.0f} s over {told['connector']}, seed {told['seed']}",
+        f"in {told['seconds']:.0f} s over {told['connector']}, {ledger.model} model, "
+        f"seed {told['seed']}",
         *(f"  {name}: {count}" for name, count in sorted(told["statuses"].items())),
         f"attempts that requests took: {dict(sorted(told['attempts'].items()))}",
+        f"cancelled after so many blocks: {dict(sorted(told['cancelled_after_blocks'].items()))}",
+        f"asked again after: {dict(sorted(told['asked_again'].items())) or 'nothing'}",
+        *_accuracy(ledger),
         f"a stream's gap after a kill: {_tell(told['gap_after_kill'])}",
         f"the longest request: {told['longest_request']:.1f} s",
         f"requests that took longer than {SLOW_S:g} s: {len(told['slow'])}",
@@ -99,6 +110,14 @@ def lines(ledger: Ledger, findings: Sequence[Finding]) -> list[str]:
     found.append(f"findings: {dict(told['findings']) or 'none'}")
     found += [f"  {_story(ledger, one)}" for one in findings[:_TOLD]]
     return found
+
+
+def _accuracy(ledger: Ledger) -> list[str]:
+    """How many answers to all jobs are right, where jobs are problems."""
+    if not ledger.solutions:
+        return []
+    before, after = ledger.right(ledger.expected), ledger.right(ledger.later)
+    return [f"right of {len(ledger.solutions)} problems: {before} before the faults, {after} after"]
 
 
 def _by_kind(injected: Sequence[Injected]) -> dict[str, list[Injected]]:
@@ -136,7 +155,8 @@ def _line_of(ledger: Ledger, exchange: Exchange) -> str:
     return (
         f"{exchange.name}, {exchange.mode.value}, job {exchange.job}, began at "
         f"{_clock(ledger, began_s)} and took {took_s:.1f} s, attempt {exchange.attempts} on "
-        f"{exchange.workers or 'nobody'}, events at {moments or 'no time'}; "
+        f"{exchange.workers or 'nobody'}, events at {moments or 'no time'}, asked again "
+        f"{len(exchange.earlier)} times; "
         f"{'; '.join(met) or 'no fault'}"
     )
 

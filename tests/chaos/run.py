@@ -1,5 +1,6 @@
 """`make chaos`: a fleet of the tiny model under constant load while its processes are killed,
-stopped and emptied, and a verdict over every request. The report is left in build/chaos/.
+stopped and emptied and its calls cut off, and a verdict over every request. With `--bundled` it is
+the bundled model, asked problems. The report is left in build/chaos/.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from functools import partial
 from pathlib import Path
 
 from chaos import report
-from chaos.clients import CLIENTS, Clients, answer_of, draw_all
+from chaos.clients import CLIENTS, Clients, answer_of, draw_all, draw_problems
 from chaos.injector import Injector
 from chaos.ledger import FleetState, Injected, Ledger
 from chaos.plan import KILLS, draw_plan
-from chaos.subject import DECODE, PREFILL, NotThere, Subject
+from chaos.subject import TARGETS, NotThere, Subject
 from chaos.verdict import judge, left
 from e2e.client import all_at_once, connect
 from e2e.tiny import TINY, tiny_checkpoint
+from fault_proxy import FaultProxy
 from load.up import running
 
 HOME = Path("build/chaos")
@@ -36,11 +38,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000, help="to be sent at least")
     parser.add_argument("--kills", type=int, default=1000, help="kills among the faults")
     parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
+    parser.add_argument("--all-cancel", action="store_true", help="every client breaks off")
+    parser.add_argument("--bundled", action="store_true", help="the bundled model, not a tiny one")
     found = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the fleet would outlive it
-    home = HOME / f"{found.connector}-{found.seed}"
+    model = "bundled" if found.bundled else "tiny"
+    what = "cancels" if found.all_cancel else model
+    home = HOME / f"{what}-{found.connector}-{found.seed}"
     shutil.rmtree(home, ignore_errors=True)
-    ledger = Ledger(seed=found.seed, connector=found.connector)
+    ledger = Ledger(
+        seed=found.seed, connector=found.connector, model=model, all_cancel=found.all_cancel
+    )
     try:
         carry_out(ledger, found.requests, found.kills, home, partial(print, flush=True))
     finally:  # a run that broke off is told, too
@@ -52,33 +60,49 @@ def main() -> int:
 def carry_out(ledger: Ledger, requests: int, kills: int, home: Path, tell: Tell) -> None:
     """One run, written into `ledger`; its logs and its checkpoint are in `home`. Raises UpError
     where no fleet starts."""
-    plan = draw_plan(ledger.seed, kills, PREFILL, DECODE)
-    jobs = draw_all(ledger.seed)
+    plan = draw_plan(ledger.seed, kills, TARGETS)
+    jobs, ledger.solutions = draw_all(ledger.seed), []
+    if ledger.model == "bundled":
+        jobs, ledger.solutions = draw_problems(ledger.seed)
     ledger.planned = len(plan)
     ledger.epoch_s = time.time() - time.monotonic()
     with (
-        running(_flags(home, ledger.connector), complains=True) as up,
-        connect(up.address) as client,
+        FaultProxy() as proxy,
+        running(_flags(home, ledger), complains=True, environment=_through(proxy)) as up,
+        connect(up.address, alone=True) as client,
     ):
         subject = Subject(up)
         ledger.expected = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         ledger.before = _settled(subject)
-        clients = Clients(client, jobs, ledger)
+        clients = Clients(up.address, jobs, ledger)
+        injector = Injector(subject, proxy, client, ledger)
         with clients.sending():
-            Injector(subject, client, ledger).carry_out(plan, partial(_progress, ledger, tell))
+            injector.carry_out(plan, partial(_progress, ledger, tell))
             clients.wait_for(requests)
         ledger.after = _settled(subject)
+        ledger.later = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         subject.close()
 
 
-def _flags(home: Path, connector: str) -> list[str]:
+def _flags(home: Path, ledger: Ledger) -> list[str]:
+    flags = [
+        *("--prefill", str(len(TARGETS.prefill)), "--decode", str(len(TARGETS.decode))),
+        *("--routers", str(len(TARGETS.routers)), "--connector", ledger.connector),
+        *("--device", "cpu", "--log-dir", str(home / "logs")),
+    ]
+    if ledger.model == "bundled":
+        return flags
     model = tiny_checkpoint(home / "model", "sdar")
     return [
-        *("--prefill", str(len(PREFILL)), "--decode", str(len(DECODE))),
-        *("--connector", connector, "--model", str(model), "--log-dir", str(home / "logs")),
-        *("--device", "cpu", "--page-size", str(TINY.page_size), "--num-pages", "512"),
+        *flags,
+        *("--model", str(model), "--page-size", str(TINY.page_size), "--num-pages", "512"),
         *("--max-model-len", str(TINY.max_model_len)),
     ]
+
+
+def _through(proxy: FaultProxy) -> dict[str, str]:
+    """Has the gRPC library of each process take its calls through the proxy."""
+    return {"grpc_proxy": f"http://{proxy.address}", "no_grpc_proxy": "", "no_proxy": ""}
 
 
 def _settled(subject: Subject) -> FleetState | None:

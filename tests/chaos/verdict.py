@@ -5,10 +5,11 @@ what is left at the end. Pure; says nothing of a ledger as it should be.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from chaos.ledger import Answer, Commit, Exchange, FleetState, Injected, Ledger
+from chaos.plan import Kind
 
 Charge = Literal["lost", "duplicated", "missing", "wrong", "no fault", "not back", "left", "leaked"]
 
@@ -33,6 +34,10 @@ def judge(ledger: Ledger) -> list[Finding]:
     if len(ledger.injected) < ledger.planned:
         told = f"{len(ledger.injected)} of {ledger.planned} faults were carried out"
         found.append(Finding("no fault", told))
+    changed = sum(a != b for a, b in zip(ledger.expected, ledger.later, strict=False))
+    if changed or len(ledger.later) < len(ledger.expected):
+        of = f"{len(ledger.later)} of {len(ledger.expected)} jobs were asked once more"
+        found.append(Finding("wrong", f"after the faults {of}, {changed} answered otherwise"))
     if ledger.before is None or ledger.after is None:
         return [*found, Finding("left", "the fleet was not looked at before or after")]
     return [*found, *left(ledger.after), *_leaked(ledger.before, ledger.after)]
@@ -53,6 +58,21 @@ def _of_exchange(ledger: Ledger, exchange: Exchange) -> Iterator[Finding]:
         yield Finding("lost", "it ended well without an answer's end", name)
     yield from _order(exchange)
     yield from _content(exchange, expected)
+    for one in exchange.earlier:
+        said = replace(exchange, events=one.events)
+        yield from _order(said)
+        yield from _content(said, expected)
+    if exchange.earlier and not _lost_its_router(ledger, exchange):
+        told = ", ".join(one.status for one in exchange.earlier)
+        yield Finding("lost", f"it was asked again after {told}, and no router was killed", name)
+
+
+def _lost_its_router(ledger: Ledger, exchange: Exchange) -> bool:
+    """Whether a router was killed under it. Whoever connects just then may find the port of one
+    that has ended."""
+    kills = [one.at_s for one in ledger.injected if one.fault.kind is Kind.ROUTER_KILLED]
+    first_s = exchange.earlier[0].at_s
+    return any(exchange.began_s - 1.0 < at_s <= first_s for at_s in kills)
 
 
 def _order(exchange: Exchange) -> Iterator[Finding]:
@@ -115,7 +135,7 @@ def left(after: FleetState) -> list[Finding]:
 
 def _leaked(before: FleetState, after: FleetState) -> Iterator[Finding]:
     """What grew."""
-    grown = [("the router", "descriptors", before.router_descriptors, after.router_descriptors)]
+    grown = [("routers", "descriptors", before.router_descriptors, after.router_descriptors)]
     for name, worker in after.workers.items():
         old = before.workers[name]
         grown += [

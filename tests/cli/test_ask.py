@@ -28,7 +28,9 @@ class FakeStub:
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
 
-    async def GenerateStream(self, _: pb.GenerateRequest, timeout: float) -> AsyncIterator[Event]:
+    async def GenerateStream(
+        self, _: pb.GenerateStreamRequest, timeout: float
+    ) -> AsyncIterator[Event]:
         for event in self._events:
             yield event
 

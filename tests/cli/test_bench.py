@@ -1,102 +1,16 @@
-"""`effuse bench` reads datasets strictly and counts what a server of known figures answers."""
+"""`effuse bench` reads datasets and flags strictly and tells what it has, broken off or not."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import math
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
 
 from effuse.cli import bench
-from effuse.cli.figures import Run
-from effuse.client.params import Params
-from effuse.v1 import generation_pb2 as pb
-from effuse.v1 import generation_pb2_grpc as pb_grpc
-
-
-class FakeRouter(pb_grpc.GenerationServiceServicer):
-    """Answers each prompt with two commits of three tokens; refuses the prompt "bad"."""
-
-    def __init__(self) -> None:
-        self.running = 0
-        self.most_running = 0
-
-    async def GenerateStream(  # type: ignore[override]
-        self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateStreamResponse],
-    ) -> None:
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        if request.prompt == "bad":
-            self.running -= 1
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a bad prompt")
-        for offset in (0, 3):
-            commit = pb.BlockCommit(token_offset=offset, num_tokens=3, text="abc")
-            await context.write(pb.GenerateStreamResponse(commit=commit))
-        finished = pb.Finished(
-            usage=pb.Usage(completion_tokens=6), stats=pb.GenerationStats(forward_passes=2)
-        )
-        self.running -= 1
-        await context.write(pb.GenerateStreamResponse(finished=finished))
-
-    async def Generate(
-        self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> pb.GenerateResponse:
-        raise NotImplementedError
-
-    async def GetRequest(
-        self,
-        request: pb.GetRequestRequest,
-        context: grpc.aio.ServicerContext[pb.GetRequestRequest, pb.GetRequestResponse],
-    ) -> pb.GetRequestResponse:
-        raise NotImplementedError
-
-
-def _bench(prompts: tuple[str, ...], concurrency: int) -> tuple[Run, FakeRouter, int]:
-    async def run() -> tuple[Run, FakeRouter, int]:
-        server, router = grpc.aio.server(), FakeRouter()
-        ticks: list[int] = []
-        pb_grpc.add_GenerationServiceServicer_to_server(router, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        job = bench.BenchJob(
-            prompts=prompts,
-            params=Params(),
-            target=f"127.0.0.1:{port}",
-            concurrency=concurrency,
-            timeout_s=20.0,
-            baseline=False,
-            model_dir=Path(),
-            adapter=None,
-            json=None,
-        )
-        try:
-            told = await bench.run_fleet(job, lambda: ticks.append(1))
-        finally:
-            await server.stop(None)
-        return told, router, len(ticks)
-
-    return asyncio.run(run())
-
-
-def test_every_prompt_is_counted_once() -> None:
-    told, router, ticks = _bench(tuple("abcdefgh"), concurrency=3)
-    assert (len(told.samples), told.failed, ticks) == (8, 0, 8)
-    assert (told.tokens, told.tokens_per_forward) == (48, 3.0)
-    assert all(0 < one.first_block_s <= one.total_s <= told.total_s for one in told.samples)
-    assert router.most_running <= 3
-
-
-def test_a_failed_request_is_reported_and_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    told, _, ticks = _bench(("a", "bad", "b", "bad"), concurrency=1)
-    assert (len(told.samples), told.failed, ticks) == (2, 2, 4)
-    assert "2 x INVALID_ARGUMENT: a bad prompt" in capsys.readouterr().err
+from effuse.cli.figures import Run, Sample, ServiceGoals
+from effuse.cli.load import Tally
 
 
 def test_a_dataset_is_read(tmp_path: Path) -> None:
@@ -158,3 +72,79 @@ def test_a_checkpoint_that_cannot_be_loaded_is_one_line(
     flags = ["--dataset", str(path), "--baseline", "--model-dir", str(tmp_path)]
     assert bench.main(flags) == 2
     assert f"effuse bench: {tmp_path} has no tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    return path
+
+
+def test_flags_of_a_sweep(dataset: Path, tmp_path: Path) -> None:
+    flags = ["--dataset", str(dataset), "--limit", "5", "--rate", "2", "--sweep"]
+    goals = ["--total-within", "3", "--gap-within", "0.5", "--plot", str(tmp_path / "a.svg")]
+    job = bench.parse([*flags, *goals])
+    assert job.traffic.prompts == ("a", "b", "a", "b", "a")
+    assert (job.rate, job.sweep, job.goals) == (2.0, True, ServiceGoals(gap_s=0.5, total_s=3.0))
+    assert math.isinf(job.goals.first_block_s)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--rate", "0"], "expected a number in (0, infinity), got 0"),
+        (["--sweep", "--rate", "1"], "--sweep: expected --rate and an objective"),
+        (["--sweep", "--total-within", "1"], "--sweep: expected --rate and an objective"),
+        (["--gap-within", "0"], "--gap-within: expected a number in (0, 604800]"),
+        (["--plot", "figures.txt"], "expected a name that ends with .svg, .png or .pdf"),
+    ],
+)
+def test_bad_flags(
+    flags: list[str], told: str, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.parse(["--dataset", str(dataset), *flags])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_broken_off_is_told_as_far_as_it_came(
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Once a rate is done and another one begun, Ctrl-C leaves figures, a file and a plot."""
+    rates: list[float] = []
+
+    async def send(traffic: object, rate: float, seed: int, tally: Tally) -> None:
+        rates.append(rate)
+        tally.add(Sample(4, 2, 0.1, 0.2, (0.1,)))
+        if len(rates) == 2:
+            tally.add("UNAVAILABLE: gone")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "send_as_they_arrive", send)
+    out, drawn = tmp_path / "out.json", tmp_path / "out.svg"
+    flags = ["--dataset", str(dataset), "--rate", "4", "--sweep", "--total-within", "1"]
+    assert bench.main([*flags, "--json", str(out), "--plot", str(drawn)]) == 130
+    told = capsys.readouterr()
+    assert "fleet, 4/s" in told.out and "fleet, 8/s" in told.out
+    assert "the knee is at 4 requests/s" in told.out
+    assert "1 x UNAVAILABLE: gone" in told.err and "broken off" in told.err
+    assert [
+        (one["rate"], one["samples"], one["failed"]) for one in json.loads(out.read_text())
+    ] == [
+        (4.0, 1, 0),
+        (8.0, 1, 1),
+    ]
+    assert drawn.read_text().startswith("<?xml")
+
+
+def test_a_plot_of_one_way_beside_another(tmp_path: Path) -> None:
+    from effuse.cli.plots import plot
+
+    runs = [Run("fleet", 1.0, [Sample(4, 2, 0.1, 0.2, (0.1,))]), Run("alone", 2.0, [])]
+    plot(runs, tmp_path / "runs.svg")
+    assert "between blocks, seconds" in (tmp_path / "runs.svg").read_text()

@@ -68,3 +68,56 @@ def test_code_of_a_checkpoint_is_never_run(checkpoint: Path) -> None:
 def test_an_unknown_class_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConversionError, match="got 'NoSuchTokenizer'"):
         convert(checkpoint, "NoSuchTokenizer")
+
+
+@pytest.mark.parametrize("name", ["logging", "__doc__", "PretrainedConfig"])
+def test_what_is_no_tokenizer_class_is_refused(checkpoint: Path, name: str) -> None:
+    with pytest.raises(ConversionError, match="expected a tokenizer class of transformers"):
+        convert(checkpoint, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("vocab.json", b"{"),
+        ("vocab.json", b"[1, 2]"),
+        ("vocab.json", b'{"a": "b"}'),
+        ("vocab.json", b"\xff\xfe"),
+        ("merges.txt", b"\xff"),
+        ("merges.txt", b"one\ntwo three four five\n"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b'{"tokenizer_class": 7}'),
+        (
+            "tokenizer_config.json",
+            b'{"tokenizer_class": "Qwen2Tokenizer", "extra": {"a": []}, '
+            b'"added_tokens_decoder": {"x": 1}}',
+        ),
+        ("config.json", b"nothing"),
+    ],
+)
+def test_broken_files_end_in_one_line(
+    name: str, content: bytes, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the library makes of them: an error of ours, and no file, or a file that is read."""
+    (checkpoint / name).write_bytes(content)
+    status = main([str(checkpoint)])
+    told = capsys.readouterr().err
+    if status == 0:
+        Tokenizer.load(checkpoint).close()
+        return
+    assert status == 1
+    assert (
+        told.splitlines()[-1].startswith("effuse convert-tokenizer: ") and "Traceback" not in told
+    )
+    assert not [path for path in checkpoint.iterdir() if "tokenizer.json" in path.name]
+
+
+def test_a_directory_that_takes_no_file(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("effuse.cli.convert_tokenizer.tempfile.TemporaryDirectory", full)
+    assert main([str(checkpoint)]) == 1
+    assert "No space left on device" in capsys.readouterr().err

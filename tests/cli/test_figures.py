@@ -7,30 +7,66 @@ import math
 
 import pytest
 
-from effuse.cli.figures import COLUMNS, Run, Sample, as_json, figures, percentile, table
+from effuse.cli.figures import (
+    COLUMNS,
+    Run,
+    Sample,
+    ServiceGoals,
+    as_json,
+    figures,
+    percentile,
+    table,
+)
 
 RUN = Run(
     "fleet",
     total_s=4.0,
-    samples=[Sample(10, 2, 0.1, 1.0), Sample(30, 6, 0.3, 3.0)],
+    samples=[Sample(10, 2, 0.1, 1.0, (0.2, 0.7)), Sample(30, 6, 0.3, 3.0, (0.4,))],
     failed=1,
+    rate=2.5,
+    goals=ServiceGoals(first_block_s=0.3, gap_s=0.5),
 )
 
 
 def test_every_figure() -> None:
+    """The first request has a gap that is too long, so one of three met the objectives."""
     assert figures(RUN) == {
+        "rate": 2.5,
         "samples": 2,
         "failed": 1,
         "total_s": 4.0,
         "tokens": 40,
         "tokens_per_s": 10.0,
-        "average_latency_s": 2.0,
+        "requests_per_s": 0.5,
+        "goodput_per_s": 0.25,
+        "met_share": pytest.approx(1 / 3),
+        "latency_mean_s": 2.0,
         "latency_p50_s": 1.0,
         "latency_p99_s": 3.0,
         "first_block_p50_s": 0.1,
         "first_block_p99_s": 0.3,
+        "gap_p50_s": 0.4,
+        "gap_p99_s": 0.7,
         "tokens_per_forward": 5.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("goals", "met"),
+    [
+        (ServiceGoals(), [True, True]),
+        (ServiceGoals(first_block_s=0.2), [True, False]),
+        (ServiceGoals(gap_s=0.4), [False, True]),
+        (ServiceGoals(total_s=0.9), [False, False]),
+    ],
+)
+def test_every_objective_counts(goals: ServiceGoals, met: list[bool]) -> None:
+    assert [goals.met_by(one) for one in RUN.samples] == met
+
+
+def test_without_objectives_there_is_no_goodput() -> None:
+    told = figures(Run("fleet", 1.0, RUN.samples))
+    assert math.isnan(told["goodput_per_s"]) and math.isnan(told["met_share"])
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 2), (0.51, 3), (1.0, 4)])
@@ -47,12 +83,12 @@ def test_a_run_without_answers_has_no_latency() -> None:
 def test_the_table_lines_up() -> None:
     lines = table([RUN, Run("a longer name", 1.0, [])]).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert lines[1].split()[:4] == ["fleet", "2", "4.000", "40"]
+    assert lines[1].split()[:6] == ["fleet", "2.500", "2", "1", "4.000", "40"]
 
 
-def test_every_column_has_a_name_of_its_own() -> None:
-    headings = [heading for _, heading in COLUMNS]
-    assert len(headings) == len(set(headings))
+def test_every_figure_has_a_column() -> None:
+    keys = [key for key, _ in COLUMNS]
+    assert len(keys) == len(set(keys))
     assert {key for key, _ in COLUMNS} == set(figures(RUN))
 
 
@@ -60,8 +96,14 @@ def test_json_holds_every_request() -> None:
     (entry,) = as_json([RUN])
     assert entry["name"] == "fleet"
     assert entry["requests"] == [
-        {"tokens": 10, "forward_passes": 2, "first_block_s": 0.1, "total_s": 1.0},
-        {"tokens": 30, "forward_passes": 6, "first_block_s": 0.3, "total_s": 3.0},
+        {
+            "tokens": 10,
+            "forward_passes": 2,
+            "first_block_s": 0.1,
+            "total_s": 1.0,
+            "gaps_s": (0.2, 0.7),
+        },
+        {"tokens": 30, "forward_passes": 6, "first_block_s": 0.3, "total_s": 3.0, "gaps_s": (0.4,)},
     ]
 
 

@@ -36,16 +36,26 @@ def test_every_flag_reaches_its_field() -> None:
         *("--remasking", "sequential", "--denoising-steps", "6", "--block-length", "8"),
         *("--steps", "16", "--cfg-scale", "1.5", "--logits-eos-inf", "--confidence-eos-eot-inf"),
         *("--alg", "entropy", "--eps", "0.25", "--alg-temp", "0.5", "--cache", "dual"),
-        "--parse-special-tokens",
+        *("--parse-special-tokens", "--min-tokens", "5", "--min-p", "0.25"),
+        *("--presence-penalty", "-0.5", "--frequency-penalty", "1", "--repetition-penalty", "1.5"),
+        *("--logit-bias", "7=-100", "--logit-bias", "8=0.5"),
     )
     request = make_request("p", knobs, request_id="r", drafts=True)
     assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
     assert request.parse_special_tokens
     assert request.stopping == generation_pb2.StoppingParams(
-        max_tokens=9, stop=["a", "b"], stop_token_ids=[3], ignore_eos=True
+        max_tokens=9, stop=["a", "b"], stop_token_ids=[3], ignore_eos=True, min_tokens=5
     )
     assert request.sampling == generation_pb2.SamplingParams(
-        temperature=0.5, top_p=0.25, top_k=4, seed=2**64 - 1
+        temperature=0.5,
+        top_p=0.25,
+        top_k=4,
+        seed=2**64 - 1,
+        min_p=0.25,
+        presence_penalty=-0.5,
+        frequency_penalty=1,
+        repetition_penalty=1.5,
+        logit_bias={7: -100, 8: 0.5},
     )
     assert request.decoding == generation_pb2.DecodingParams(
         algorithm=generation_pb2.ALGORITHM_BLOCK_DIFFUSION,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from effuse.cli.__main__ import COMMANDS, main
+from effuse.cli.__main__ import COMMANDS, find, main
+from effuse.config.flags import Dataclass, HelpWithDefaults, add_flags, make_parser
+from effuse.decode_worker.config import DecodeConfig
+from effuse.prefill_worker.config import PrefillConfig
+from effuse.router.config import RouterConfig
 
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +40,8 @@ def test_every_command_refuses_an_unknown_flag(
         "generate": ["hello"],
         "bench": ["--dataset", __file__],
         "convert-tokenizer": ["."],
+        "completion": ["bash"],
+        "check-ghz": [__file__],
     }
     with pytest.raises(SystemExit) as ended:
         main([name, *required.get(name, []), "--no-such-flag"])
@@ -38,9 +49,53 @@ def test_every_command_refuses_an_unknown_flag(
     assert "--no-such-flag" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["generate", "bench", "up", "demo"])
-def test_no_client_command_imports_torch(module: str) -> None:
-    code = f"import sys, effuse.cli.{module}; print('torch' in sys.modules)"
+def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"effuse {project['version']}\n"
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    processes: dict[str, type[Dataclass]] = {
+        "effuse-router": RouterConfig,
+        "effuse-prefill": PrefillConfig,
+        "effuse-decode": DecodeConfig,
+    }
+    parsers = {f"effuse {name}": find(name).make_parser() for name in COMMANDS}
+    for name, config in processes.items():
+        parsers[name] = make_parser(name, "")
+        add_flags(parsers[name], config)
+    return parsers
+
+
+def test_help_tells_every_flags_default_or_that_it_is_required() -> None:
+    """And a number that a text tells is the one that holds."""
+    count = 0
+    for name, parser in _parsers().items():
+        formatter = parser._get_formatter()
+        assert isinstance(formatter, HelpWithDefaults)
+        for action in parser._actions:
+            if not action.option_strings or action.dest == "help":
+                continue
+            count += 1
+            told = formatter._get_help_string(action)
+            if action.required:
+                assert told.endswith("(required)"), (name, action.dest)
+                continue
+            default = re.search(r"\(default: (.+)\)$", told)
+            assert default, (name, action.dest, told)
+            if isinstance(action.default, int | float) and not isinstance(action.default, bool):
+                texts = [str(action.default), f"{action.default:g}"]
+                assert default[1] in (["none"] if math.isinf(action.default) else texts), told
+    assert count > 150
+
+
+def test_telling_flags_imports_no_torch() -> None:
+    code = (
+        "import sys; from effuse.cli.__main__ import COMMANDS, find\n"
+        "for name in COMMANDS: find(name).make_parser()\n"
+        "print('torch' in sys.modules)"
+    )
     told = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

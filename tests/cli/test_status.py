@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import timedelta
 
 import pytest
 
@@ -23,7 +24,9 @@ PREFILL = pb.Worker(
 DECODE = pb.Worker(
     worker_id="decode-0", role=pb.WORKER_ROLE_DECODE, state=pb.WORKER_STATE_READY, model="m",
     total_pages=64, free_pages=10, quarantined_pages=4, max_num_seqs=8, running=3, waiting=2,
-    quarantines=[pb.WorkerQuarantine(writer="10.0.0.7:50052", pages=4, age_s=41.7)],
+    quarantines=[
+        pb.WorkerQuarantine(writer="10.0.0.7:50052", pages=4, age=timedelta(seconds=41.7))
+    ],
 )  # fmt: skip
 
 

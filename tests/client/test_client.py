@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -26,7 +27,7 @@ WHOLE = pb.GenerateResponse(
     token_ids=[1, 2, 3],
     finish_reason=pb.FINISH_REASON_LENGTH,
     usage=pb.Usage(prompt_tokens=2, completion_tokens=3),
-    stats=pb.GenerationStats(first_block_s=0.25),
+    stats=pb.GenerationStats(time_to_first_block=timedelta(seconds=0.25)),
     model="m",
 )
 EVENTS = [
@@ -37,7 +38,11 @@ EVENTS = [
     pb.GenerateStreamResponse(
         request_id="r",
         finished=pb.Finished(
-            finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(completion_tokens=3), model="m"
+            finish_reason=pb.FINISH_REASON_STOP,
+            usage=pb.Usage(completion_tokens=3),
+            model="m",
+            seed=9,
+            stop_string="d",
         ),
     ),
 ]
@@ -63,9 +68,9 @@ class FakeRouter(
         return WHOLE
 
     def GenerateStream(
-        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+        self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateStreamResponse]:
-        self._note(request, context)
+        self._note(request.request, context)
         context.add_callback(self.cancelled.set)
         yield from self.events
         if self.hangs:
@@ -78,6 +83,22 @@ class FakeRouter(
 
     def GetRequest(self, request: object, context: object) -> pb.GetRequestResponse:
         raise NotImplementedError
+
+    def CancelRequest(
+        self, request: pb.CancelRequestRequest, context: object
+    ) -> pb.CancelRequestResponse:
+        return pb.CancelRequestResponse(was_running=request.request_id == "mine")
+
+    def Tokenize(
+        self, request: model_pb2.TokenizeRequest, context: object
+    ) -> model_pb2.TokenizeResponse:
+        said = request.prompt or request.chat.messages[0].content
+        return model_pb2.TokenizeResponse(token_ids=said.encode())
+
+    def Detokenize(
+        self, request: model_pb2.DetokenizeRequest, context: object
+    ) -> model_pb2.DetokenizeResponse:
+        return model_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
 
     def GetModel(self, request: object, context: object) -> model_pb2.GetModelResponse:
         raise NotImplementedError
@@ -138,6 +159,7 @@ def test_pieces_then_the_answer(router: FakeRouter, target: str) -> None:
         answer = stream.answer
         assert client.stream("again").answer.text == "abc"  # without a loop of one's own
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("abc", (1, 2, 3), "stop")
+    assert (answer.seed, answer.stopped_by) == (9, "d")
     assert 0 < answer.first_block_s <= answer.total_s
     assert list(router.asked[0].prompt_token_ids.ids) == [7, 8]
 
@@ -153,6 +175,28 @@ def test_the_asyncio_client_says_the_same(target: str) -> None:
         assert heard == ["ab", "c"] and last.text == answer.text == "abc"
 
     asyncio.run(ask())
+
+
+def test_a_request_is_cancelled_by_its_id_and_texts_are_ids(target: str) -> None:
+    with effuse.Client(target) as client:
+        assert client.cancel("mine") and not client.cancel("another")
+        assert client.tokenize("ab") == client.tokenize(effuse.Chat().user("ab")) == (97, 98)
+        assert client.detokenize((97, 98)) == "ab"
+
+    async def ask() -> None:
+        async with effuse.AsyncClient(target) as client:
+            assert await client.cancel("mine") and not await client.cancel("another")
+            assert await client.tokenize("ab") == (97, 98)
+            assert await client.detokenize((97, 98)) == "ab"
+
+    asyncio.run(ask())
+
+
+def test_a_request_may_be_named(router: FakeRouter, target: str) -> None:
+    with effuse.Client(target) as client:
+        client.generate("a", request_id="mine")
+        list(client.stream("a", request_id="mine"))
+    assert [request.request_id for request in router.asked] == ["mine", "mine"]
 
 
 def test_all_pages_of_workers_are_read(target: str) -> None:

@@ -56,6 +56,12 @@ def test_the_random_cases_hold_what_matters() -> None:
             seen["waiting"] += outcome.stop_is_waiting
             finish = outcome.finish
         seen["stopped"] += finish is denoise.AnswerEnd.STOP
+        end = sequence.prompt_len + outcome.token_offset + len(outcome.tokens)
+        if finish is denoise.AnswerEnd.STOP:
+            assert outcome.end_token_id == sequence.token_ids[end]
+            assert outcome.end_token_id in sequence.stopping.stop_token_ids
+        else:
+            assert (outcome.end_token_id, end) == (None, sequence.answer_end)
     assert min(seen.values()) >= 10, seen
 
 

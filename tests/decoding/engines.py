@@ -306,4 +306,10 @@ def oracle_settings(request: StartDecode) -> oracle.settings.Settings:
         remasking=asked.remasking,
         denoising_steps=asked.denoising_steps,
         entropy_bound=asked.entropy_bound,
+        min_tokens=request.stopping.min_tokens,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
     )

@@ -19,6 +19,12 @@ def open_files(pid: int) -> int:
     return sum(process.num_fds() for process in tree(pid))
 
 
+def connections_to(pid: int, port: int) -> int:
+    """Connections that the process and its children hold to a port of this machine."""
+    ends = [end for process in tree(pid) for end in process.net_connections("tcp")]
+    return sum(bool(end.raddr) and end.raddr.port == port for end in ends)
+
+
 def resident_bytes(pid: int) -> int:
     """Resident memory of the process and its children, shared pages counted for each."""
     return sum(process.memory_info().rss for process in tree(pid))

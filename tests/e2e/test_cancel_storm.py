@@ -10,12 +10,13 @@ from typing import TypeAlias
 import grpc
 import redis
 from e2e.client import Client, connect, load_of, wait_until
-from e2e.processes import open_files, resident_bytes
+from e2e.processes import connections_to, open_files, pids, resident_bytes
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import Job, draw_jobs
 
 from effuse.cli.fleet import Fleet
 from effuse.cli.process import Process
+from effuse.placement.store import MOST_CONNECTIONS
 from effuse.v1.generation_pb2 import GenerateResponse
 
 Call: TypeAlias = "grpc._CallFuture[GenerateResponse]"
@@ -93,7 +94,14 @@ def _idle(fleet: Fleet) -> bool:
 
 
 def _files_and_tasks(fleet: Fleet) -> tuple[int, int]:
-    files = sum(open_files(one.pid) for one in _members(fleet))
+    """Without connections to Redis: a process opens them as it needs several at once, up to its
+    limit, and keeps them."""
+    port = int(fleet.redis_url.rsplit(":", 1)[1].split("/")[0])
+    files = 0
+    for one in _members(fleet):
+        kept = connections_to(one.pid, port)
+        assert kept <= MOST_CONNECTIONS * len(pids(one.pid)), f"{one.name} keeps {kept} to Redis"
+        files += open_files(one.pid) - kept
     tasks = sum(load_of(fleet.address_of(name)).tasks for name in fleet.processes if "-" in name)
     return files, tasks
 

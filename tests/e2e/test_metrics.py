@@ -65,7 +65,9 @@ def nobody_decodes(samples: Samples) -> bool:
 def looks(fleet: Fleet, stub: generation_pb2_grpc.GenerationServiceStub) -> Iterator[Samples]:
     """What is served before, while and after things happen."""
     yield scrape(fleet)
-    cancelled = stub.GenerateStream(request(160), timeout=DEADLINE_S)
+    cancelled = stub.GenerateStream(
+        pb.GenerateStreamRequest(request=request(160)), timeout=DEADLINE_S
+    )
     with ThreadPoolExecutor(3) as clients:
         # More than there are pages and seats for, so that one is preempted and others wait.
         calls = [clients.submit(stub.Generate, request(160), timeout=DEADLINE_S) for _ in range(3)]
@@ -79,7 +81,9 @@ def looks(fleet: Fleet, stub: generation_pb2_grpc.GenerationServiceStub) -> Iter
         stub.Generate(pb.GenerateRequest(prompt=""), timeout=DEADLINE_S)
     except grpc.RpcError as error:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    survivor = stub.GenerateStream(request(160), timeout=DEADLINE_S)
+    survivor = stub.GenerateStream(
+        pb.GenerateStreamRequest(request=request(160)), timeout=DEADLINE_S
+    )
     next(survivor)
     engine_of(fleet.processes["decode-0"].pid).kill()
     yield from until(fleet, nobody_decodes)

@@ -42,7 +42,7 @@ def test_pages_wait_for_a_frozen_writer_until_it_goes_on_or_is_killed(end: signa
         (held,) = _quarantines(fleet)
         assert held.writer == fleet.address_of("prefill-0")
         assert held.pages == _total(fleet) - _free(fleet) > 0
-        assert held.age_s > STILL_S / 2
+        assert held.age.ToTimedelta().total_seconds() > STILL_S / 2
         for pid in frozen:
             os.kill(pid, end)
         wait_until(lambda: _free(fleet) == _total(fleet), "pages are still in quarantine")

@@ -17,7 +17,7 @@ from e2e.workload import Job, draw_jobs
 
 from effuse.cli.fleet import Fleet
 from effuse.client.options import Options
-from effuse.v1 import generation_pb2_grpc
+from effuse.v1 import generation_pb2, generation_pb2_grpc
 
 CONCURRENT = 3
 ROUTERS = 2
@@ -44,7 +44,8 @@ class Load:
                 job = draw.choice(self.jobs)
                 token_ids: list[int] = []
                 try:
-                    for event in stub.GenerateStream(job.message(), timeout=DEADLINE_S):
+                    asked = generation_pb2.GenerateStreamRequest(request=job.message())
+                    for event in stub.GenerateStream(asked, timeout=DEADLINE_S):
                         token_ids += event.commit.token_ids
                 except grpc.RpcError as error:
                     self.failures.append(f"{error.code().name}: {error.details()}")

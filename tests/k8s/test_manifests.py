@@ -9,6 +9,9 @@ import yaml
 from k8s.composed import K8S, Document, deployments, overlay, overlays
 
 from effuse.cli.commands import value_of
+from effuse.config.flags import parse
+from effuse.decode_worker.config import DecodeConfig
+from effuse.prefill_worker.config import PrefillConfig
 from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 
@@ -221,6 +224,23 @@ def _selected(selector: Document) -> set[str]:
     (expression,) = selector["matchExpressions"]
     assert (expression["key"], expression["operator"]) == ("app.kubernetes.io/name", "In")
     return set(expression["values"])
+
+
+@pytest.mark.parametrize("name", overlays())
+def test_every_process_takes_its_flags(name: str) -> None:
+    """What is refused at the start, as plain text that nobody allowed is, is never ready."""
+    parsers = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+    checked = set()
+    for pod in _pods(name):
+        for container in pod["containers"]:
+            if config := parsers.get(role := _role(container)):
+                words = [
+                    re.sub(r"\$\(\w+\)", "pod-7", one.replace("=/model", "=/"))
+                    for one in container["args"]
+                ]
+                assert parse(config, words, prog=role, about="").host == "0.0.0.0"
+                checked.add(role)
+    assert checked == set(parsers)
 
 
 @pytest.mark.parametrize("name", GPU_OVERLAYS)

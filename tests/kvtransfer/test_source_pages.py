@@ -1,5 +1,6 @@
-"""Source pages of a push that was given up: in use while its receiver is frozen, free once it goes
-on or has ended. Over ZMQ closing the connection ends it sooner."""
+"""Source pages of a push that was given up: nobody's while its receiver is frozen, as what was
+posted is still read from them, and free once it goes on or has ended. Over ZMQ closing the
+connection ends it sooner."""
 
 from __future__ import annotations
 
@@ -11,56 +12,117 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from kvtransfer.fixtures import LARGE, boundary, filled, next_event
+from kvtransfer.fixtures import DEADLINE_S, LARGE, boundary, digests_of, filled, next_event
 from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
-from effuse.kvtransfer.connector import Connector, PushCancelled
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.sender import Ended, HandoffSender
 
 NUM_PAGES = 768  # 48 MiB: more than sockets hold
-FROZEN_S = 4.0  # longer than a receiver that does not answer is waited for over ZMQ
+FROZEN_S = 2.5  # longer than a receiver that does not answer is waited for over ZMQ
+POSTED_S = 0.2  # in which the first writes are posted, and fill what sockets there are
+NEXT_OWNERS = 9.0
+
+
+class Prefill:
+    """A pool of which all is pushed, and what becomes of its pages: they are released when the
+    sender says that the push has ended, and overwritten by who takes them next."""
+
+    def __init__(self, kind: str) -> None:
+        self.memory = filled(LARGE, NUM_PAGES)
+        self.written = digests_of(self.memory, range(NUM_PAGES))
+        self.pool = PagePool(NUM_PAGES)
+        self.connector = make(kind, self.memory, "prefill-1")
+        self.connector.start()
+        self.sender = HandoffSender(self.connector, reservation_s=DEADLINE_S, now=time.monotonic)
+        self._held: tuple[PageRef, ...] = ()
+
+    def meet(self, receiver: RemoteReceiver) -> None:
+        """Pushes nothing, so that there is a connection."""
+        met = receiver.reserve([])
+        self.connector.finish(met, boundary)
+        next_event(self.connector, met.transfer_id)
+
+    def push(self, receiver: RemoteReceiver) -> str:
+        """Pushes everything to the receiver, which is frozen; its transfer's name."""
+        held, reserved = self.pool.allocate_committed(NUM_PAGES), receiver.reserve(range(NUM_PAGES))
+        assert held is not None
+        self._held = held
+        self.sender.begin(reserved.attempt)
+        os.kill(receiver.process.pid, signal.SIGSTOP)
+        self.sender.address(reserved)
+        self.sender.pages_ready(reserved.transfer_id, [page.page_id for page in held])
+        return reserved.transfer_id
+
+    def is_reused_within(self, seconds: float) -> bool:
+        """Whether somebody else gets all pages and writes into them."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            select.select([self.connector.fileno()], [], [], min(left, 0.05))
+            if any(isinstance(report, Ended) for report in self.sender.poll()):
+                self.pool.release(self._held)
+            if self.pool.allocate_committed(NUM_PAGES) is not None:
+                self.memory.tensor.fill_(NEXT_OWNERS)
+                return True
+        return False
 
 
 @contextlib.contextmanager
-def given_up(kind: str) -> Iterator[tuple[Connector, RemoteReceiver]]:
-    """A sender that has given up a push to a receiver which is frozen in the midst of it."""
-    memory = filled(LARGE, NUM_PAGES)
-    sender = make(kind, memory, "prefill-1")
-    sender.start()
-    with contextlib.closing(sender), RemoteReceiver(kind, "large", NUM_PAGES) as receiver:
-        met = receiver.reserve([0])
-        sender.push_pages(met, [0], 0)
-        sender.finish(met, boundary)
-        next_event(sender, met.transfer_id)
-        reserved = receiver.reserve(range(NUM_PAGES))
-        os.kill(receiver.process.pid, signal.SIGSTOP)
-        sender.push_pages(reserved, range(NUM_PAGES), 0)
-        time.sleep(0.2)
-        sender.cancel(reserved.transfer_id)
-        yield sender, receiver
+def given_up(kind: str) -> Iterator[tuple[Prefill, RemoteReceiver]]:
+    """A push that was given up, to a receiver which is frozen in the midst of it."""
+    prefill = Prefill(kind)
+    with (
+        contextlib.closing(prefill.connector),
+        RemoteReceiver(kind, "large", NUM_PAGES) as receiver,
+    ):
+        prefill.meet(receiver)
+        transfer_id = prefill.push(receiver)
+        time.sleep(POSTED_S)
+        prefill.sender.abort(transfer_id)
+        yield prefill, receiver
 
 
-def is_cancelled_within(sender: Connector, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        select.select([sender.fileno()], [], [], left)
-        if any(isinstance(event, PushCancelled) for event in sender.poll()):
-            return True
-    return False
+def others_of(prefill: Prefill, receiver: RemoteReceiver) -> int:
+    """Pages of the receiver that hold neither what was pushed nor what they held before."""
+    before = digests_of(PageMemory(LARGE, NUM_PAGES), range(NUM_PAGES))
+    found = [bytes.fromhex(digest) for digest in receiver.digests()]
+    assert set(found) & set(prefill.written), "nothing arrived at all"
+    return sum(one not in pair for one, *pair in zip(found, prefill.written, before, strict=True))
 
 
-@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-def test_over_tcp_pages_are_in_use_until_a_frozen_receiver_goes_on_or_has_ended(
-    end: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    with given_up("nixl") as (sender, receiver):
-        assert not is_cancelled_within(sender, FROZEN_S)
+
+
+@pytest.mark.usefixtures("over_tcp")
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_pages_are_nobodys_until_a_frozen_receiver_goes_on_or_has_ended(
+    end: signal.Signals,
+) -> None:
+    with given_up("nixl") as (prefill, receiver):
+        assert not prefill.is_reused_within(FROZEN_S)
         os.kill(receiver.process.pid, end)
-        assert is_cancelled_within(sender, 20.0)
+        assert prefill.is_reused_within(DEADLINE_S)
+        assert len(prefill.sender) == 0
+        if end is signal.SIGCONT:
+            assert others_of(prefill, receiver) == 0
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_what_was_posted_is_read_when_the_receiver_goes_on() -> None:
+    """Which is why they must be nobody's. Here they are overwritten at once."""
+    with given_up("nixl") as (prefill, receiver):
+        prefill.memory.tensor.fill_(NEXT_OWNERS)
+        os.kill(receiver.process.pid, signal.SIGCONT)
+        assert prefill.is_reused_within(DEADLINE_S)
+        assert others_of(prefill, receiver) > 0
 
 
 def test_over_zmq_a_frozen_receiver_keeps_no_page() -> None:
-    with given_up("zmq") as (sender, receiver):
-        assert is_cancelled_within(sender, 20.0)
+    with given_up("zmq") as (prefill, receiver):
+        assert prefill.is_reused_within(DEADLINE_S)
         os.kill(receiver.process.pid, signal.SIGCONT)

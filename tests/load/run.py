@@ -6,13 +6,15 @@ Every call must end well; the fleet must hold no page and no request afterwards.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from load import report
 from load.up import UpError, running
+
+from effuse.cli import check_ghz
 
 HERE = Path(__file__).parent
 FLEET = ("--prefill", "1", "--decode", "1", "--gpu-sharing")
@@ -50,9 +52,9 @@ def load(ghz: Path, target: str) -> list[str]:
             config, told = HERE / f"{name}.json", Path(out) / f"{name}.json"
             command = [str(ghz), "--config", str(config), "--format", "json"]
             subprocess.run([*command, "--output", str(told), target], check=True, timeout=300)
-            run = report.read(told, config)
-            print(run.line(), flush=True)
-            faults += run.faults()
+            run, asked = check_ghz.read(told), json.loads(config.read_text())
+            print(f"{asked['call']}: {run.line()}", flush=True)
+            faults += check_ghz.faults(run, check_ghz.GhzLimits(count=asked["total"]))
     return faults
 
 

@@ -6,6 +6,7 @@ Not here: what is sent to it.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import secrets
 import signal
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +61,11 @@ class Up:
 
 
 @contextmanager
-def running(flags: Sequence[str], *, complains: bool = False) -> Generator[Up, None, None]:
-    """`effuse up` with `flags` on a free port, in a fleet of its own. On leaving it is told to end.
+def running(
+    flags: Sequence[str], *, complains: bool = False, environment: Mapping[str, str] | None = None
+) -> Generator[Up, None, None]:
+    """`effuse up` with `flags` on a free port, in a fleet of its own, and with more variables than
+    this process has. On leaving it is told to end.
 
     Raises UpError with what it said where it does not start, ends badly or, unless it `complains`
     with reason, complains.
@@ -71,7 +75,11 @@ def running(flags: Sequence[str], *, complains: bool = False) -> Generator[Up, N
     with (
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(
-            [*command, "--fleet", fleet, *flags], stdout=subprocess.PIPE, stderr=said, text=True
+            [*command, "--fleet", fleet, *flags],
+            env={**os.environ, **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
         ) as child,
     ):
         greeting = _first_line(child)

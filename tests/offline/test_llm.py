@@ -10,9 +10,9 @@ from decoding.published import published_runs, write_published
 
 import effuse
 from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.models.config_keys import CheckpointError
 from effuse.problems.problem import problem
 from effuse.protos.errors import InvalidRequest, NotFound
-from effuse.router.tokenizer import TokenizerError
 
 QUESTIONS = [problem(3, number).prompt for number in range(5)]
 PARAMS = [
@@ -96,7 +96,9 @@ def test_each_prompt_may_have_params_of_its_own(llm: effuse.LLM) -> None:
     each = [effuse.Params(max_tokens=length, ignore_eos=True) for length in (3, 9)]
     answers = llm.generate(QUESTIONS[:2], each)
     assert [len(answer.token_ids) for answer in answers] == [3, 9]
+    assert answers[0].seed != answers[1].seed
     for answer in answers:
+        assert answer.stopped_by is None
         assert answer.commits[-1] == (len(answer.token_ids), answer.stats.forward_passes)
     with pytest.raises(ValueError, match="params for 3 prompts, got 2"):
         llm.generate(QUESTIONS[:3], each)
@@ -125,8 +127,12 @@ def test_a_batch_that_is_given_up_leaves_nothing(llm: effuse.LLM) -> None:
 
 
 def test_a_checkpoint_that_is_none_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
-        effuse.LLM(tmp_path_factory.mktemp("empty"))
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        effuse.LLM(empty)
+    (empty / "config.json").write_text('{"model_type": "rnd1", "architectures": ["RND1LM"]}')
+    with pytest.raises(CheckpointError, match=r"'rnd1' \(RND1LM\) is not served"):
+        effuse.LLM(empty)
 
 
 @pytest.mark.parametrize("architecture", ["llada", "dream"])

@@ -27,12 +27,14 @@ from effuse.kernels import (
     pages_triton,
     rotary_triton,
     rowwise_triton,
+    sampling_edits_triton,
     sampling_filters_triton,
     sampling_triton,
 )
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.pages_distinct import distinct_views
+from effuse.kernels.sampling_edits import LogitEdits
 from operators.device_code import DeviceCode, device_code
 
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -120,6 +122,13 @@ def launch_sampling(
     counters = (meta(rows, dtype=INT64), int32, int32, int32)
     logits, score = meta(rows, vocab_size, dtype=dtype), meta(rows, dtype=torch.int8)
     sampling_triton.launch(logits, fp32, fp32, int32, counters, score, 5, top_k_first=top_k_first)
+
+
+def launch_edits(rows: int, vocab_size: int) -> None:
+    fp32, int32 = meta(512, dtype=FP32), meta(512, dtype=INT32)
+    ends = meta(rows, dtype=INT32)
+    edits = LogitEdits(ends, ends, int32, fp32, fp32, meta(rows, dtype=FP32))
+    sampling_edits_triton.launch(meta(rows, vocab_size, dtype=FP32), edits, 5)
 
 
 def launch_rotary(*, stores: bool, rotary_dim: int = 128) -> None:
@@ -212,6 +221,9 @@ def sampling_variants() -> Variants:
     yield "bundled_fp32", device_code(modules, lambda: launch_sampling(64, 301, FP32))
     sdar = partial(launch_sampling, 2048, 151_936, BF16, top_k_first=True)
     yield "sdar_bf16", device_code(modules, sdar)
+    for name, rows, vocab_size in (("dream_edits", 256, 152_064), ("bundled_edits", 64, 301)):
+        launch = partial(launch_edits, rows, vocab_size)
+        yield name, device_code([sampling_edits_triton], launch)
 
 
 def digest_variants() -> Variants:

@@ -20,11 +20,17 @@ import torch
 import triton
 import triton.language as tl
 
-from effuse.kernels import experts_routes_triton, pages_digests_triton, step_rows_triton
+from effuse.kernels import (
+    experts_routes_triton,
+    pages_digests_triton,
+    sampling_edits_triton,
+    step_rows_triton,
+)
 from effuse.kernels.attention_splits_triton import SPLIT_STEP, tokens_per_split
+from effuse.kernels.sampling_edits import LogitEdits
 from effuse.kernels.sampling_philox import gumbel_of_words
 from effuse.kernels.sampling_shared_triton import gumbel_of_high_bits
-from operators import attention, digests, distinct, experts, paths, rows, sampling
+from operators import attention, digests, distinct, edits, experts, paths, rows, sampling
 from operators.paths import Operators, triton_kernels
 
 OPS = triton_kernels(torch.device("cpu"), max_chunk=32)
@@ -90,6 +96,17 @@ def sampling_checks() -> Iterator[tuple[str, Check]]:
     for name in [*FILTERED, *sampling.TOP_K_FIRST]:
         yield name, partial(check_sampling, name, FILTER_OPS, 70)
     yield "gumbel_of_every_kind_of_uniform", check_gumbel
+    cpu = torch.device("cpu")
+    for name, case in edits.CASES.items():
+        yield f"edits-{name}", partial(edits.check, [case], edit_on_triton, cpu, 300)
+    together = list(edits.CASES.values())
+    yield "edits-together", partial(edits.check, together, edit_on_triton, cpu, 301)
+
+
+def edit_on_triton(logits: torch.Tensor, changes: LogitEdits, mask_token_id: int) -> torch.Tensor:
+    changed = logits.clone()
+    sampling_edits_triton.launch(changed, changes, mask_token_id, max_chunk=128)
+    return changed
 
 
 def digest_checks() -> Iterator[tuple[str, Check]]:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from oracle import rules
+from oracle.edits import edited
 from oracle.forward import RawModel, load_raw, logits, visible
 from oracle.rules import Block, Canvas, State
 from oracle.sampling import candidate
@@ -38,8 +39,13 @@ def decode_with(model: RawModel, prompt_ids: Sequence[int], settings: Settings) 
         return denoise_canvas(predict, prompt, settings, stops, model.mask_token_id)
     origin, block_size = model.block_origin(len(prompt)), settings.block_size or model.block_size
     canvas = new_canvas(prompt, origin, block_size, settings.max_tokens)
-    predict = _dense(model, settings, origin=origin, block_size=block_size)
-    return denoise_blocks(predict, canvas, settings, stops, model.mask_token_id)
+    answer: list[int] = []
+
+    def edit(row: torch.Tensor, at: int) -> torch.Tensor:
+        return edited(row, settings, stops, prompt=prompt, answer=answer, at=at)
+
+    predict = _dense(model, settings, origin=origin, block_size=block_size, edit=edit)
+    return denoise_blocks(predict, canvas, settings, stops, model.mask_token_id, answer)
 
 
 def new_canvas(prompt: list[int], origin: int, block_size: int, max_tokens: int) -> Canvas:
@@ -55,9 +61,11 @@ def denoise_blocks(
     settings: Settings,
     stops: Sequence[int],
     mask_token_id: int,
+    answer: list[int] | None = None,
 ) -> OracleResult:
-    """D2F and block diffusion: append, activate, forward, write, settle, until the answer ends."""
-    answer: list[int] = []
+    """D2F and block diffusion: append, activate, forward, write, settle, until the answer ends.
+    Text that is final is added to `answer`, for who predicts to look at."""
+    answer = [] if answer is None else answer
     steps: list[StepTrace] = []
     occurred = _prompt_cases(canvas)
     while True:
@@ -168,12 +176,21 @@ def denoise_canvas(
     return OracleResult(tuple(text), finish, len(steps), tuple(steps), Occurrences())
 
 
-def _dense(model: RawModel, settings: Settings, *, origin: int, block_size: int) -> Predict:
+def _dense(
+    model: RawModel,
+    settings: Settings,
+    *,
+    origin: int,
+    block_size: int,
+    edit: Callable[[torch.Tensor, int], torch.Tensor] = lambda row, at: row,
+) -> Predict:
+    """`edit` changes the logits [V] of the position `at`."""
+
     def predict(token_ids: list[int], wanted: dict[int, int]) -> dict[int, Candidate]:
         rows: torch.Tensor = logits(model, token_ids, visible(len(token_ids), origin, block_size))
         return {
             position: candidate(
-                rows[position - model.shifts],
+                edit(rows[position - model.shifts], position),
                 settings,
                 model.mask_token_id,
                 position,

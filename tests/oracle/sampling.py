@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oracle.edits import likely
 from oracle.settings import Candidate, Settings
 
 _32_BITS = (1 << 32) - 1
@@ -68,6 +69,8 @@ def candidate(
     row = forbid(row, mask_token_id)
     if settings.temperature > 0:
         row = row / settings.temperature
+    if settings.min_p:
+        row = likely(row, settings.min_p)
     kept = _filtered(row, settings, top_k_first)
     probability = kept.softmax(dim=-1)
     if settings.temperature > 0:

@@ -34,6 +34,12 @@ class Settings:
     denoising_steps: int | None = None
     entropy_bound: float = 0.35
     tokens_per_step: int = 1
+    min_tokens: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

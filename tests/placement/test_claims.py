@@ -55,7 +55,9 @@ def test_an_id_is_claimed_once_while_its_router_lives(
         assert decode_placement(refused.elsewhere) == first
         assert 0 < refused.lease_s <= LONG_S
         await store.release_router("router-a")
-        assert await store.claim(OURS, "digest", LONG_S) == WITHOUT_ANSWER
+        taken = await store.claim(OURS, "digest", LONG_S)
+        assert taken.earlier is not None
+        assert (taken.elsewhere, decode_placement(taken.earlier)) == (None, first)
         assert [decode_placement(v) for v in await store.running()] == [OURS]
         assert 0 < int(plain.pttl(store.keys.request("r1"))) <= 1000 * LONG_S
 

@@ -44,6 +44,11 @@ class Worker(pb_grpc.WorkerServiceServicer):
     ) -> pb.DrainResponse:
         raise errors.Overloaded("64 requests wait already", retry_after_s=2.0)
 
+    async def Undrain(
+        self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.UndrainResponse:
+        raise NotImplementedError
+
 
 class Streams(pb_grpc.DecodeServiceServicer, pb_grpc.PrefillServiceServicer):
     """Streams that break in the middle."""
@@ -153,6 +158,7 @@ def test_an_exception_never_shows_its_text(caplog: pytest.LogCaptureFixture) -> 
             correlation_id = errors.from_rpc_error(error, "w").labels["correlation_id"]
             assert correlation_id in (error.details() or "")
             assert correlation_id in caplog.text
+            assert (errors.REQUEST_ID_KEY, correlation_id) in tuple(error.trailing_metadata() or ())
 
     run(body)
     assert "swordfish" in caplog.text
@@ -179,8 +185,11 @@ def test_a_message_over_the_limit_is_resource_exhausted() -> None:
 
 def test_unknown_method_and_unknown_fields() -> None:
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
-        error = await failure(raw(channel, f"/{SERVICE}/NoSuchMethod")(b""))
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        method = f"/{SERVICE}/NoSuchMethod"
+        unary, stream = raw(channel, method), channel.unary_stream(method, bytes, bytes)
+        for error in (await failure(unary(b"")), await failure(stream(b"").read())):
+            assert type(errors.from_rpc_error(error, "w")) is errors.NotSupported
+            assert error.details() == f"{method} is not offered here"
         unknown = b"\xfa\x7f" + b"\xa0\x8d\x06" + b"z" * 100_000  # field 2047, length-delimited
         assert await raw(channel, f"/{SERVICE}/GetLoad")(unknown)
 
@@ -213,6 +222,21 @@ def test_health_follows_set_serving_and_drain() -> None:
         server.drain()
         server.set_serving(SERVICE, True)
         assert await status(SERVICE) != serving
+
+    run(body)
+
+
+def test_health_lists_every_service() -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        server.set_serving(SERVICE, True)
+        listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+        told = health_pb2.HealthCheckResponse
+        assert {name: one.status for name, one in listed.statuses.items()} == {
+            "": told.SERVING, SERVICE: told.SERVING,
+        }  # fmt: skip
+        server.drain()
+        listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+        assert {one.status for one in listed.statuses.values()} == {told.NOT_SERVING}
 
     run(body)
 

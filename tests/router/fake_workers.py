@@ -6,17 +6,17 @@ A worker stops at named points of each attempt, where a test may hold it, break 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 import grpc.aio
-from router.fake_model import BLOCK_SIZE, MASK, ids_of, worker_record
+from router.fake_model import BLOCK_SIZE, EOS, MASK, ids_of, worker_record
 
 from effuse.placement.records import Role
 from effuse.protos import rpc
 from effuse.protos.errors import EffuseError, EngineLost, Replaced
 from effuse.protos.rpc import RpcServer
+from effuse.v1 import generation_pb2, worker_pb2_grpc
 from effuse.v1 import worker_pb2 as pb
-from effuse.v1 import worker_pb2_grpc
 
 Point = Callable[[], Awaitable[None]]
 
@@ -107,6 +107,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.DrainResponse:
         return pb.DrainResponse()
 
+    async def Undrain(
+        self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.UndrainResponse:
+        raise NotImplementedError
+
 
 class Handoffs:
     """Pages on their way: set when a transfer's push has landed."""
@@ -161,7 +166,6 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
     def __init__(self, worker_id: str, handoffs: Handoffs) -> None:
         super().__init__(worker_id, handoffs)
         self.answer: list[int] = ids_of("the answer is three")
-        self.stopped = True
         self.requests: list[pb.DecodeRequest] = []
         self.twist: Callable[[pb.DecodeResponse], pb.DecodeResponse] = lambda response: response
         self.at_once = False  # all that follows the reservation goes in one message
@@ -211,17 +215,23 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             yield pb.DecodeResponse(verified=pb.PrefillVerified())
         await self.point("verified")
         answer = self.answer[: request.max_tokens]
+        is_stopped = len(self.answer) < request.max_tokens
         done = list(request.resume.committed_token_ids)
         assert done == answer[: len(done)], "resumed with tokens that were never said"
         for offset in range(len(done), len(answer), BLOCK_SIZE):
             await self.point(f"commit {offset // BLOCK_SIZE}")
             if request.drafts:
                 yield pb.DecodeResponse(draft=_draft(offset, answer))
-            yield pb.DecodeResponse(commit=_commit(offset, answer))
+            commit = _commit(offset, answer)
+            if is_stopped and offset + BLOCK_SIZE >= len(answer):
+                commit.end_token_id = EOS
+            if request.HasField("num_logprobs"):
+                commit.logprobs.extend(_logprobs(commit.token_ids, request.num_logprobs))
+            yield pb.DecodeResponse(commit=commit)
         await self.point("finish")
         yield pb.DecodeResponse(
             finished=pb.DecodeFinished(
-                stopped=self.stopped, num_tokens=len(answer), forward_passes=len(answer)
+                stopped=is_stopped, num_tokens=len(answer), forward_passes=len(answer)
             )
         )
 
@@ -234,6 +244,14 @@ def _commit(offset: int, answer: list[int]) -> pb.DecodeCommit:
         forward_passes=end,
         frontier=[pb.BlockState(token_ids=[MASK] * BLOCK_SIZE, masks=b"\x0f", denoise_count=end)],
     )
+
+
+def _logprobs(token_ids: Iterable[int], num_top: int) -> Iterator[generation_pb2.TokenLogprobs]:
+    for token in token_ids:
+        top = range(token, token + num_top)
+        yield generation_pb2.TokenLogprobs(
+            logprob=-token / 2, top_token_ids=top, top_logprobs=[-one / 2 for one in top]
+        )
 
 
 def _draft(offset: int, answer: list[int]) -> pb.DecodeDraft:

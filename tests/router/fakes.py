@@ -70,7 +70,8 @@ class FakeStore(Store):
         if kept is not None and kept[0] == digest:
             return Claim(response=kept[1])
         self.placements[record.request_id] = record
-        return Claim()
+        runs = held is not None and held.state == "running" and held.router_id != record.router_id
+        return Claim(earlier=encode(held) if held is not None and runs else None)
 
     async def keep_answer(
         self, request_id: str, digest: str, response: bytes, keep_s: float
@@ -159,7 +160,7 @@ async def fake_fleet(
             workers.create_task(worker.until_crash())
             stack.callback(worker.crashed.set)
             store.records[worker.worker_id] = worker.record
-        config = RouterConfig(port=0, **{"no_metrics": True, **settings})  # type: ignore[arg-type]
+        config = RouterConfig(port=0, **{"metrics": False, **settings})  # type: ignore[arg-type]
         router = Router(config, Tokenizer(byte_tokenizer(), chat_template()), store)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         group.create_task(process.serve(router, stop))

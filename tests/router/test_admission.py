@@ -7,12 +7,15 @@ import random
 
 import pytest
 
+from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import Admission
+from effuse.router.admission import AHEAD_S, Admission
 
 
-async def hold(admission: Admission, release: asyncio.Event, order: list[int], at: int) -> None:
-    async with admission.slot():
+async def hold(
+    admission: Admission, release: asyncio.Event, order: list[int], at: int, place: float = 0.0
+) -> None:
+    async with admission.slot(place):
         order.append(at)
         await release.wait()
 
@@ -111,5 +114,29 @@ def test_new_slots_go_to_those_who_wait_and_lost_ones_are_not_filled() -> None:
             assert order == [0, 1, 2, 3]
             releases[3].set()
         assert admission.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_a_class_is_ahead_by_seconds_of_waiting_and_nobody_is_starved() -> None:
+    """A low request that comes at 10 s counts as one that comes at 40 s: later ones follow it."""
+    come: list[tuple[Priority, float]] = [
+        ("low", 10.0),
+        ("normal", 12.0),
+        ("high", 41.0),
+        ("normal", 39.0),
+        ("normal", 40.5),
+    ]
+
+    async def main() -> None:
+        admission, release, order = Admission(1, 9), asyncio.Event(), list[int]()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(hold(admission, release, order, -1))
+            await turns()
+            for at, (name, when) in enumerate(come):
+                group.create_task(hold(admission, release, order, at, when - AHEAD_S[name]))
+            await turns()
+            release.set()
+        assert order == [-1, 2, 1, 3, 0, 4]
 
     asyncio.run(main())

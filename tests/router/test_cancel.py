@@ -23,7 +23,8 @@ def test_a_cancelled_request_is_aborted_on_its_workers(point: str, is_stream: bo
         reached = asyncio.Event()
         fleet.decode[0].at[point] = holds(asyncio.Event(), reached)
         if is_stream:
-            stream = fleet.generation.GenerateStream(request(request_id="gone"))
+            asked = pb.GenerateStreamRequest(request=request(request_id="gone"))
+            stream = fleet.generation.GenerateStream(asked)
             reading = asyncio.create_task(stream.read())
             await reached.wait()
             stream.cancel()
@@ -70,7 +71,8 @@ def test_cancels_at_random_moments_leave_nothing() -> None:
     draw = random.Random(5)
 
     async def one(fleet: FakeFleet, turns: int | None) -> str:
-        call = fleet.generation.GenerateStream(request(output=pb.OutputOptions(drafts=True)))
+        asked = request(output=pb.OutputOptions(drafts=True))
+        call = fleet.generation.GenerateStream(pb.GenerateStreamRequest(request=asked))
 
         async def leave() -> None:
             for _ in range(turns or 0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -11,7 +11,7 @@ import pytest
 from router.fakes import FakeFleet, run, until
 
 from effuse.protos.stubs import generation_stub
-from effuse.router.client import AnswerStream, ClientGone, StreamContext
+from effuse.router.client import AnswerStream, ClientGone
 from effuse.v1 import generation_pb2 as pb
 from router import fake_model
 
@@ -31,8 +31,8 @@ class Context:
             raise self.error
 
 
-def stream_to(context: Context, stalled_s: float) -> AnswerStream:
-    return AnswerStream(cast(StreamContext, context), stalled_s=stalled_s)
+def stream_to(context: Context, stalled_s: float) -> AnswerStream[pb.GenerateStreamResponse]:
+    return AnswerStream(cast(Any, context), stalled_s=stalled_s)
 
 
 def test_a_client_that_takes_nothing_is_gone_and_its_status_waits_for_it() -> None:
@@ -85,9 +85,9 @@ def test_a_client_that_comes_back_late_reads_how_it_ended(
         fleet.decode[0].answer = fake_model.ids_of("x" * 8000)
         options = pb.StoppingParams(max_tokens=8000)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.router.port}", NARROW) as channel:
-            call = generation_stub(channel).GenerateStream(
-                pb.GenerateRequest(request_id="r" * 128, prompt="how many?", stopping=options)
-            )
+            asked = pb.GenerateRequest(request_id="r" * 128, prompt="how many?", stopping=options)
+            request = pb.GenerateStreamRequest(request=asked)
+            call = generation_stub(channel).GenerateStream(request)
             await until(lambda: _has_ended(fleet, "r" * 128))
             await fleet.idle()
             with pytest.raises(grpc.aio.AioRpcError) as caught:

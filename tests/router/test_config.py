@@ -19,7 +19,7 @@ def test_defaults() -> None:
 def test_every_field_is_a_flag(tmp_path: Path) -> None:
     config = parse(
         [
-            "--host", "0.0.0.0", "--port", "0", "--share-port",
+            "--host", "0.0.0.0", "--allow-plaintext", "all", "--port", "0", "--share-port",
             "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics",
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
@@ -42,6 +42,9 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
         (["--prot", "1"], "unrecognized arguments: --prot"),
         (["--port", "many"], "invalid int value: 'many'"),
         (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
+        (["--host", "0.0.0.0"], "--host: expected a loopback address, as calls go in plain text"),
+        (["--host", "0.0.0.0", "--allow-plaintext", "pages"], "or --allow-plaintext all; got"),
+        (["--metrics-host", "::", "--metrics-port", "1"], "--metrics-host: expected a loopback"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to"),
         (["--retry-share", "nan"], "--retry-share: expected 0 to 1, got nan"),
         (["--max-request-s", "nan"], "--max-request-s: expected seconds above 0, got nan"),

@@ -114,6 +114,15 @@ def test_an_answer_counts_the_tokens_up_to_its_stop_string() -> None:
         assert (text + answer.flush(), answer.num_tokens, answer.is_stopped) == ("ab", 4, True)
 
 
+def test_stop_strings_are_looked_for_behind_the_least_length() -> None:
+    for size in (1, 3, 9):
+        ids, text = ids_of("a.b.c.d.e"), ""
+        answer = AnswerText(Tokenizer(byte_tokenizer()), [".", "b.c"], 4)
+        for at in range(0, len(ids), size):
+            text += answer.push(ids[at : at + size])
+        assert (text + answer.flush(), answer.matched_stop, answer.num_tokens) == ("a.b.c", ".", 6)
+
+
 def test_an_answer_without_its_stop_string_is_whole() -> None:
     answer = AnswerText(Tokenizer(byte_tokenizer()), ["xyz"])
     assert answer.push(ids_of("end x")) == "end "

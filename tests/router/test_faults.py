@@ -62,7 +62,8 @@ def lies(decode: FakeDecode, draw: random.Random, counts: Counter[str]) -> None:
 async def one(fleet: FakeFleet) -> tuple[grpc.StatusCode, list[int], str]:
     ids: list[int] = []
     text = ""
-    request = pb.GenerateRequest(prompt="?", output=pb.OutputOptions(token_ids=True))
+    output = pb.OutputOptions(token_ids=True)
+    request = pb.GenerateStreamRequest(request=pb.GenerateRequest(prompt="?", output=output))
     try:
         async for event in fleet.generation.GenerateStream(request, timeout=30):
             assert event.commit.token_offset == (len(ids) if event.HasField("commit") else 0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from router.asking import ask
 from router.fake_workers import FakeDecode, Point, ends_its_engine, once, raises
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
+from effuse.router import attempt
 
 TEXT = "the answer is three"
 
@@ -38,7 +40,11 @@ def test_who_two_prefill_workers_cannot_reach_comes_last_and_they_keep_their_pla
     run(body, num_prefill=2, num_decode=2, prefill="remote")
 
 
-def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills() -> None:
+def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempt, "LAST_WORD_S", 60.0)  # however slow the machine is
+
     async def body(fleet: FakeFleet) -> None:
         dying, prefill = fleet.decode[0], fleet.prefill[0]
         push_failed = asyncio.Event()

@@ -176,6 +176,8 @@ def test_the_digest_is_of_what_an_engine_is_asked() -> None:
 
     same = digest()
     assert len(same) == 32
+    drawn = validate(pb.GenerateRequest(prompt="any"), model_info(), is_stream=True).seeded(7)
+    assert (drawn.sampling.seed, digest_of(drawn, (1, 2), 8)) == (7, same)
     assert digest(request_id="another", output=pb.OutputOptions(token_ids=True)) == same
     others = [
         digest((2, 1)),

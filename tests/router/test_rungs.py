@@ -36,7 +36,8 @@ async def failure(fleet: FakeFleet, **fields: object) -> errors.EffuseError:
 
 async def stream(fleet: FakeFleet, **fields: object) -> list[pb.GenerateStreamResponse]:
     request = pb.GenerateRequest(prompt="how many?", **fields)  # type: ignore[arg-type]
-    return [event async for event in fleet.generation.GenerateStream(request, timeout=30)]
+    asked = pb.GenerateStreamRequest(request=request)
+    return [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
 
 
 def text_of(events: list[pb.GenerateStreamResponse]) -> str:

@@ -47,9 +47,22 @@ def test_an_answer_is_given_again_to_who_asks_the_same_again() -> None:
     run(body)
 
 
+def test_an_answer_that_redis_has_not_been_given_yet_is_given_again() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.store.is_down = True
+        first = await ask(fleet, request_id="mine")
+        assert await ask(fleet, request_id="mine") == first
+        assert num_runs(fleet) == 1
+        assert (await ask(fleet, request_id="mine", prompt="another")).text == TEXT
+        assert num_runs(fleet) == 2
+
+    run(body)
+
+
 def test_a_stream_is_given_again_whole() -> None:
     async def body(fleet: FakeFleet) -> None:
-        asked = request(request_id="mine", output=pb.OutputOptions(token_ids=True))
+        whole = request(request_id="mine", output=pb.OutputOptions(token_ids=True))
+        asked = pb.GenerateStreamRequest(request=whole)
 
         async def read() -> tuple[str, list[int], pb.Finished]:
             events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
@@ -137,7 +150,7 @@ def test_without_redis_a_first_request_runs_and_a_repeated_one_is_told_why_not()
     async def body(fleet: FakeFleet) -> None:
         fleet.store.is_down = True
         assert (await ask(fleet, request_id="mine")).text == TEXT
-        again = fleet.generation.Generate(request(request_id="mine"), timeout=30, metadata=AGAIN)
+        again = fleet.generation.Generate(request(request_id="other"), timeout=30, metadata=AGAIN)
         error = await failure(again)
         assert type(error) is errors.Unavailable
         assert error.retry_after_s

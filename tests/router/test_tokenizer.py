@@ -7,7 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+import tokenizers
 from router.fake_model import ANSWER, EOS, MASK, PAD, PROMPT, byte_tokenizer, ids_of
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from effuse.router.tokenizer import Tokenizer, TokenizerError
 
@@ -18,6 +21,14 @@ def encode(text: str) -> list[int]:
 
 def test_the_template_is_added() -> None:
     assert encode("hi") == [PROMPT, *ids_of("hi"), ANSWER]
+
+
+def test_parsed_text_gets_the_template_of_a_vocabulary_that_drops_letters() -> None:
+    backend = tokenizers.Tokenizer(BPE(vocab={"[B]": 0, "x": 1, "[E]": 2}, merges=[]))
+    backend.add_special_tokens(["[B]", "[E]"])
+    backend.post_processor = TemplateProcessing("[B] $A [E]", None, [("[B]", 0), ("[E]", 2)])
+    tokenizer = Tokenizer(backend)
+    assert asyncio.run(tokenizer.encode("ax[E]", parses_special=True)) == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("spelled", ["<|mask|>", "<|eos|>", "a <|answer|> b", "<|pad|><|pad|>"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -29,6 +30,11 @@ def check(request: pb.GenerateRequest, *, is_stream: bool = True) -> Asked:
 
 def sampling(**fields: float) -> Change:
     return lambda r: r.sampling.MergeFrom(pb.SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def bias(**added: float) -> Change:
+    by_id = {int(name.removeprefix("id_")): value for name, value in added.items()}
+    return lambda r: r.sampling.logit_bias.update(by_id)
 
 
 def stopping(**fields: object) -> Change:
@@ -73,6 +79,26 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "68 top_p above 1": (sampling(top_p=1.01), "sampling.top_p", "got 1.01"),
     "69 top_k above the vocabulary": (
         sampling(top_k=VOCAB_SIZE + 1), "sampling.top_k", f"from 0 to {VOCAB_SIZE}"
+    ),
+    "min_p above 1": (sampling(min_p=1.5), "sampling.min_p", "from 0 to 1, got 1.5"),
+    "min_p nan": (sampling(min_p=math.nan), "sampling.min_p", "got nan"),
+    "presence": (sampling(presence_penalty=2.5), "sampling.presence_penalty", "from -2 to 2"),
+    "frequency": (sampling(frequency_penalty=-math.inf), "sampling.frequency_penalty", "got -inf"),
+    "repetition 0": (sampling(repetition_penalty=0), "sampling.repetition_penalty", "from 0.1"),
+    "bias nan": (bias(id_5=math.nan), "sampling.logit_bias[5]", "from -1e+02 to 100, got nan"),
+    "bias beyond the vocabulary": (
+        bias(**{f"id_{VOCAB_SIZE}": 1}), "sampling.logit_bias", f"vocabulary size {VOCAB_SIZE}"
+    ),
+    "bias of the mask": (bias(**{f"id_{MASK}": 1}), "sampling.logit_bias", f"the mask id {MASK}"),
+    "bias of padding": (bias(**{f"id_{PAD}": 1}), "sampling.logit_bias", f"reserved id {PAD}"),
+    "too many biases": (
+        bias(**{f"id_{at}": 1 for at in range(513)}), "sampling.logit_bias", "at most 512 ids"
+    ),
+    "min_tokens above max_tokens": (
+        stopping(max_tokens=4, min_tokens=5), "stopping.min_tokens", "from 0 to 4, got 5"
+    ),
+    "min_tokens above the context": (
+        stopping(min_tokens=MAX_MODEL_LEN), "stopping.min_tokens", f"to {MAX_MODEL_LEN - 1}"
     ),
     "71 max_tokens 0": (stopping(max_tokens=0), "stopping.max_tokens", "from 1 to"),
     "72 max_tokens 2**31": (stopping(max_tokens=2**31), "stopping.max_tokens", "got 2147483648"),
@@ -124,6 +150,8 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "85 algorithm unknown": (decoding(algorithm=7), "decoding.algorithm", "ALGORITHM_D2F"),
     "85 algorithm negative": (decoding(algorithm=-1), "decoding.algorithm", "unknown value -1"),
     "85 score unknown": (decoding(score=4), "decoding.score", "SCORE_MARGIN"),
+    "logprobs": (lambda r: setattr(r.output, "logprobs", 21), "output.logprobs", "0 to 20, got 21"),
+    "priority unknown": (lambda r: setattr(r, "priority", 4), "priority", "unknown value 4"),
     "87 steps with d2f": (
         decoding(denoising_steps=2), "decoding.denoising_steps", "unset with d2f"
     ),
@@ -239,7 +267,7 @@ def test_a_models_own_defaults_are_taken_one_by_one() -> None:
     asked = validate(request, sdar_like(), is_stream=True)
     assert asked.settings == sdar_like().defaults.settings
     assert asked.sampling == sdar_like().defaults.sampling
-    assert fit(10, asked.max_tokens, sdar_like()) == 100
+    assert fit(10, asked) == 100
     sampling(temperature=0.0, seed=3)(request)
     decoding(denoising_steps=1, remasking=3)(request)
     stopping(max_tokens=120)(request)
@@ -247,7 +275,7 @@ def test_a_models_own_defaults_are_taken_one_by_one() -> None:
     assert asked.sampling == Sampling(temperature=0.0, top_p=0.75, top_k=20, seed=3)
     assert (asked.settings.denoising_steps, asked.settings.remasking) == (1, "sequential")
     assert asked.settings.confidence_threshold == pytest.approx(0.85)
-    assert fit(10, asked.max_tokens, sdar_like()) == 120
+    assert fit(10, asked) == 120
 
 
 def test_another_algorithm_takes_its_own_defaults() -> None:
@@ -271,12 +299,16 @@ def test_what_is_set_is_kept_zeros_too() -> None:
     assert (asked.stop_token_ids, asked.max_tokens, asked.stops) == ((3, 7), 5, ("x",))
 
 
+def of_length(max_tokens: int | None) -> Asked:
+    return replace(check(good()), max_tokens=max_tokens)
+
+
 @pytest.mark.parametrize(
     ("prompt_len", "max_tokens", "fits"),
     [(10, None, MAX_MODEL_LEN - 10), (MAX_MODEL_LEN - 1, None, 1), (10, 20, 20), (255, 1, 1)],
 )
 def test_max_tokens_fits_the_context(prompt_len: int, max_tokens: int | None, fits: int) -> None:
-    assert fit(prompt_len, max_tokens, model_info()) == fits
+    assert fit(prompt_len, of_length(max_tokens)) == fits
 
 
 @pytest.mark.parametrize(
@@ -289,7 +321,31 @@ def test_max_tokens_fits_the_context(prompt_len: int, max_tokens: int | None, fi
 )
 def test_too_long_is_said_in_numbers(prompt_len: int, max_tokens: int | None, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
-        fit(prompt_len, max_tokens, model_info())
+        fit(prompt_len, of_length(max_tokens))
+
+
+def test_the_least_length_fits_the_default_one_too() -> None:
+    request = good()
+    stopping(min_tokens=101)(request)
+    asked = validate(request, sdar_like(), is_stream=True)
+    with pytest.raises(InvalidRequest, match=r"stopping\.min_tokens: expected at most 100"):
+        fit(10, asked)
+    stopping(max_tokens=101)(request)
+    assert fit(10, validate(request, sdar_like(), is_stream=True)) == 101
+
+
+def test_what_changes_logits_is_kept() -> None:
+    request = good()
+    sampling(min_p=0.25, presence_penalty=-2, frequency_penalty=0.5, repetition_penalty=10)(request)
+    request.sampling.logit_bias.update({7: -100.0, 3: 2.5})
+    stopping(min_tokens=5)(request)
+    asked = check(request)
+    assert asked.sampling == Sampling(
+        min_p=0.25, presence_penalty=-2, frequency_penalty=0.5, repetition_penalty=10,
+        logit_bias=((3, 2.5), (7, -100.0)),
+    )  # fmt: skip
+    assert asked.min_tokens == 5
+    assert asked.sampling.edits_logits and not check(good()).sampling.edits_logits
 
 
 @pytest.mark.parametrize("bad", ["", "a" * 129, "a b", "a\n", "ä", "a/b", "\x00", "a\x7f"])

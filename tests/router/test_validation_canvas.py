@@ -33,6 +33,7 @@ BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
     ),
     "top_p": (sampling(top_p=0.5), "sampling.top_p", "unset with llada"),
     "top_k": (sampling(top_k=5), "sampling.top_k", "unset with llada"),
+    "min_p": (sampling(min_p=0.5), "sampling.min_p", "unset with llada"),
     "alg": (decoding(alg=4), "decoding.alg", "unset with llada"),
     "alg unknown": (decoding(algorithm=4, alg=9), "decoding.alg", "unknown value 9"),
     "eps": (decoding(algorithm=4, eps=2), "decoding.eps", "from 0 to 1, got 2"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import msgspec
 import pytest
 from router.asking import ask, failure
@@ -45,7 +47,9 @@ def test_workers_are_listed_with_their_loads_and_links() -> None:
             preemptions=1, kv_bytes=4096, max_num_batched_tokens=512,
             reserved_pages=5, receiving_pages=6, step_requests=30, step_tokens=480,
             quarantines=[
-                model_pb2.WorkerQuarantine(writer="10.0.0.7:50052", pages=4, age_s=41.5)
+                model_pb2.WorkerQuarantine(
+                    writer="10.0.0.7:50052", pages=4, age=timedelta(seconds=41.5)
+                )
             ],
         )  # fmt: skip
         found = listed.workers[2]

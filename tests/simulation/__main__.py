@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 
+from .cancels import cancel
 from .run import Broken, Run, run
 
 
@@ -19,8 +20,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--count", type=int, default=1, help="seeds; one is told in full")
+    parser.add_argument("--cancels", type=int, default=0, help="cancel so often, at any event")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    if args.cancels:
+        return _cancel(args.cancels, args.seed)
     return _tell(args.seed) if args.count == 1 else _count(range(args.seed, args.seed + args.count))
 
 
@@ -34,6 +38,18 @@ def _tell(seed: int) -> int:
         return 1
     print(found.clock.told())
     print(outcome)
+    return 0
+
+
+def _cancel(count: int, seed: int) -> int:
+    try:
+        met = cancel(count, seed)
+    except Broken as error:
+        print(error)
+        return 1
+    print(f"{count} cancels left nothing behind; they met requests and handoffs that were")
+    for state, number in sorted(met.items(), key=lambda one: str(one[0])):
+        print(f"  {state}: {number} times")
     return 0
 
 

@@ -26,6 +26,7 @@ class Clock:
         self.trace: list[tuple[float, str]] = []
         self._queue: list[tuple[float, int, Action]] = []
         self._num_asked = 0
+        self._between: dict[int, Action] = {}  # by the number of an event
 
     def __call__(self) -> float:
         """Virtual seconds since the start."""
@@ -35,6 +36,10 @@ class Clock:
         """Runs an action so many seconds from now."""
         self._num_asked += 1
         heapq.heappush(self._queue, (self.now + seconds, self._num_asked, action))
+
+    def between(self, num_events: int, action: Action) -> None:
+        """Runs an action at the moment of the event with this number, before it."""
+        self._between[num_events] = action
 
     def note(self, text: str) -> None:
         """Adds a line to the trace."""
@@ -46,6 +51,8 @@ class Clock:
         while self._queue and self.now < until:
             self.now, _, action = heapq.heappop(self._queue)
             self.num_events += 1
+            if self.num_events in self._between:
+                self._between[self.num_events]()
             action()
             if self.now >= look_at:
                 if is_over():

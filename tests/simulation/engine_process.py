@@ -21,6 +21,7 @@ from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import ConnectorEvent, Pending
 from effuse.kvtransfer.exchange import Exchange
+from effuse.kvtransfer.handoff import ReceiverState, SenderState
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
@@ -201,6 +202,7 @@ class EngineProcess:
         self.exchange = Exchange(
             self.transport, digester, LAYOUT, incarnation, fingerprint, self._emit, self.clock
         )
+        self._handoffs: HandoffSender | HandoffReceiver
         make = self._prefill_engine if role == "prefill" else self._decode_engine
         self.core: Audited = make(sizes)
 
@@ -224,6 +226,17 @@ class EngineProcess:
     def stick(self, seconds: float) -> None:
         """Its connector does not come back from a call for so long."""
         self._stuck_until = max(self._stuck_until, self.clock.now + seconds)
+
+    def check_empty(self) -> None:
+        """Raises AuditError or Violation where anything of a request is left."""
+        self.pool.audit(held=())
+        left = {*self.transfers(), *self.exchange._pushes._pushes}
+        if left or len(self.exchange._receptions):
+            raise Violation(f"{self.incarnation} holds {sorted(left) or 'expected transfers'}")
+
+    def transfers(self) -> dict[str, ReceiverState | SenderState]:
+        """The handoffs that it holds, and where each one is."""
+        return {name: one.machine.state for name, one in self._handoffs._handoffs.items()}
 
     def die(self) -> None:
         """Ends, and its memory with it."""
@@ -325,6 +338,7 @@ class EngineProcess:
             self._mishaps.fails,
         )
         sender = HandoffSender(self.connector, reservation_s=RESERVATION_S, now=self.clock)
+        self._handoffs = sender
         memory = cast(PageMemory, self.memory)
         shifts = sizes.model.shift_logits
         return PrefillEngine(
@@ -359,11 +373,12 @@ class EngineProcess:
         identity = ReceiverIdentity(
             self.incarnation, fingerprint_of(sizes.model), LAYOUT.page_bytes, LEASE_S
         )
+        self._handoffs = HandoffReceiver(self.pool, self.connector, identity)
         return DecodeEngine(
             HostExecutor(AnswerModel(self.memory, self._mishaps.fails)),
             self.pool,
             Intake(sizes.model, limits),
-            HandoffReceiver(self.pool, self.connector, identity),
+            self._handoffs,
             Boundary(None, torch.float32, torch.device("cpu")),
             now=self.clock,
             max_request_s=MOST_S,

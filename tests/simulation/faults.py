@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .clients import Clients
 from .clock import Clock
-from .fleet import REDIS, ROUTER, Fleet
-from .router import Router
+from .fleet import REDIS, Fleet
 
 UNTIL_S = 3.0  # when the last one may begin
 
@@ -18,7 +18,7 @@ class Faults:
     """Strikes a fleet; each fault is one method."""
 
     fleet: Fleet
-    router: Router
+    clients: Clients
     clock: Clock
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -39,6 +39,10 @@ class Faults:
         worker_id = self.clock.draw.choice(sorted(self.fleet.fronts))
         self.fleet.troubled.add(worker_id)
         return worker_id
+
+    def _hosts(self) -> list[str]:
+        """Of workers and routers."""
+        return [*sorted(self.fleet.fronts), *(router.host for router in self.clients.routers)]
 
     def engine_dies(self) -> None:
         """A crash, which its front hears of at once."""
@@ -73,13 +77,13 @@ class Faults:
     def link_is_cut(self) -> None:
         """Two hosts do not reach each other."""
         draw = self.clock.draw
-        one, other = draw.sample([*sorted(self.fleet.fronts), ROUTER], 2)
+        one, other = draw.sample(self._hosts(), 2)
         self.fleet.network.cut(one, other, draw.uniform(0.05, 4.0))
 
     def link_is_slow(self) -> None:
         """What two hosts send each other comes much later, long after its sender may have died."""
         draw = self.clock.draw
-        one, other = draw.sample([*sorted(self.fleet.fronts), ROUTER], 2)
+        one, other = draw.sample(self._hosts(), 2)
         self.fleet.network.slow(one, other, draw.uniform(0.1, 2.0), draw.uniform(0.1, 2.0))
 
     def connection_breaks(self) -> None:
@@ -93,15 +97,26 @@ class Faults:
     def redis_is_gone(self) -> None:
         """Redis stands still, and may come back empty."""
         registry, draw = self.fleet.registry, self.clock.draw
+        self.fleet.troubled.add(REDIS)
         registry.down_until = self.clock.now + draw.uniform(0.5, 5.0)
         if draw.random() < 0.5:
             registry.forget()
+            self.clients.claims.forget()
+
+    def router_dies(self) -> None:
+        """A router is gone; another one comes."""
+        self.clients.lose_router()
+
+    def router_is_unheard(self) -> None:
+        """A router does not reach Redis, so that its lease runs out and others run what it runs."""
+        router = self.clock.draw.choice(self.clients.routers)
+        self.fleet.troubled.add(REDIS)
+        self.fleet.network.cut(router.host, REDIS, self.clock.draw.uniform(0.5, 5.0))
 
     def client_leaves(self) -> None:
         """A client cancels."""
-        open_ones = [one for one in self.router.requests if not one.request.is_ended]
-        if open_ones:
-            self.clock.draw.choice(open_ones).cancel()
+        if waiting := self.clients.waiting():
+            self.clients.leave(self.clock.draw.choice(waiting))
 
 
 FAULTS: tuple[Callable[[Faults], None], ...] = (
@@ -117,6 +132,8 @@ FAULTS: tuple[Callable[[Faults], None], ...] = (
     Faults.connection_breaks,
     Faults.worker_is_unheard,
     Faults.redis_is_gone,
+    Faults.router_dies,
+    Faults.router_is_unheard,
     Faults.client_leaves,
     Faults.client_leaves,
 )

@@ -21,7 +21,7 @@ from .transport import Fabric
 if TYPE_CHECKING:
     from .worker import Front
 
-ROUTER, REDIS, MODEL = "router", "redis", "simulated"
+ROUTERS, REDIS, MODEL = ("router0", "router1"), "redis", "simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Registry:
     ) -> str | None:
         """Takes or renews a lease; None where Redis does not answer."""
         now = self.clock.now
-        if not self._answers(record.worker_id):
+        if not self.answers(record.worker_id):
             return None
         held = self._leases.get(record.worker_id)
         is_live = held is not None and held[2] > now
@@ -90,9 +90,9 @@ class Registry:
         self._leases[record.worker_id] = holder, encode(record), now + ttl_s
         return "held"
 
-    def workers(self) -> list[tuple[bytes, float]] | None:
-        """Records of live workers, and seconds left; None where Redis does not answer."""
-        if not self._answers(ROUTER):
+    def workers(self, host: str) -> list[tuple[bytes, float]] | None:
+        """Records of live workers, and seconds left; None where Redis does not answer a router."""
+        if not self.answers(host):
             return None
         now = self.clock.now
         return [(record, end - now) for _, record, end in self._leases.values() if end > now]
@@ -101,7 +101,8 @@ class Registry:
         """It was emptied."""
         self._leases.clear()
 
-    def _answers(self, host: str) -> bool:
+    def answers(self, host: str) -> bool:
+        """Whether Redis answers a host now."""
         return self.clock.now >= self.down_until and not self.network.is_cut(host, REDIS)
 
 
@@ -116,7 +117,7 @@ class Fleet:
         self.registry = Registry(fabric.clock, fabric.network)
         self.fronts: dict[str, Front] = {}  # the newest one of each host
         self.engines: dict[str, EngineProcess] = {}  # by incarnation, dead ones too
-        self.troubled: set[str] = set()  # workers that were not heard or not well at some time
+        self.troubled: set[str] = set()  # who was not heard or not well at some time
         self._names: Counter[str] = Counter()
 
     def next_name(self, kind: str) -> str:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from typing import cast
 from unittest.mock import PropertyMock, patch
 
+from msgspec.structs import replace
+
 from effuse.decode_worker import engine as decode_engine
 from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
@@ -28,7 +30,11 @@ from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.push import Push
 from effuse.kvtransfer.reception import Expected, Receptions
 from effuse.placement import fleet
+from effuse.placement.records import PlacementRecord
+from effuse.placement.writer import PlacementWriter
 from effuse.prefill_worker.prompt import Prompt
+from effuse.router.shared_request import SharedRequest
+from effuse.v1.generation_pb2 import Finished, GenerateStreamResponse
 from effuse.worker.messages import Committed, CoreEvent
 
 Patch = AbstractContextManager[object]
@@ -36,6 +42,9 @@ _identified = Receptions._identified
 _expect = Receptions.expect
 _fence = Receptions.fence
 _is_overdue = Machine.is_overdue
+_first_record = SharedRequest._first_record
+_send = SharedRequest.send
+_end = SharedRequest.end
 
 
 def digests_not_compared() -> Patch:
@@ -148,6 +157,44 @@ def freed_pages_released_again() -> Patch:
     return patch.object(DecodeEngine, "_end", end)
 
 
+def ids_not_claimed() -> Patch:
+    async def claim(self: SharedRequest) -> None:
+        self._record = self._first_record()
+
+    return patch.object(SharedRequest, "claim", claim)
+
+
+def claimed_in_nobodys_name() -> Patch:
+    def first_record(self: SharedRequest) -> PlacementRecord:
+        return replace(_first_record(self), router_id="nobody")
+
+    return patch.object(SharedRequest, "_first_record", first_record)
+
+
+def answers_not_kept() -> Patch:
+    return patch.object(PlacementWriter, "keep", lambda *_: None)
+
+
+def answers_forgotten_until_redis_has_them() -> Patch:
+    return patch.object(PlacementWriter, "unwritten_answer", lambda *_: None)
+
+
+def answers_kept_without_their_last_tokens() -> Patch:
+    async def send(self: SharedRequest, event: GenerateStreamResponse) -> None:
+        if not self._said._said.token_ids:
+            await _send(self, event)
+
+    return patch.object(SharedRequest, "send", send)
+
+
+def cancelled_requests_not_ended_in_redis() -> Patch:
+    def end(self: SharedRequest, finished: Finished | None) -> None:
+        if finished is not None:
+            _end(self, finished)
+
+    return patch.object(SharedRequest, "end", end)
+
+
 MUTANTS: Sequence[Callable[[], Patch]] = (
     digests_not_compared,
     pages_and_generations_not_compared,
@@ -166,4 +213,10 @@ MUTANTS: Sequence[Callable[[], Patch]] = (
     no_grace_after_deafness,
     committed_twice,
     freed_pages_released_again,
+    ids_not_claimed,
+    claimed_in_nobodys_name,
+    answers_not_kept,
+    answers_forgotten_until_redis_has_them,
+    answers_kept_without_their_last_tokens,
+    cancelled_requests_not_ended_in_redis,
 )

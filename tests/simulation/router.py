@@ -1,21 +1,21 @@
 """A small model of the router: the real requests, view and policy, and attempts as calls back.
 
 It never gives up: whatever fails, a request is tried again, until its client has the answer or
-does not want it any more. So each must be answered once faults are over.
+does not want it any more, or it dies. So each must be answered once faults are over.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Coroutine, Iterable
+from types import SimpleNamespace
 from typing import cast
 
-from effuse.config.decoding import DecodeSettings, Sampling, Stopping
-from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.fleet import Snapshot, merge
-from effuse.placement.records import WorkerRecord
+from effuse.placement.store import Store
+from effuse.placement.writer import PlacementWriter
+from effuse.protos.errors import AlreadyRunning, Unavailable
 from effuse.router.detokenizer import AnswerText
 from effuse.router.policy import (
     AttemptNeeds,
@@ -26,59 +26,53 @@ from effuse.router.policy import (
     PrefillMode,
     place,
 )
-from effuse.router.request import Event, Request, State
+from effuse.router.request import Event, Request
+from effuse.router.router import Router as RealRouter
+from effuse.router.shared_request import SharedRequest
 from effuse.router.validation import Asked
+from effuse.v1 import generation_pb2 as pb
 from effuse.v1.worker_pb2 import BlockState as SentBlock
 from effuse.worker.messages import (
     BlockState,
     Committed,
     CoreEvent,
     Finished,
-    PromptPushed,
     Reserved,
     Resume,
-    StartDecode,
-    StartPrefill,
     Verified,
 )
 
+from .attempt import Attempt
+from .claims import ClaimStore
+from .clients import Asker, Clients, Question
 from .clock import Clock, Violation
-from .fleet import MODEL, ROUTER, Fleet, Writer
-from .network import Call
-from .pages import TOKENS, tag
-from .worker import Lost
+from .fleet import MODEL
+from .network import LATENCY_S
 
 POLL_S = 0.5
 AVOID_S = 0.6  # for so long a worker that has failed is suspected
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What a client asks."""
-
-    number: int
-    prompt_len: int
-    max_tokens: int
-    settings: DecodeSettings
-
-    def prompt(self) -> tuple[int, ...]:
-        """Its token ids."""
-        return tuple(tag(self.number, position) for position in range(self.prompt_len))
-
-    def answer(self) -> list[int]:
-        """The only right one."""
-        end = self.prompt_len + self.max_tokens
-        return [tag(self.number, position) for position in range(self.prompt_len, end)]
-
-
 class Router:
-    """All requests, and the fleet as one sees it from here."""
+    """One life of a router: its requests, and the fleet as one sees it from there. Whose a request
+    is, router/shared_request.py and placement/writer.py say themselves."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, clients: Clients, host: str) -> None:
+        fleet = clients.fleet
         self.fleet = fleet
         self.clock: Clock = fleet.clock
+        self.host = host
+        self.id = fleet.next_name(f"{host}.")
+        self.is_alive = True
         self.requests: list[Routed] = []
         self.num_lost = 0  # attempts, those left out whose pages came late
+        self.store = ClaimStore(clients.claims, host)
+        self.placements = PlacementWriter(cast(Store, self.store), now=self.clock)
+        self.others = SimpleNamespace(address_of=lambda router_id: "")
+        self.config = SimpleNamespace(keep_answers_s=300.0)
+        self._clients = clients
+        self._loop = asyncio.get_running_loop()
+        self._tasks = [self._loop.create_task(self.placements.run())]
         self._snapshot = Snapshot({}, False)
         self._avoided: dict[str, float] = {}  # worker: until when
         self._in_flight: Counter[str] = Counter()
@@ -90,12 +84,62 @@ class Router:
         """Every request has ended."""
         return all(routed.request.is_ended for routed in self.requests)
 
-    def ask(self, question: Question) -> Routed:
+    def serve(self, asker: Asker) -> None:
         """A client comes."""
-        routed = Routed(self, question)
+        if any(one.is_of(asker.question) for one in self.requests):
+            self.refuse(asker)
+            return
+        routed = Routed(self, asker)
         self.requests.append(routed)
-        routed.place()
-        return routed
+        self._tasks.append(self._loop.create_task(self._claim(routed)))
+
+    async def _claim(self, routed: Routed) -> None:
+        try:
+            kept = await routed.shared.claim()
+        except (AlreadyRunning, Unavailable):
+            kept = None
+            self.requests.remove(routed)
+            self.refuse(routed.asker)
+        else:
+            if kept is not None:
+                self.requests.remove(routed)
+                self.tell(routed.asker, kept.model, list(kept.token_ids))
+            elif not routed.request.is_ended:
+                self._clients.begin_run(routed.request.id, self)
+                routed.place()
+                return
+        routed.shared.end(None)
+
+    def tell(self, asker: Asker, run: str, token_ids: list[int]) -> None:
+        """The answer is on its way to a client."""
+        seconds = self.clock.draw.uniform(*LATENCY_S)
+        self.clock.after(seconds, lambda: asker.hear(self, run, token_ids))
+
+    def refuse(self, asker: Asker) -> None:
+        """A client hears that there is no answer here."""
+        self.clock.after(self.clock.draw.uniform(*LATENCY_S), lambda: asker.lose(self))
+
+    def cancel(self, request_id: str) -> None:
+        """Its clients are gone."""
+        for routed in self.requests:
+            if routed.request.id == request_id:
+                routed.cancel()
+
+    def die(self) -> None:
+        """Ends, as in a crash: nothing more is said to anybody, and its connections end."""
+        self.clock.note(f"{self.id} dies")
+        self.is_alive = False
+        for task in self._tasks:
+            task.cancel()
+        for routed in self.requests:
+            if not routed.request.is_ended:
+                routed.break_off()
+                self.refuse(routed.asker)
+        self.requests = [routed for routed in self.requests if routed.request.is_ended]
+
+    def successor(self) -> Router:
+        """The next life, which knows nothing."""
+        return Router(self._clients, self.host)
 
     def choose(self, mode: PrefillMode) -> Placement | None:
         """The policy's choice among live workers; None where there is none."""
@@ -121,8 +165,11 @@ class Router:
             self._in_flight[worker_id] += step
 
     def _poll(self) -> None:
+        if not self.is_alive:
+            return
+        self.store.renew(self.id)
         now = self.clock.now
-        answer = self.fleet.registry.workers()
+        answer = self.fleet.registry.workers(self.host)
         if answer is None:
             before = self._snapshot
             self._snapshot = Snapshot(before.sightings, False, 0, before.heard_at)
@@ -143,23 +190,31 @@ class Router:
 class Routed:
     """One request on its way."""
 
-    def __init__(self, router: Router, question: Question) -> None:
-        self.question = question
+    def __init__(self, router: Router, asker: Asker) -> None:
+        self.asker = asker
+        self.question = asker.question
         self.request = Request(
-            id=f"r{question.number}",
-            asked=cast(Asked, None),
-            text=cast(AnswerText, None),
+            id=self.question.id,
+            asked=cast(Asked, SimpleNamespace(model=SimpleNamespace(name=MODEL))),
+            text=cast(AnswerText, SimpleNamespace(num_tokens=0)),
             arrived=router.clock.now,
             limit_s=1e9,
             deadline=1e9,
+            asked_digest="what is asked",
+            is_repeated=asker.num_tries > 1,
         )
+        self.shared = SharedRequest(cast(RealRouter, router), self.request, self)
         self._router = router
         self._clock = router.clock
         self._attempt: Attempt | None = None
 
+    def is_of(self, question: Question) -> bool:
+        """Whether the question is asked here and not over."""
+        return self.question is question and not self.request.is_ended
+
     def place(self) -> None:
         """Begins an attempt, or waits for workers."""
-        if self.request.is_ended:
+        if self.request.is_ended or not self._router.is_alive:
             return
         router, draw = self._router, self._clock.draw
         placement = router.choose("local" if draw.random() < 0.1 else "auto")
@@ -171,16 +226,25 @@ class Routed:
             prefill.worker_id if prefill else "", decode.worker_id, self._clock.now
         )
         self._attempt = Attempt(router, self, number, prefill, decode)
+        self.shared.begin_attempt(placement, self._attempt.id.transfer_id)
         self._clock.note(f"{self.request.id} attempt {number}: {self.request.story[-1].note}")
         self._attempt.start()
 
     def cancel(self) -> None:
         """The client wants no answer any more."""
         if not self.request.is_ended:
-            self._clock.note(f"{self.request.id} is cancelled")
             self.request.apply_event(Event.CANCELLED, self._clock.now)
+            self.shared.end(None)
             if self._attempt is not None:
                 self._attempt.end()
+
+    def break_off(self) -> None:
+        """Its router has died."""
+        if self._attempt is not None:
+            self._attempt.break_off()
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """What becomes final is told at the end, all at once."""
 
     def lose(self, why: str) -> None:
         """An attempt has failed; another one follows."""
@@ -203,11 +267,14 @@ class Routed:
                     raise Violation(text)
                 frontier = cast(tuple[SentBlock, ...], event.frontier)
                 request.accept_tokens(event.token_offset, event.token_ids, frontier)
+                commit = pb.BlockCommit(token_ids=event.token_ids)
+                _at_once(self.shared.send(pb.GenerateStreamResponse(commit=commit)))
             case Finished():
                 if request.token_ids != self.question.answer():
                     raise Violation(f"{request.id} was answered with {request.token_ids}")
                 request.apply_event(Event.FINISHED, now)
-                self._clock.note(f"{request.id} is answered")
+                self.shared.end(pb.Finished(model=self._router.id))
+                self._router.tell(self.asker, self._router.id, list(request.token_ids))
 
     def resumption(self) -> Resume | None:
         """Where another attempt goes on."""
@@ -217,123 +284,10 @@ class Routed:
         return Resume(committed_token_ids=tuple(self.request.token_ids), frontier=frontier)
 
 
-class Attempt:
-    """One attempt, with a call to each of its workers."""
-
-    def __init__(
-        self,
-        router: Router,
-        routed: Routed,
-        number: int,
-        prefill: WorkerRecord | None,
-        decode: WorkerRecord,
-    ) -> None:
-        name = routed.request.id
-        self.id = AttemptId(name, number, f"{name}-{number}")
-        self._router = router
-        self._fleet = router.fleet
-        self._routed = routed
-        self._prefill = prefill
-        self._decode = decode
-        self._calls: dict[str, Call] = {}
-        self._workers: list[str] = []
-        self._is_over = False
-        self._is_pushed = False
-
-    def start(self) -> None:
-        """The prompt goes to its prefill worker first, decode is asked a moment later."""
-        question, prefill, decode = self._routed.question, self._prefill, self._decode
-        workers = [one.worker_id for one in (prefill, decode) if one is not None]
-        self._router.count(workers, 1)
-        self._workers = workers
-        writer = None
-        if prefill is not None:
-            writer = Writer(prefill.worker_id, prefill.incarnation)
-            if not self._routed.request.is_patient:
-                self._send_prompt(prefill)
-        message = StartDecode(
-            attempt=self.id,
-            prompt_token_ids=question.prompt(),
-            stopping=Stopping(max_tokens=question.max_tokens, stop_token_ids=frozenset()),
-            sampling=Sampling(),
-            settings=question.settings,
-            writer=None if writer is None else writer.incarnation,
-            resume=self._routed.resumption(),
-        )
-        self._call(decode, message, writer)
-
-    def _send_prompt(self, prefill: WorkerRecord) -> None:
-        prompt = self._routed.question.prompt()
-        if self._fleet.fabric.mishaps.mixes_up(self.id.transfer_id):
-            prompt = tuple(token + TOKENS for token in prompt)
-        self._call(prefill, StartPrefill(attempt=self.id, prompt_token_ids=prompt), None)
-
-    def end(self) -> None:
-        """Ends both calls, and has both workers end the attempt."""
-        if self._is_over:
-            return
-        self._is_over = True
-        self._router.count(self._workers, -1)
-        for worker_id, call in self._calls.items():
-            call.cancel()
-            self._fleet.abort(ROUTER, worker_id, self.id, lambda drained, incarnation: None)
-
-    def _call(
-        self, worker: WorkerRecord, message: StartPrefill | StartDecode, writer: Writer | None
-    ) -> None:
-        host = worker.worker_id
-        call = self._calls[host] = Call(self._fleet.network, ROUTER, host)
-
-        def told(event: CoreEvent | Lost) -> None:
-            if not self._is_over:
-                self._take(worker, event)
-
-        def arrive() -> None:
-            front = self._fleet.fronts[host]
-            if front.accept(call):
-                front.when_awake(
-                    partial(front.start, message, worker.incarnation, writer, call, told)
-                )
-            else:
-                call.break_off()
-
-        call.on_server_lost = lambda: told(Lost(f"{host} is gone"))
-        call.ask(arrive)
-
-    def _take(self, worker: WorkerRecord, event: CoreEvent | Lost) -> None:
-        if isinstance(event, Lost):
-            self._fail(worker, event)
-            return
-        if worker is self._prefill:
-            self._is_pushed |= isinstance(event, PromptPushed)
-            return
-        self._routed.take(event)
-        if isinstance(event, Reserved) and self._prefill is not None:
-            self._pass_on(self._prefill, event)
-        if self._routed.request.is_ended:
-            self._is_over = True
-            self._router.count(self._workers, -1)
-
-    def _pass_on(self, prefill: WorkerRecord, reserved: Reserved) -> None:
-        host = prefill.worker_id
-        if host not in self._calls:
-            self._send_prompt(prefill)
-
-        def arrive() -> None:
-            front = self._fleet.fronts[host]
-            front.when_awake(lambda: front.reserve(reserved.reservation))
-
-        self._calls[host].ask(arrive)
-
-    def _fail(self, worker: WorkerRecord, lost: Lost) -> None:
-        is_after_handoff = self._routed.request.state is State.DECODING
-        if worker is self._prefill and (self._is_pushed or is_after_handoff):
-            return  # how its call ends concerns nobody
-        if not lost.is_retryable and not self._fleet.fabric.mishaps.are_any:
-            raise Violation(f"{self.id} failed for good at {worker.worker_id}: {lost.text}")
-        self.end()
-        self._routed.request.is_patient |= lost.is_unreserved
-        if not lost.is_unreserved:
-            self._router.num_lost += 1
-            self._router.avoid(worker.worker_id)
-        self._routed.lose(f"{worker.worker_id}: {lost.text}")
+def _at_once(work: Coroutine[object, object, None]) -> None:
+    """Runs what waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits")

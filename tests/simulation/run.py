@@ -12,14 +12,16 @@ from effuse.config.decoding import DecodeSettings
 from effuse.kvtransfer import pushes
 from effuse.router.request import State
 
+from .clients import Clients, Question
 from .clock import Clock, Violation
 from .engine_process import Sizes
 from .faults import Faults
-from .fleet import Fleet
+from .fleet import ROUTERS, Fleet
+from .loop import VirtualLoop
 from .mishaps import Mishaps
 from .network import Network
 from .pages import BLOCK, model_of
-from .router import Question, Router
+from .router import Router
 from .transport import Fabric
 
 HORIZON_S = 60.0  # virtual; by then all is over, or something never ends
@@ -74,15 +76,21 @@ class Run:
             self.fleet.add(f"prefill{index}", "prefill")
         for index in range(draw.choice((1, 2, 2, 3))):
             self.fleet.add(f"decode{index}", "decode")
-        self.router = Router(self.fleet)
-        self.faults = Faults(self.fleet, self.router, self.clock)
+        self.clients = Clients(self.fleet)
+        self.faults = Faults(self.fleet, self.clients, self.clock)
+        self.num_routers = draw.choice((1, 2))
         self._ask(draw.randint(2, 5))
         self.faults.plan(draw.choice((0, 1, 1, 2, 2, 3, 5)))
 
     def go(self) -> Outcome:
         """Runs to the end; raises Broken where anything was violated."""
         try:
-            with patch.object(pushes, "LEAST_BYTES", self.least_bytes):
+            with (
+                VirtualLoop(self.clock).running(),
+                patch.object(pushes, "LEAST_BYTES", self.least_bytes),
+            ):
+                for host in ROUTERS[: self.num_routers]:
+                    self.clients.routers.append(Router(self.clients, host))
                 self.clock.run(HORIZON_S, self._is_over)
                 self._check_end()
         except (Exception, Violation) as error:
@@ -91,9 +99,12 @@ class Run:
         return Outcome(
             self.seed,
             self.faults.counts,
-            Counter(routed.request.state for routed in self.router.requests),
+            Counter(
+                State.CANCELLED if asker.has_left else State.FINISHED
+                for asker in self.clients.askers
+            ),
             self.clock.num_events,
-            self.router.num_lost,
+            sum(router.num_lost for router in self.clients.routers),
             self.clock.now,
         )
 
@@ -128,27 +139,39 @@ class Run:
             )
             arrives = draw.choice((0.6, draw.uniform(0.6, 3.0)))
             self.clock.after(arrives, partial(self._begin, question))
-        self.num_asked = count
+        self.num_asked, self.num_begun = count, 0
 
     def _begin(self, question: Question) -> None:
-        self.router.ask(question)
+        self.num_begun += 1
+        self.clients.ask(question)
 
     def _is_over(self) -> bool:
-        if len(self.router.requests) < self.num_asked or not self.router.is_done:
+        if self.num_begun < self.num_asked or not self.clients.are_served:
+            return False
+        if not all(router.is_done for router in self.clients.routers):
+            return False
+        if self.clients.running_keys():
             return False
         return all(front.is_alive and front.is_idle for front in self.fleet.fronts.values())
 
     def _check_end(self) -> None:
-        for routed in self.router.requests:
-            if not routed.request.is_ended:
-                raise Violation(f"{routed.request.id} never ends: {routed.request.tell_story()}")
+        for asker in self.clients.askers:
+            if not asker.is_over:
+                raise Violation(f"{asker.question.id} was asked for and is never answered")
+        for router in self.clients.routers:
+            for routed in router.requests:
+                if not routed.request.is_ended:
+                    story = routed.request.tell_story()
+                    raise Violation(f"{routed.request.id} never ends: {story}")
+        if keys := self.clients.running_keys():
+            raise Violation(f"Redis holds {keys}, which say that they run")
         for front in self.fleet.fronts.values():
             if not front.is_alive or not front.is_idle:
                 raise Violation(f"{front.worker_id} never comes to rest: {list(front.attempts)}")
             assert front.engine is not None
-            front.engine.pool.audit(held=())
+            front.engine.check_empty()
         is_untroubled = not self.faults.counts and not self.mishaps.are_any and self.is_swift
-        if is_untroubled and self.router.num_lost:
+        if is_untroubled and any(router.num_lost for router in self.clients.routers):
             raise Violation("an attempt was lost although nothing went wrong")
 
 

@@ -7,15 +7,21 @@ from collections import Counter
 
 import pytest
 
-from effuse.router.request import State
+from effuse.kvtransfer.handoff import ReceiverState, SenderState
+from effuse.router.request import ENDED, State
 from simulation import mutants
+from simulation.cancels import cancel
 from simulation.faults import FAULTS
 from simulation.mutants import MUTANTS, Patch
 from simulation.run import Broken, Run, run
 
-SEEDS = int(os.environ.get("SIMULATED_SEEDS", "10000"))  # about a minute of one core
+SEEDS = int(os.environ.get("SIMULATED_SEEDS", "8000"))  # about a minute of one core
 CHUNKS = 10
 MOST_SEEDS = 1000  # in which each planted bug is seen
+CANCELS = 500  # `make chaos` has 10000
+R, S = ReceiverState, SenderState
+OVER = {R.RESERVED, R.VERIFIED, R.RELEASED, S.ENDED}  # or at once another one
+OPEN = {*State, *R, *S} - ENDED - OVER
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -56,6 +62,11 @@ def test_a_planted_bug_is_seen(mutant: type[Patch]) -> None:
         broken = first_broken(MOST_SEEDS)
     assert broken is not None
     assert "python -P -m simulation --seed" in str(broken)
+
+
+def test_cancels_leave_nothing_behind_whatever_state_they_meet() -> None:
+    met = cancel(CANCELS)
+    assert set(met) >= OPEN, OPEN - set(met)
 
 
 def test_a_broken_run_can_be_seen_again() -> None:

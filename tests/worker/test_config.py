@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -72,5 +73,20 @@ def test_the_engine_refuses_a_config_of_another_form() -> None:
 
 @pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", True), ("0.0.0.0", False)])
 def test_a_wildcard_address_is_never_advertised(host: str, is_told: bool) -> None:
-    assert (WorkerConfig(host=host).reachable_host() == host) is is_told
-    assert WorkerConfig(host=host, advertise_host="pod-7").reachable_host() == "pod-7"
+    config = WorkerConfig(host=host, allow_plaintext="all")
+    assert (config.reachable_host() == host) is is_told
+    assert replace(config, advertise_host="pod-7").reachable_host() == "pod-7"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "[2001:db8::1]", "worker-7"])
+def test_plain_text_beyond_loopback_is_meant_or_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="--host: expected a loopback address, as calls go in"):
+        WorkerConfig(host=host)
+    with pytest.raises(ValueError, match="or --allow-plaintext all"):
+        WorkerConfig(host=host, allow_plaintext="pages")
+    assert WorkerConfig(host=host, allow_plaintext="all").host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
+def test_loopback_needs_no_leave(host: str) -> None:
+    assert WorkerConfig(host=host, metrics_host=host).metrics_host == host

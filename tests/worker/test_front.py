@@ -167,27 +167,6 @@ def test_readiness_is_lost_while_there_is_no_engine(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_drain_refuses_new_requests_and_lets_running_ones_end(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with running(make_role(), CONFIG, tmp_path) as one:
-            endless = one.decode.Decode(
-                decode_request("endless", one.incarnation, fake_engine.ENDLESS), timeout=20
-            )
-            assert (await event_of(endless)).HasField("reservation")
-            answered = await one.worker.Drain(pb.DrainRequest(deadline_s=0.3), timeout=30)
-            assert answered.running == 1
-            assert isinstance(await failure(one, decode_request("new", one.incarnation)), Draining)
-            await eventually(lambda: is_not_serving(one))
-            assert (await one.load()).draining
-            assert isinstance(await fronts.failure_of(endless), Draining)
-            await one.until_free()
-
-    async def is_not_serving(one: fronts.Running) -> bool:
-        return bool(await health(one.channel, DECODE) == NOT_SERVING)
-
-    asyncio.run(go())
-
-
 async def until_refused(one: fronts.Running) -> None:
     """Returns when nobody listens at the front's port."""
     host, _, port = one.front.shell.identity.address.rpartition(":")

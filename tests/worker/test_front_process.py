@@ -75,6 +75,17 @@ def test_a_signal_while_the_engine_still_starts_ends_both(tmp_path: Path) -> Non
         assert not engine.is_running()
 
 
+def test_a_checkpoint_that_is_not_served_is_refused_in_a_line_and_starts_no_engine(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "rnd1", "architectures": ["RND1LM"]}')
+    command = [sys.executable, "-P", "-c", LAUNCH, "--model", str(tmp_path)]
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=30)
+    (line,) = run.stderr.splitlines()  # the start of an engine would be another one
+    assert "'rnd1' (RND1LM) is not served: layers with a mixture of experts would be" in line
+    assert (run.returncode, run.stdout) == (1, "")
+
+
 def test_the_engine_leaves_the_signals_of_a_terminal_to_its_front(tmp_path: Path) -> None:
     with started(tmp_path) as (process, engine):
         for number in (signal.SIGINT, signal.SIGTERM):

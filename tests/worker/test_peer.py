@@ -54,6 +54,11 @@ class Worker(pb_grpc.WorkerServiceServicer):
     ) -> pb.DrainResponse:
         raise NotImplementedError
 
+    async def Undrain(
+        self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> pb.UndrainResponse:
+        raise NotImplementedError
+
 
 @asynccontextmanager
 async def serving(worker: Worker) -> AsyncIterator[Writer]:

@@ -42,13 +42,18 @@ class GenerationServiceStub:
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/effuse.v1.GenerationService/GenerateStream',
-                request_serializer=effuse_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                request_serializer=effuse_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
         self.GetRequest = channel.unary_unary(
                 '/effuse.v1.GenerationService/GetRequest',
                 request_serializer=effuse_dot_v1_dot_generation__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_generation__pb2.GetRequestResponse.FromString,
+                _registered_method=True)
+        self.CancelRequest = channel.unary_unary(
+                '/effuse.v1.GenerationService/CancelRequest',
+                request_serializer=effuse_dot_v1_dot_generation__pb2.CancelRequestRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_generation__pb2.CancelRequestResponse.FromString,
                 _registered_method=True)
 
 
@@ -58,7 +63,6 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Runs a request to its end and returns the whole answer.
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,8 +70,6 @@ class GenerationServiceServicer:
 
     def GenerateStream(self, request, context):
         """Runs a request and streams its blocks as they are committed.
-        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,6 +77,14 @@ class GenerationServiceServicer:
 
     def GetRequest(self, request, context):
         """Looks up a request that is running or that finished a short while ago.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequest(self, request, context):
+        """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
+        free soon after. A request of another router is named, and left alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,13 +100,18 @@ def add_GenerationServiceServicer_to_server(servicer, server):
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=effuse_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    request_deserializer=effuse_dot_v1_dot_generation__pb2.GenerateStreamRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
             ),
             'GetRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRequest,
                     request_deserializer=effuse_dot_v1_dot_generation__pb2.GetRequestRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_generation__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'CancelRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequest,
+                    request_deserializer=effuse_dot_v1_dot_generation__pb2.CancelRequestRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_generation__pb2.CancelRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -152,7 +167,7 @@ class GenerationService:
             request,
             target,
             '/effuse.v1.GenerationService/GenerateStream',
-            effuse_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            effuse_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
             effuse_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
             options,
             channel_credentials,
@@ -181,6 +196,33 @@ class GenerationService:
             '/effuse.v1.GenerationService/GetRequest',
             effuse_dot_v1_dot_generation__pb2.GetRequestRequest.SerializeToString,
             effuse_dot_v1_dot_generation__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/effuse.v1.GenerationService/CancelRequest',
+            effuse_dot_v1_dot_generation__pb2.CancelRequestRequest.SerializeToString,
+            effuse_dot_v1_dot_generation__pb2.CancelRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

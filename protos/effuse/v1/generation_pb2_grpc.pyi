@@ -25,24 +25,27 @@ class GenerationServiceStub:
         effuse.v1.generation_pb2.GenerateRequest,
         effuse.v1.generation_pb2.GenerateResponse,
     ]
-    """Runs a request to its end and returns the whole answer.
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-    """
+    """Runs a request to its end and returns the whole answer."""
 
     GenerateStream: grpc.UnaryStreamMultiCallable[
-        effuse.v1.generation_pb2.GenerateRequest,
+        effuse.v1.generation_pb2.GenerateStreamRequest,
         effuse.v1.generation_pb2.GenerateStreamResponse,
     ]
-    """Runs a request and streams its blocks as they are committed.
-    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-    """
+    """Runs a request and streams its blocks as they are committed."""
 
     GetRequest: grpc.UnaryUnaryMultiCallable[
         effuse.v1.generation_pb2.GetRequestRequest,
         effuse.v1.generation_pb2.GetRequestResponse,
     ]
     """Looks up a request that is running or that finished a short while ago."""
+
+    CancelRequest: grpc.UnaryUnaryMultiCallable[
+        effuse.v1.generation_pb2.CancelRequestRequest,
+        effuse.v1.generation_pb2.CancelRequestResponse,
+    ]
+    """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
+    free soon after. A request of another router is named, and left alone.
+    """
 
 class GenerationServiceAsyncStub:
     """Generates text with a diffusion language model."""
@@ -51,24 +54,27 @@ class GenerationServiceAsyncStub:
         effuse.v1.generation_pb2.GenerateRequest,
         effuse.v1.generation_pb2.GenerateResponse,
     ]
-    """Runs a request to its end and returns the whole answer.
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-    """
+    """Runs a request to its end and returns the whole answer."""
 
     GenerateStream: grpc.aio.UnaryStreamMultiCallable[
-        effuse.v1.generation_pb2.GenerateRequest,
+        effuse.v1.generation_pb2.GenerateStreamRequest,
         effuse.v1.generation_pb2.GenerateStreamResponse,
     ]
-    """Runs a request and streams its blocks as they are committed.
-    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
-    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-    """
+    """Runs a request and streams its blocks as they are committed."""
 
     GetRequest: grpc.aio.UnaryUnaryMultiCallable[
         effuse.v1.generation_pb2.GetRequestRequest,
         effuse.v1.generation_pb2.GetRequestResponse,
     ]
     """Looks up a request that is running or that finished a short while ago."""
+
+    CancelRequest: grpc.aio.UnaryUnaryMultiCallable[
+        effuse.v1.generation_pb2.CancelRequestRequest,
+        effuse.v1.generation_pb2.CancelRequestResponse,
+    ]
+    """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
+    free soon after. A request of another router is named, and left alone.
+    """
 
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
     """Generates text with a diffusion language model."""
@@ -79,20 +85,15 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: effuse.v1.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.generation_pb2.GenerateResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.GenerateResponse]]:
-        """Runs a request to its end and returns the whole answer.
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-        """
+        """Runs a request to its end and returns the whole answer."""
 
     @abc.abstractmethod
     def GenerateStream(
         self,
-        request: effuse.v1.generation_pb2.GenerateRequest,
+        request: effuse.v1.generation_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[effuse.v1.generation_pb2.GenerateStreamResponse], collections.abc.AsyncIterator[effuse.v1.generation_pb2.GenerateStreamResponse]]:
-        """Runs a request and streams its blocks as they are committed.
-        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
-        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
-        """
+        """Runs a request and streams its blocks as they are committed."""
 
     @abc.abstractmethod
     def GetRequest(
@@ -101,5 +102,15 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.generation_pb2.GetRequestResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.GetRequestResponse]]:
         """Looks up a request that is running or that finished a short while ago."""
+
+    @abc.abstractmethod
+    def CancelRequest(
+        self,
+        request: effuse.v1.generation_pb2.CancelRequestRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[effuse.v1.generation_pb2.CancelRequestResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.CancelRequestResponse]]:
+        """Ends a request by its id, waiting or running: its own call ends with ABORTED, and what it held is
+        free soon after. A request of another router is named, and left alone.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

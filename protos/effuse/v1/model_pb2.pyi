@@ -1,4 +1,7 @@
+import datetime
+
 from effuse.v1 import generation_pb2 as _generation_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -183,14 +186,14 @@ class Worker(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_left: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WorkerLink, _Mapping]]] = ..., min_handoff_gbps: _Optional[float] = ..., quarantines: _Optional[_Iterable[_Union[WorkerQuarantine, _Mapping]]] = ..., reserved_pages: _Optional[int] = ..., receiving_pages: _Optional[int] = ..., step_requests: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., routed: _Optional[int] = ...) -> None: ...
 
 class WorkerQuarantine(_message.Message):
-    __slots__ = ("writer", "pages", "age_s")
+    __slots__ = ("writer", "pages", "age")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
-    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
     writer: str
     pages: int
-    age_s: float
-    def __init__(self, writer: _Optional[str] = ..., pages: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+    age: _duration_pb2.Duration
+    def __init__(self, writer: _Optional[str] = ..., pages: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WorkerLink(_message.Message):
     __slots__ = ("peer", "peer_incarnation", "transport", "gigabytes_per_second", "refused")
@@ -205,3 +208,37 @@ class WorkerLink(_message.Message):
     gigabytes_per_second: float
     refused: bool
     def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., gigabytes_per_second: _Optional[float] = ..., refused: _Optional[bool] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("model", "prompt", "chat", "parse_special_tokens")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    prompt: str
+    chat: _generation_pb2.ChatInput
+    parse_special_tokens: bool
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[_generation_pb2.ChatInput, _Mapping]] = ..., parse_special_tokens: _Optional[bool] = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("token_ids", "max_model_len")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_model_len: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("model", "token_ids")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...

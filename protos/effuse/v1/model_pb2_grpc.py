@@ -50,6 +50,16 @@ class ModelServiceStub:
                 request_serializer=effuse_dot_v1_dot_model__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_model__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/effuse.v1.ModelService/Tokenize',
+                request_serializer=effuse_dot_v1_dot_model__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_model__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/effuse.v1.ModelService/Detokenize',
+                request_serializer=effuse_dot_v1_dot_model__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_model__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
@@ -77,6 +87,20 @@ class ModelServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Turns text or a chat into the ids that Generate would go on from.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns ids into the text that an answer of them would have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +118,16 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=effuse_dot_v1_dot_model__pb2.ListWorkersRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_model__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=effuse_dot_v1_dot_model__pb2.TokenizeRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_model__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=effuse_dot_v1_dot_model__pb2.DetokenizeRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_model__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +212,60 @@ class ModelService:
             '/effuse.v1.ModelService/ListWorkers',
             effuse_dot_v1_dot_model__pb2.ListWorkersRequest.SerializeToString,
             effuse_dot_v1_dot_model__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/effuse.v1.ModelService/Tokenize',
+            effuse_dot_v1_dot_model__pb2.TokenizeRequest.SerializeToString,
+            effuse_dot_v1_dot_model__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/effuse.v1.ModelService/Detokenize',
+            effuse_dot_v1_dot_model__pb2.DetokenizeRequest.SerializeToString,
+            effuse_dot_v1_dot_model__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,18 @@ class ModelServiceStub:
     ]
     """Lists the workers that are alive, as the router sees them now."""
 
+    Tokenize: grpc.UnaryUnaryMultiCallable[
+        effuse.v1.model_pb2.TokenizeRequest,
+        effuse.v1.model_pb2.TokenizeResponse,
+    ]
+    """Turns text or a chat into the ids that Generate would go on from."""
+
+    Detokenize: grpc.UnaryUnaryMultiCallable[
+        effuse.v1.model_pb2.DetokenizeRequest,
+        effuse.v1.model_pb2.DetokenizeResponse,
+    ]
+    """Turns ids into the text that an answer of them would have."""
+
 class ModelServiceAsyncStub:
     """Describes the models and the workers of a fleet."""
 
@@ -59,6 +71,18 @@ class ModelServiceAsyncStub:
         effuse.v1.model_pb2.ListWorkersResponse,
     ]
     """Lists the workers that are alive, as the router sees them now."""
+
+    Tokenize: grpc.aio.UnaryUnaryMultiCallable[
+        effuse.v1.model_pb2.TokenizeRequest,
+        effuse.v1.model_pb2.TokenizeResponse,
+    ]
+    """Turns text or a chat into the ids that Generate would go on from."""
+
+    Detokenize: grpc.aio.UnaryUnaryMultiCallable[
+        effuse.v1.model_pb2.DetokenizeRequest,
+        effuse.v1.model_pb2.DetokenizeResponse,
+    ]
+    """Turns ids into the text that an answer of them would have."""
 
 class ModelServiceServicer(metaclass=abc.ABCMeta):
     """Describes the models and the workers of a fleet."""
@@ -86,5 +110,21 @@ class ModelServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.model_pb2.ListWorkersResponse, collections.abc.Awaitable[effuse.v1.model_pb2.ListWorkersResponse]]:
         """Lists the workers that are alive, as the router sees them now."""
+
+    @abc.abstractmethod
+    def Tokenize(
+        self,
+        request: effuse.v1.model_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[effuse.v1.model_pb2.TokenizeResponse, collections.abc.Awaitable[effuse.v1.model_pb2.TokenizeResponse]]:
+        """Turns text or a chat into the ids that Generate would go on from."""
+
+    @abc.abstractmethod
+    def Detokenize(
+        self,
+        request: effuse.v1.model_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[effuse.v1.model_pb2.DetokenizeResponse, collections.abc.Awaitable[effuse.v1.model_pb2.DetokenizeResponse]]:
+        """Turns ids into the text that an answer of them would have."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

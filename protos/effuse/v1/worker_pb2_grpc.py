@@ -246,6 +246,11 @@ class WorkerServiceStub:
                 request_serializer=effuse_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=effuse_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/effuse.v1.WorkerService/Undrain',
+                request_serializer=effuse_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=effuse_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -273,6 +278,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Undrain(self, request, context):
+        """Admits again after a drain; what has not ended yet goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -290,6 +302,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=effuse_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=effuse_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=effuse_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
+                    response_serializer=effuse_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -374,6 +391,33 @@ class WorkerService:
             '/effuse.v1.WorkerService/Drain',
             effuse_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             effuse_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/effuse.v1.WorkerService/Undrain',
+            effuse_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+            effuse_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -123,6 +123,12 @@ class WorkerServiceStub:
     ]
     """Admits nothing more, lets what runs finish."""
 
+    Undrain: grpc.UnaryUnaryMultiCallable[
+        effuse.v1.worker_pb2.UndrainRequest,
+        effuse.v1.worker_pb2.UndrainResponse,
+    ]
+    """Admits again after a drain; what has not ended yet goes on."""
+
 class WorkerServiceAsyncStub:
     """What every worker answers."""
 
@@ -143,6 +149,12 @@ class WorkerServiceAsyncStub:
         effuse.v1.worker_pb2.DrainResponse,
     ]
     """Admits nothing more, lets what runs finish."""
+
+    Undrain: grpc.aio.UnaryUnaryMultiCallable[
+        effuse.v1.worker_pb2.UndrainRequest,
+        effuse.v1.worker_pb2.UndrainResponse,
+    ]
+    """Admits again after a drain; what has not ended yet goes on."""
 
 class WorkerServiceServicer(metaclass=abc.ABCMeta):
     """What every worker answers."""
@@ -170,5 +182,13 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.worker_pb2.DrainResponse, collections.abc.Awaitable[effuse.v1.worker_pb2.DrainResponse]]:
         """Admits nothing more, lets what runs finish."""
+
+    @abc.abstractmethod
+    def Undrain(
+        self,
+        request: effuse.v1.worker_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[effuse.v1.worker_pb2.UndrainResponse, collections.abc.Awaitable[effuse.v1.worker_pb2.UndrainResponse]]:
+        """Admits again after a drain; what has not ended yet goes on."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,153 @@
+"""`effuse check-ghz`: judges what ghz measured, since ghz exits with 0 whatever happened.
+
+Every call has to end well, within the limits that flags set; what was not measured is not good.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from effuse.cli.arguments import command, file, number, seconds, whole
+
+_NS = 1e-9
+PERCENTILES = (50, 90, 95, 99)  # of those that ghz tells, by default
+
+
+class GhzLatency(msgspec.Struct, frozen=True):
+    """A latency that so many percent of the calls did not exceed."""
+
+    percentage: int
+    latency: int  # nanoseconds
+
+
+class GhzReport(msgspec.Struct, frozen=True, rename="camel"):
+    """What is judged of a report that ghz wrote with `--format json`; times in nanoseconds."""
+
+    count: int
+    average: float
+    slowest: float
+    rps: float
+    error_distribution: dict[str, int] | None
+    status_code_distribution: dict[str, int] | None
+    latency_distribution: list[GhzLatency] | None
+
+    @property
+    def num_ok(self) -> int:
+        """Calls that ended with OK."""
+        return (self.status_code_distribution or {}).get("OK", 0)
+
+    def seconds_at(self, percentage: int) -> float | None:
+        """The latency that so many percent did not exceed, in seconds; None if not told."""
+        found = [one for one in self.latency_distribution or () if one.percentage == percentage]
+        return found[0].latency * _NS if found else None
+
+    def line(self) -> str:
+        """The report on one line."""
+        told = [(at, self.seconds_at(at)) for at in PERCENTILES]
+        latencies = [f"p{at} {1e3 * found:.0f} ms" for at, found in told if found is not None]
+        return ", ".join([f"{self.count} calls, {self.rps:.1f} a second", *latencies])
+
+
+class GhzLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report is held to; times in seconds. None asks nothing."""
+
+    count: int | None = None  # calls that were asked for
+    errors: int = 0
+    least_rps: float | None = None
+    average_s: float | None = None
+    slowest_s: float | None = None
+    percentiles_s: dict[int, float] = {}
+
+
+class ReportError(Exception):
+    """The file is no report of ghz."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command: 0 where the report is good, 1 where it is not, 2 where it is none."""
+    found = make_parser().parse_args(argv)
+    percentiles = {at: getattr(found, f"p{at}") for at in PERCENTILES}
+    limits = GhzLimits(
+        count=found.count,
+        errors=found.errors,
+        least_rps=found.least_rps,
+        average_s=found.average,
+        slowest_s=found.slowest,
+        percentiles_s={at: most for at, most in percentiles.items() if most is not None},
+    )
+    try:
+        report = read(found.report)
+    except ReportError as error:
+        print(f"effuse check-ghz: {error}", file=sys.stderr)
+        return 2
+    print(report.line())
+    wrong = faults(report, limits)
+    for fault in wrong:
+        print(f"effuse check-ghz: {fault}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = command("check-ghz", "Judge a report that ghz wrote with --format json.")
+    add = parser.add_argument
+    add("report", type=file, metavar="FILE", help="the report")
+    add("--count", type=whole(1), metavar="N", help="calls that were asked for (default: any)")
+    add("--errors", type=whole(0), default=0, metavar="N", help="calls that may fail")
+    add("--least-rps", type=number(0), metavar="R", help="calls a second at least")
+    add("--average", type=seconds, metavar="S", help="longest average latency")
+    add("--slowest", type=seconds, metavar="S", help="longest latency of all")
+    for at in PERCENTILES:
+        add(f"--p{at}", type=seconds, metavar="S",
+            help=f"longest latency of the fastest {at} percent")  # fmt: skip
+    return parser
+
+
+def read(path: Path) -> GhzReport:
+    """The report in a file. Raises ReportError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=GhzReport)
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ReportError(f"{path}: expected a report of ghz in JSON: {error}") from error
+
+
+def faults(report: GhzReport, limits: GhzLimits) -> list[str]:
+    """What is wrong with it; empty where it is good."""
+    return [*_failed(report, limits), *_slow(report, limits)]
+
+
+def _failed(report: GhzReport, limits: GhzLimits) -> list[str]:
+    found = []
+    failed = report.count - report.num_ok
+    if failed > limits.errors or failed < 0:
+        statuses = report.status_code_distribution or {"no status": report.count}
+        bad = [f"{count} with {name}" for name, count in statuses.items() if name != "OK"]
+        texts = [f"{count} x {text}" for text, count in (report.error_distribution or {}).items()]
+        found.append(f"{failed} calls failed, {limits.errors} may: {'; '.join([*bad, *texts])}")
+    if limits.count is not None and report.count != limits.count:
+        found.append(f"{report.count} calls were made, {limits.count} were asked for")
+    if not report.num_ok:
+        found.append("no call ended well")
+    if limits.least_rps is not None and report.rps < limits.least_rps:
+        found.append(f"{report.rps:.3g} calls a second, expected {limits.least_rps:g} or more")
+    return found
+
+
+def _slow(report: GhzReport, limits: GhzLimits) -> list[str]:
+    judged: list[tuple[str, float | None, float | None]] = [
+        ("the average", report.average * _NS, limits.average_s),
+        ("the slowest", report.slowest * _NS, limits.slowest_s),
+        *((f"p{at}", report.seconds_at(at), s) for at, s in limits.percentiles_s.items()),
+    ]
+    found = []
+    for name, took_s, most in judged:
+        if took_s is None:
+            found.append(f"{name} is not in the report")
+        elif most is not None and took_s > most:
+            found.append(f"{name} is {took_s:.3g} s, expected {most:g} s at most")
+    return found

@@ -1,0 +1,118 @@
+"""`effuse completion`: what bash, zsh or fish need to complete commands, flags and choices.
+
+Written once from the commands' own parsers, so that nothing of effuse runs while somebody types.
+Other values are completed as names of files.
+"""
+
+import argparse
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from effuse.cli.__main__ import COMMANDS, find
+from effuse.cli.arguments import command
+
+_TOP = ("--help", "--version")
+_BASH = """\
+_effuse() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} flags= values=
+  if ((COMP_CWORD == 1)); then
+    values={commands}
+  else
+    case "${{COMP_WORDS[1]}} ${{COMP_WORDS[COMP_CWORD-1]}}" in
+{choices}
+    esac
+    case "${{COMP_WORDS[1]}}" in
+{flags}
+    esac
+  fi
+  if [[ -n $values ]]; then
+    COMPREPLY=($(compgen -W "$values" -- "$word"))
+  elif [[ $word == -* ]]; then
+    COMPREPLY=($(compgen -W "$flags" -- "$word"))
+  else
+    COMPREPLY=()
+  fi
+}}
+complete -o default -F _effuse effuse
+"""
+_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
+
+Parsers = Mapping[str, argparse.ArgumentParser]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit status."""
+    write = _SHELLS[make_parser().parse_args(argv).shell]
+    print(write({name: find(name).make_parser() for name in COMMANDS}), end="")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = command("completion", "Print what a shell needs to complete effuse's commands.")
+    parser.add_argument("shell", choices=_SHELLS, help='as in: eval "$(effuse completion bash)"')
+    return parser
+
+
+def bash(parsers: Parsers) -> str:
+    """For bash: one function."""
+    choices = [
+        f'      "{name} {flag}") values={shlex.quote(" ".join(map(str, action.choices)))} ;;'
+        for name, parser in parsers.items()
+        for action in _flags(parser)
+        if action.choices is not None
+        for flag in action.option_strings
+    ]
+    positional = [
+        f"      {name}' '*) values={shlex.quote(' '.join(map(str, action.choices)))} ;;"
+        for name, parser in parsers.items()
+        for action in parser._actions
+        if action.choices is not None and not action.option_strings
+    ]
+    flags = [
+        f"      {name}) flags={shlex.quote(' '.join(_names(parser)))} ;;"
+        for name, parser in parsers.items()
+    ]
+    return _BASH.format(
+        commands=shlex.quote(" ".join([*parsers, *_TOP])),
+        choices="\n".join([*choices, *positional]),
+        flags="\n".join(flags),
+    )
+
+
+def zsh(parsers: Parsers) -> str:
+    """For zsh, which takes bash's."""
+    return _ZSH + bash(parsers)
+
+
+def fish(parsers: Parsers) -> str:
+    """For fish: a line for each command and each flag."""
+    lines = [f"complete -c effuse -f -n __fish_use_subcommand -l {top[2:]}" for top in _TOP]
+    for name, parser in parsers.items():
+        about = shlex.quote(COMMANDS[name][1])
+        lines.append(f"complete -c effuse -f -n __fish_use_subcommand -a {name} -d {about}")
+        inside = f"complete -c effuse -n '__fish_seen_subcommand_from {name}'"
+        for action in parser._actions:
+            values = " ".join(map(str, action.choices or ()))
+            if not action.option_strings:
+                lines += [f"{inside} -f -a {shlex.quote(values)}"] if values else []
+                continue
+            takes = f" -x -a {shlex.quote(values)}" if values else " -r" * (action.nargs != 0)
+            for flag in _long(action):
+                lines.append(f"{inside} -l {flag.removeprefix('--')}{takes}")
+    return "\n".join(lines) + "\n"
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    return (action for action in parser._actions if action.option_strings)
+
+
+def _names(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in _flags(parser) for flag in _long(action)]
+
+
+def _long(action: argparse.Action) -> list[str]:
+    return [flag for flag in action.option_strings if flag.startswith("--")]
+
+
+_SHELLS: dict[str, Callable[[Parsers], str]] = {"bash": bash, "zsh": zsh, "fish": fish}

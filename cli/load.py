@@ -1,0 +1,138 @@
+"""Load on a fleet: prompts sent by clients that wait for their answers, or as they arrive.
+
+Arrivals are a Poisson process from a seed, and wait for no answer: what a slow fleet makes them
+wait shows (an open loop). A request counts from when it was due, so a client that is late with it
+hides nothing.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import grpc
+
+from effuse.cli.figures import Run, Sample, ServiceGoals
+from effuse.cli.generate import ask, explain
+from effuse.client.answer import Event, StreamBroken
+from effuse.client.params import Params, make_request
+from effuse.protos.rpc import connect
+from effuse.protos.stubs import generation_stub
+
+if TYPE_CHECKING:
+    from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What to send, and where."""
+
+    prompts: tuple[str, ...]
+    params: Params
+    target: str
+    timeout_s: float
+
+
+class Tally:
+    """What came back so far, whole as it is at any moment; `on_done` is told of each end."""
+
+    def __init__(self, on_done: Callable[[], None], now: Callable[[], float] = time.monotonic):
+        self.samples: list[Sample] = []
+        self.failures: Counter[str] = Counter()
+        self._on_done = on_done
+        self._now = now
+        self._began = now()
+
+    def add(self, result: Sample | str) -> None:
+        """Counts an answer, or why there is none."""
+        if isinstance(result, Sample):
+            self.samples.append(result)
+        else:
+            self.failures[result] += 1
+        self._on_done()
+
+    def run(self, name: str, goals: ServiceGoals, rate: float = float("nan")) -> Run:
+        """The figures until now."""
+        total_s, failed = self._now() - self._began, self.failures.total()
+        return Run(name, total_s, tuple(self.samples), failed=failed, rate=rate, goals=goals)
+
+
+def arrival_times(rate: float, count: int, seed: int) -> Iterator[float]:
+    """Seconds from the begin at which `count` requests arrive, `rate` a second on average: a
+    Poisson process."""
+    draw, at = random.Random(seed), 0.0
+    for _ in range(count):
+        at += draw.expovariate(rate)
+        yield at
+
+
+async def send_in_turn(traffic: Traffic, concurrency: int, tally: Tally) -> None:
+    """Sends every prompt, `concurrency` at a time: each client waits for its answer."""
+    waiting = iter(traffic.prompts)
+
+    async def client(stub: "GenerationServiceAsyncStub") -> None:
+        for prompt in waiting:
+            tally.add(await _send(stub, traffic, prompt, time.monotonic()))
+
+    async with _group(traffic) as (stub, group):
+        for _ in range(min(concurrency, len(traffic.prompts))):
+            group.create_task(client(stub))
+
+
+async def send_as_they_arrive(traffic: Traffic, rate: float, seed: int, tally: Tally) -> None:
+    """Sends every prompt when it is due, however many are on their way."""
+
+    async def one(stub: "GenerationServiceAsyncStub", prompt: str, due: float) -> None:
+        tally.add(await _send(stub, traffic, prompt, due))
+
+    async with _group(traffic) as (stub, group):
+        began = time.monotonic()
+        times = arrival_times(rate, len(traffic.prompts), seed)
+        for prompt, at in zip(traffic.prompts, times, strict=True):
+            await asyncio.sleep(max(0.0, began + at - time.monotonic()))
+            group.create_task(one(stub, prompt, began + at))
+
+
+@asynccontextmanager
+async def _group(
+    traffic: Traffic,
+) -> AsyncIterator[tuple["GenerationServiceAsyncStub", asyncio.TaskGroup]]:
+    async with connect(traffic.target, keepalive=None) as channel, asyncio.TaskGroup() as group:
+        yield generation_stub(channel), group
+
+
+async def _send(
+    stub: "GenerationServiceAsyncStub", traffic: Traffic, prompt: str, due: float
+) -> Sample | str:
+    """One request, which was due then; what it took, or why it failed."""
+    commits: list[float] = []
+
+    def note(event: Event) -> None:
+        if event.HasField("commit"):
+            commits.append(time.monotonic())
+
+    request = make_request(prompt, traffic.params)
+    try:
+        answer = await ask(stub, request, timeout_s=traffic.timeout_s, on_event=note)
+    except grpc.aio.AioRpcError as error:
+        return explain(error)
+    except StreamBroken as error:
+        return str(error)
+    ended = time.monotonic()
+    return Sample(
+        answer.usage.completion_tokens,
+        answer.stats.forward_passes,
+        (commits[0] if commits else ended) - due,
+        ended - due,
+        gaps(commits),
+    )
+
+
+def gaps(times: Sequence[float]) -> tuple[float, ...]:
+    """What lies between each and the next."""
+    return tuple(after - before for before, after in pairwise(times))

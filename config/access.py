@@ -1,0 +1,42 @@
+"""What routers and workers are told alike of who may reach them: fields of their configs.
+
+Each process listens on loopback in plain text by default. Beyond it, what is not encrypted has to
+be allowed by name, so that nobody opens a port to a network by mistake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from effuse.config import checks
+
+Plaintext = Literal["none", "pages", "all"]
+"""What may be reached from other machines in plain text: nothing, KV pages and metrics, or calls as
+well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Settings of any process of a fleet. Raises ValueError naming the accepted form."""
+
+    host: Annotated[str, "address to listen on"] = "127.0.0.1"
+    metrics_host: Annotated[str, "address to serve metrics on"] = "127.0.0.1"
+    metrics_port: Annotated[int, "port of the metrics, as Prometheus text; 0 takes a free one"] = 0
+    metrics: Annotated[bool, "serve metrics"] = True
+    allow_plaintext: Annotated[
+        Plaintext,
+        "what other machines may reach in plain text: none, pages (and metrics), all (calls too)",
+    ] = "none"
+
+    def __post_init__(self) -> None:
+        checks.whole("metrics_port", self.metrics_port, 0, 65535)
+        if self.metrics:
+            self.check_plaintext("metrics_host", self.metrics_host, "metrics")
+
+    def check_plaintext(self, name: str, host: str, what: str) -> None:
+        """Refuses to listen on `host` for `what` (calls, pages or metrics) in plain text, unless
+        that is allowed or no other machine reaches it."""
+        least: Plaintext = "all" if what == "calls" else "pages"
+        if self.allow_plaintext not in ("all", least):
+            checks.loopback(name, host, f"{what} go in plain text", f"--allow-plaintext {least}")

@@ -1,0 +1,87 @@
+"""Flags of a command in a TOML file: `--config FILE`, a key for each flag, without its dashes.
+
+A file is words of a command line that stand before those typed, so that it is checked as these are
+and they win over it. One file serves one command or process; tables have no meaning.
+"""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+FLAG = "--config"
+_NOT_IN_FILES = ("config", "help")
+
+
+class ConfigFileError(ValueError):
+    """The file cannot be read, or holds what is no flag; the message names file and key."""
+
+
+def add_config_flag(parser: "argparse._ActionsContainer") -> None:
+    """Adds `--config FILE`."""
+    parser.add_argument(
+        FLAG, type=Path, metavar="FILE", help="TOML with flags, as in port = 50051; flags win"
+    )
+
+
+def with_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """Returns `argv` behind the words of the file that it names, if it names one.
+
+    A bad file ends the process with status 2, as a bad flag does.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_config_flag(finder)
+    path: Path | None = finder.parse_known_args(argv)[0].config
+    if path is None:
+        return list(argv)
+    try:
+        return [*read_words(path, flags_of(parser)), *argv]
+    except ConfigFileError as error:
+        parser.error(f"{FLAG}: {error}")
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The flags of a parser by their names without dashes, as keys of a file."""
+    return {
+        action.option_strings[0].removeprefix("--"): action
+        for action in parser._actions  # argparse has no other list of them
+        if action.option_strings and action.dest not in _NOT_IN_FILES
+    }
+
+
+def read_words(path: Path, flags: Mapping[str, argparse.Action]) -> list[str]:
+    """The file as words of a command line. Raises ConfigFileError."""
+    try:
+        with path.open("rb") as file:
+            entries = tomllib.load(file)
+    except OSError as error:
+        raise ConfigFileError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"{path}: not TOML: {error}") from error
+    words: list[str] = []
+    for key, value in entries.items():
+        if key not in flags:
+            near = difflib.get_close_matches(key.replace("_", "-"), flags, n=1, cutoff=0.0)
+            raise ConfigFileError(f"{path}: {key}: no such flag; the nearest is {near[0]}")
+        words += _words(f"{path}: {key}", flags[key], value)
+    return words
+
+
+def _words(where: str, flag: argparse.Action, value: object) -> list[str]:
+    """One flag and its value. Lists are written as flags take them: 0,1,.. or once for each."""
+    name = flag.option_strings[0]
+    if flag.nargs == 0:
+        if not isinstance(value, bool):
+            raise ConfigFileError(f"{where}: expected true or false, found {value!r}")
+        off = name.replace("--", "--no-", 1)
+        if value:
+            return [name]
+        return [off] if off in flag.option_strings else []
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(one, bool) or not isinstance(one, int | float | str) for one in values):
+        raise ConfigFileError(f"{where}: expected a text, a number or a list, found {value!r}")
+    texts = [str(one) for one in values]
+    if isinstance(flag, argparse._AppendAction):
+        return [f"{name}={text}" for text in texts]
+    return [f"{name}={','.join(texts)}"]

@@ -1,0 +1,81 @@
+"""Logits changed before a token is drawn: penalties, biases and barred ids, and min-p.
+
+A pass of its own before `sampling.py` and `sampling_llada.py`, which know nothing of it: rows of
+requests that change nothing are not read once more. Which ids are changed, and by how much, is the
+decode worker's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """What is changed in R rows. Rows may share entries; within a row no id comes twice."""
+
+    begin: Tensor  # [R] int32, a row's first entry
+    end: Tensor  # [R] int32, behind its last one
+    token: Tensor  # [E] int32
+    penalty: Tensor  # [E] fp32, above 0: divides logits above 0 and multiplies others; 1 is none
+    add: Tensor  # [E] fp32, added then; -inf bars the id
+    gap: Tensor  # [R] fp32, how far below its largest logit a row keeps others; inf keeps all
+
+    def of_rows(self, first: int, end: int) -> LogitEdits:
+        """Those of the rows [first, end), as views."""
+        rows = slice(first, end)
+        begin, behind, gap = self.begin[rows], self.end[rows], self.gap[rows]
+        return replace(self, begin=begin, end=behind, gap=gap)
+
+
+def edit_logits(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor:
+    """``logits`` [R, V], any float dtype, as changed ones [R, V] fp32; the input stays.
+
+    Entries first (repetition penalty: arXiv 1909.05858), then min-p (arXiv 2407.01082): what is
+    more than the row's gap below its largest logit, the mask id's left out, becomes -inf. The gap
+    is -T * log(min_p), for the temperature T that the row is drawn at. NaN stays.
+    """
+    changed = logits.to(torch.float32, copy=True)
+    if changed.is_cuda:
+        from effuse.kernels import sampling_edits_triton
+
+        sampling_edits_triton.launch(changed, edits, mask_token_id)
+        return changed
+    _apply_entries(changed, edits)
+    limited = edits.gap.isfinite().nonzero().squeeze(1)
+    if limited.numel():
+        rows = changed[limited]
+        others = rows.clone()
+        others[:, mask_token_id] = float("-inf")
+        floor = others.amax(dim=1) - edits.gap[limited]
+        changed[limited] = rows.masked_fill(rows < floor[:, None], float("-inf"))
+    return changed
+
+
+def edit_logits_ref(logits: Tensor, edits: LogitEdits, mask_token_id: int) -> Tensor:
+    """`edit_logits` entry by entry, by the definitions, in fp64."""
+    changed = logits.double()
+    for row in range(len(changed)):
+        for entry in range(int(edits.begin[row]), int(edits.end[row])):
+            token, penalty = int(edits.token[entry]), float(edits.penalty[entry])
+            value = float(changed[row, token])
+            scaled = value / penalty if value > 0 else value * penalty
+            changed[row, token] = scaled + float(edits.add[entry])
+        allowed = [value for i, value in enumerate(changed[row].tolist()) if i != mask_token_id]
+        floor = max(allowed) - float(edits.gap[row])
+        changed[row][changed[row] < floor] = float("-inf")
+    return changed
+
+
+def _apply_entries(changed: Tensor, edits: LogitEdits) -> None:
+    counts = (edits.end - edits.begin).long()
+    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    within = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    entry = edits.begin.long()[row] + within
+    token, penalty = edits.token[entry].long(), edits.penalty[entry]
+    value = changed[row, token]
+    scaled = torch.where(value > 0, value / penalty, value * penalty)
+    changed[row, token] = scaled + edits.add[entry]

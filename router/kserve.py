@@ -1,0 +1,153 @@
+"""KServe's inference service (Open Inference Protocol v2), for clients that know tensors.
+
+Behind it everything is as for other clients. Not here: what its messages mean
+(`kserve_requests.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+
+import grpc.aio
+
+from effuse.compat import kserve_pb2 as kserve
+from effuse.compat import kserve_pb2_grpc
+from effuse.protos.errors import Bug, Cancelled, EffuseError
+from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
+from effuse.router.findings import Findings, check_model_name
+from effuse.router.handler import Handler, accept
+from effuse.router.kserve_requests import (
+    answer_of,
+    check_version,
+    describe_tensors,
+    piece_of,
+    request_of,
+)
+from effuse.router.router import Router
+from effuse.v1 import generation_pb2 as pb
+
+InferStream = AnswerStream[kserve.ModelStreamInferResponse]
+
+
+class TextStream:
+    """Tells the text of one answer as it grows, in KServe's terms."""
+
+    def __init__(self, asked: kserve.ModelInferRequest, stream: InferStream) -> None:
+        self._asked = asked
+        self._stream = stream
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Tells new text; raises `ClientGone`."""
+        if event.commit.text:
+            await self._stream.send(piece_of(self._asked, event.commit.text))
+
+    def end(self, finished: pb.Finished) -> kserve.ModelStreamInferResponse:
+        """The last piece, which has no text."""
+        return piece_of(self._asked, "", finished)
+
+
+class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
+    """GRPCInferenceService."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def ServerLive(
+        self,
+        request: kserve.ServerLiveRequest,
+        context: grpc.aio.ServicerContext[kserve.ServerLiveRequest, kserve.ServerLiveResponse],
+    ) -> kserve.ServerLiveResponse:
+        """Whoever answers lives."""
+        return kserve.ServerLiveResponse(live=True)
+
+    async def ServerReady(
+        self,
+        request: kserve.ServerReadyRequest,
+        context: grpc.aio.ServicerContext[kserve.ServerReadyRequest, kserve.ServerReadyResponse],
+    ) -> kserve.ServerReadyResponse:
+        """As gRPC's own health says it of this service."""
+        return kserve.ServerReadyResponse(ready=self._router.can_serve())
+
+    async def ModelReady(
+        self,
+        request: kserve.ModelReadyRequest,
+        context: grpc.aio.ServicerContext[kserve.ModelReadyRequest, kserve.ModelReadyResponse],
+    ) -> kserve.ModelReadyResponse:
+        """Whether a request for the model could be placed; a model that nobody knows is not ready
+        either."""
+        _check_model(request.name, request.version)
+        return kserve.ModelReadyResponse(ready=self._router.can_serve(request.name))
+
+    async def ServerMetadata(
+        self,
+        request: kserve.ServerMetadataRequest,
+        context: grpc.aio.ServicerContext[
+            kserve.ServerMetadataRequest, kserve.ServerMetadataResponse
+        ],
+    ) -> kserve.ServerMetadataResponse:
+        """Who answers."""
+        return kserve.ServerMetadataResponse(name="effuse", version=version("effuse"))
+
+    async def ModelMetadata(
+        self,
+        request: kserve.ModelMetadataRequest,
+        context: grpc.aio.ServicerContext[
+            kserve.ModelMetadataRequest, kserve.ModelMetadataResponse
+        ],
+    ) -> kserve.ModelMetadataResponse:
+        """A model's tensors; raises `NotFound` and `Unavailable`."""
+        _check_model(request.name, request.version)
+        return describe_tensors(self._router.catalogue.find(request.name).name)
+
+    async def ModelInfer(
+        self,
+        request: kserve.ModelInferRequest,
+        context: grpc.aio.ServicerContext[kserve.ModelInferRequest, kserve.ModelInferResponse],
+    ) -> kserve.ModelInferResponse:
+        """The whole answer at its end."""
+        answer = WholeAnswer()
+        accepted = accept(self._router, request_of(request), context, is_stream=False)
+        finished = await Handler(self._router, accepted, answer).serve()
+        return answer_of(request, answer.response(accepted.id, finished).text, finished)
+
+    async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
+        self,
+        request_iterator: AsyncIterator[kserve.ModelInferRequest],
+        context: grpc.aio.ServicerContext[
+            kserve.ModelInferRequest, kserve.ModelStreamInferResponse
+        ],
+    ) -> None:
+        """Answers one request after the other, until the client has no more. One that fails is
+        told in the stream, as the protocol has it; a fault of ours ends the stream."""
+        # Waits for requests without a deadline by intent: the client's own ends it.
+        async for request in request_iterator:
+            stream = InferStream(context)
+            try:
+                accepted = accept(self._router, request_of(request), context, is_stream=True)
+                told = TextStream(request, stream)
+                await stream.finish(Handler(self._router, accepted, told).serve(), told.end)
+            except (Bug, Cancelled):
+                raise
+            except EffuseError as error:
+                await _tell_failure(stream, request, error)
+
+
+def _check_model(name: str, model_version: str) -> None:
+    findings = Findings()
+    check_model_name(name, "name", findings)
+    findings.raise_any()
+    check_version(model_version)
+
+
+async def _tell_failure(
+    stream: InferStream, request: kserve.ModelInferRequest, error: EffuseError
+) -> None:
+    told = kserve.ModelStreamInferResponse(
+        error_message=f"{error.code.name}: {error.message}",
+        infer_response=kserve.ModelInferResponse(id=request.id),
+    )
+    try:
+        await stream.send(told)
+    except ClientGone as gone:
+        raise Cancelled("the client cancelled") from gone

@@ -1,0 +1,159 @@
+"""Requests and answers of KServe's inference protocol, as effuse means them; functions of values.
+
+A prompt is the one element of the tensor `text_input`, what can be set are parameters by the names
+of `effuse.Params`, and an answer is `text_output` with `finish_reason`. Tensors are raw where the
+request's are. Not here: the calls (`kserve.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Final, get_type_hints
+
+import msgspec
+
+from effuse.client.params import Params, make_request
+from effuse.compat import kserve_pb2 as kserve
+from effuse.protos.errors import InvalidRequest, NotFound
+from effuse.router.findings import Findings, shown
+from effuse.v1 import generation_pb2 as pb
+
+VERSION: Final = "1"
+INPUT: Final = "text_input"
+TEXT: Final = "text_output"
+REASON: Final = "finish_reason"
+FINAL: Final = "triton_final_response"
+_ASKS_FOR_FINAL: Final = "triton_enable_empty_final_response"  # the end is always told
+_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_SETTINGS: Final[Mapping[str, Any]] = {
+    name: kind for name, kind in get_type_hints(Params).items() if name != "model"
+}
+
+
+def request_of(asked: kserve.ModelInferRequest) -> pb.GenerateRequest:
+    """The request that a client means; raises `InvalidRequest` with all that is wrong with its
+    form, and `NotFound`. Its id is not taken over, as others may use the same."""
+    check_version(asked.model_version)
+    findings = Findings()
+    prompt = _prompt_of(asked, findings)
+    settings = _settings_of(asked.parameters, findings)
+    for at, output in enumerate(asked.outputs):
+        if output.name not in (TEXT, REASON):
+            findings.add(f"outputs[{at}].name", f"{TEXT} or {REASON}", shown(output.name))
+    findings.raise_any()
+    try:
+        return make_request(prompt, Params(model=asked.model_name or None, **settings))
+    except ValueError as error:  # a number that its field cannot hold
+        raise InvalidRequest.of("parameters", str(error)) from error
+
+
+def check_version(version: str) -> None:
+    """Raises `NotFound` for a version of a model that is not the only one."""
+    if version not in ("", VERSION):
+        raise NotFound(f"a model has version {VERSION} alone, there is no {shown(version)}")
+
+
+def answer_of(
+    asked: kserve.ModelInferRequest, text: str, finished: pb.Finished | None = None
+) -> kserve.ModelInferResponse:
+    """An answer or a piece of one; with `finished` the end, with its reason and token counts."""
+    response = kserve.ModelInferResponse(
+        model_name=finished.model if finished else asked.model_name,
+        model_version=VERSION,
+        id=asked.id,
+    )
+    tensors = {TEXT: text}
+    if finished is not None:
+        tensors[REASON] = _REASONS[finished.finish_reason]
+        for name in ("prompt_tokens", "completion_tokens"):
+            response.parameters[name].int64_param = getattr(finished.usage, name)
+    wanted = {output.name for output in asked.outputs} or tensors.keys()
+    is_raw = bool(asked.raw_input_contents)
+    for name, told in tensors.items():
+        if name in wanted:
+            _add_tensor(response, name, told.encode(), is_raw=is_raw)
+    return response
+
+
+def piece_of(
+    asked: kserve.ModelInferRequest, text: str, finished: pb.Finished | None = None
+) -> kserve.ModelStreamInferResponse:
+    """The same in a stream, where each piece says whether it is the last one."""
+    response = answer_of(asked, text, finished)
+    response.parameters[FINAL].bool_param = finished is not None
+    return kserve.ModelStreamInferResponse(infer_response=response)
+
+
+def describe_tensors(name: str) -> kserve.ModelMetadataResponse:
+    """What a model takes and gives."""
+    tensor = kserve.ModelMetadataResponse.TensorMetadata
+    return kserve.ModelMetadataResponse(
+        name=name,
+        versions=[VERSION],
+        platform="effuse",
+        inputs=[tensor(name=INPUT, datatype="BYTES", shape=[1])],
+        outputs=[tensor(name=one, datatype="BYTES", shape=[1]) for one in (TEXT, REASON)],
+    )
+
+
+def _prompt_of(asked: kserve.ModelInferRequest, findings: Findings) -> str:
+    """The text of the one input; empty where it is wrong, which is among the findings then."""
+    names = [tensor.name for tensor in asked.inputs]
+    if names != [INPUT]:
+        found = ", ".join(shown(name) for name in names[:4]) or "none"
+        findings.add("inputs", f"one tensor, {INPUT}", found)
+        return ""
+    (tensor,) = asked.inputs
+    if tensor.datatype != "BYTES":
+        findings.add("inputs[0].datatype", "BYTES", shown(tensor.datatype))
+    if not 1 <= len(tensor.shape) <= 2 or set(tensor.shape) != {1}:
+        findings.add("inputs[0].shape", "[1] or [1, 1]", list(tensor.shape[:4]))
+    raw, contents = asked.raw_input_contents, tensor.contents.bytes_contents
+    elements = [_unpack(raw[0])] if len(raw) == 1 else list(contents)
+    if len(raw) > 1 or len(elements) != 1 or elements[0] is None:
+        where = "raw_input_contents" if raw else "inputs[0].contents.bytes_contents"
+        findings.add(where, "one element", f"{len(raw) or len(contents)} that are not that")
+        return ""
+    try:
+        return elements[0].decode()
+    except UnicodeDecodeError:
+        findings.add("inputs[0]", "UTF-8", "bytes that are none")
+        return ""
+
+
+def _settings_of(
+    parameters: Mapping[str, kserve.InferParameter], findings: Findings
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name in sorted(parameters.keys() - {_ASKS_FOR_FINAL}):
+        choice = parameters[name].WhichOneof("parameter_choice")
+        value = getattr(parameters[name], choice) if choice else None
+        where = f"parameters[{shown(name)}]"
+        if name not in _SETTINGS:
+            findings.add(where, f"one of {', '.join(_SETTINGS)}", "another name")
+            continue
+        if name == "stop" and isinstance(value, str):
+            value = (value,)
+        try:
+            settings[name] = msgspec.convert(value, _SETTINGS[name])
+        except msgspec.ValidationError as error:
+            findings.add(where, "a value that fits", str(error))
+    return settings
+
+
+def _unpack(raw: bytes) -> bytes | None:
+    """The one element of a raw tensor of BYTES; None where there is not one."""
+    if len(raw) < 4 or struct.unpack_from("<I", raw)[0] != len(raw) - 4:
+        return None
+    return raw[4:]
+
+
+def _add_tensor(
+    response: kserve.ModelInferResponse, name: str, element: bytes, *, is_raw: bool
+) -> None:
+    tensor = response.outputs.add(name=name, datatype="BYTES", shape=[1])
+    if is_raw:
+        response.raw_output_contents.append(struct.pack("<I", len(element)) + element)
+    else:
+        tensor.contents.bytes_contents.append(element)

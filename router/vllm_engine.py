@@ -1,0 +1,203 @@
+"""vLLM's engine service, for gateways that serve HTTP on top of one (SMG, sglang's router).
+
+A gateway renders chats, encodes and decodes by the tokenizer that it gets here, and is told ids.
+Behind it everything is as for other clients: checks, queue, placement, recovery. Not here: what its
+messages mean (`vllm_requests.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import grpc.aio
+
+from effuse.compat import vllm_engine_pb2 as engine
+from effuse.compat import vllm_engine_pb2_grpc
+from effuse.protos.errors import Cancelled, NotFound
+from effuse.router.client import AnswerStream
+from effuse.router.handler import Handler, accept
+from effuse.router.request import Request
+from effuse.router.router import Router
+from effuse.router.tokenizer import bundled_directory
+from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
+from effuse.v1 import generation_pb2 as pb
+
+TOKENIZER_FILES: Final = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "config.json", "generation_config.json",
+)  # fmt: skip
+PIECE_BYTES: Final = 1 << 20
+
+
+class EngineAnswer:
+    """Tells an answer in vLLM's terms: chunks where they are asked for, and last the end."""
+
+    def __init__(
+        self, request: Request, stream: AnswerStream[engine.GenerateResponse], *, is_stream: bool
+    ) -> None:
+        self._request = request
+        self._stream = stream
+        self._is_stream = is_stream
+        self._token_ids: list[int] = []
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Tells new tokens; raises `ClientGone`. Text is the gateway's own matter."""
+        self._token_ids += event.commit.token_ids
+        if self._is_stream and event.commit.token_ids:
+            await self._stream.send(chunk_of(event.commit, len(self._request.prompt_token_ids)))
+
+    def end(self, finished: pb.Finished) -> engine.GenerateResponse:
+        """The last message."""
+        return complete_of(finished, self._token_ids)
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """VllmEngine."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._began = router.now()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._archive: bytes | None = None
+
+    async def Generate(  # type: ignore[override]  # the stub knows only generators
+        self,
+        request: engine.GenerateRequest,
+        context: grpc.aio.ServicerContext[engine.GenerateRequest, engine.GenerateResponse],
+    ) -> None:
+        """The answer as it grows, or at its end."""
+        asked = request_of(request, self._router.tokenizer.chat_end_ids)
+        accepted = accept(self._router, asked, context, is_stream=request.stream)
+        stream = AnswerStream(context)
+        answer = EngineAnswer(accepted, stream, is_stream=request.stream)
+        served = Handler(self._router, accepted, answer).serve()
+        task = asyncio.create_task(stream.finish(served, answer.end))
+        with self._abortable(accepted.id, task):
+            try:
+                await task  # its own deadline ends it; with us it is cancelled
+            except asyncio.CancelledError:
+                here = asyncio.current_task()
+                if here is None or here.cancelling():
+                    raise
+                await stream.settle()
+                raise Cancelled("the request was aborted by its id") from None
+
+    async def Abort(
+        self,
+        request: engine.AbortRequest,
+        context: grpc.aio.ServicerContext[engine.AbortRequest, engine.AbortResponse],
+    ) -> engine.AbortResponse:
+        """Ends what runs here of these requests."""
+        for request_id in request.request_ids:
+            if (task := self._running.get(request_id)) is not None:
+                task.cancel()
+        return engine.AbortResponse()
+
+    async def HealthCheck(
+        self,
+        request: engine.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[engine.HealthCheckRequest, engine.HealthCheckResponse],
+    ) -> engine.HealthCheckResponse:
+        """As gRPC's own health says it of this service; raises `Unavailable` as long as no model is
+        known, so that a gateway asks again before it asks for one."""
+        self._router.catalogue.find(None)
+        healthy = self._router.can_serve()
+        why = "" if healthy else "no live worker can take a request"
+        return engine.HealthCheckResponse(healthy=healthy, message=why)
+
+    async def GetModelInfo(
+        self,
+        request: engine.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[engine.GetModelInfoRequest, engine.GetModelInfoResponse],
+    ) -> engine.GetModelInfoResponse:
+        """The one model of the fleet; raises `Unavailable`, and `InvalidRequest` if it has more."""
+        return describe_model(self._router.catalogue.find(None))
+
+    async def GetServerInfo(
+        self,
+        request: engine.GetServerInfoRequest,
+        context: grpc.aio.ServicerContext[
+            engine.GetServerInfoRequest, engine.GetServerInfoResponse
+        ],
+    ) -> engine.GetServerInfoResponse:
+        """This router, as one engine."""
+        return engine.GetServerInfoResponse(
+            active_requests=self._router.requests.num_running,
+            uptime_seconds=self._router.now() - self._began,
+            server_type="effuse",
+            data_parallel_size=1,
+            max_num_seqs=self._router.admission.max_running,
+        )
+
+    async def GetLoads(
+        self,
+        request: engine.GetLoadsRequest,
+        context: grpc.aio.ServicerContext[engine.GetLoadsRequest, engine.GetLoadsResponse],
+    ) -> engine.GetLoadsResponse:
+        """Requests of this router, pages of the fleet's decode workers."""
+        admission = self._router.admission
+        records = [one.record for one in self._router.fleet.candidates()]
+        decode = [record for record in records if record.role == "decode"]
+        most = sum(one.capacity.total_pages * one.capacity.page_size for one in decode)
+        free = sum(one.load.free_pages * one.capacity.page_size for one in decode)
+        load = engine.SchedulerLoad(
+            num_running_reqs=admission.num_running,
+            num_waiting_reqs=admission.num_waiting,
+            num_total_reqs=admission.num_running + admission.num_waiting,
+            num_used_tokens=most - free,
+            max_total_num_tokens=most,
+            token_usage=(most - free) / most if most else 0.0,
+            max_running_requests=admission.max_running,
+        )
+        return engine.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(), version=version("effuse"),
+            dp_rank_count=1, loads=[load],
+        )  # fmt: skip
+
+    async def GetTokenizer(
+        self,
+        request: engine.GetTokenizerRequest,
+        context: grpc.aio.ServicerContext[engine.GetTokenizerRequest, engine.GetTokenizerChunk],
+    ) -> AsyncIterator[engine.GetTokenizerChunk]:
+        """The tokenizer's files, zipped once. Raises `NotFound` where they are gone."""
+        if self._archive is None:
+            directory = self._router.config.model or bundled_directory()
+            self._archive = await asyncio.to_thread(archive, directory)
+        whole = self._archive
+        for at in range(0, len(whole), PIECE_BYTES):
+            is_last = at + PIECE_BYTES >= len(whole)
+            yield engine.GetTokenizerChunk(
+                data=whole[at : at + PIECE_BYTES],
+                sha256=hashlib.sha256(whole).hexdigest() if is_last else "",
+            )
+
+    @contextlib.contextmanager
+    def _abortable(self, request_id: str, task: asyncio.Task[None]) -> Iterator[None]:
+        held = self._running.setdefault(request_id, task)
+        try:
+            yield
+        finally:
+            if held is task:
+                del self._running[request_id]
+
+
+def archive(directory: Path) -> bytes:
+    """The files of a checkpoint that its tokenizer needs, as a zip archive; equal files make equal
+    bytes. Raises `NotFound`."""
+    there = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not there:
+        raise NotFound("the tokenizer's files are not where they were")
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as zipped:
+        for path in there:
+            zipped.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return held.getvalue()

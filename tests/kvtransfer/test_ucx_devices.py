@@ -1,0 +1,64 @@
+"""UCX is given the interface of the address that a worker listens on."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+
+from effuse.kvtransfer import ucx_devices
+from effuse.kvtransfer.ucx_devices import DEVICES, FAMILIES, confine
+
+OWN = [
+    ("lo", ipaddress.ip_address("127.0.0.1")),
+    ("eth0", ipaddress.ip_address("192.0.2.7")),
+    ("eth0", ipaddress.ip_address("2001:db8::7")),
+    ("eth1", ipaddress.ip_address("198.51.100.7")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_devices, "addresses", lambda: iter(OWN))
+    monkeypatch.setattr(ucx_devices, "_rdma_ports", lambda: iter(["mlx5_0:1"]))
+
+
+@pytest.mark.parametrize(
+    ("host", "devices", "family"),
+    [
+        ("127.0.0.1", "lo", "inet"),
+        ("127.0.0.9", "lo", "inet"),  # of lo's network, which tells one address
+        ("192.0.2.7", "eth0,mlx5_0:1", "inet"),
+        ("[2001:db8::7]", "eth0,mlx5_0:1", "inet6"),
+    ],
+)
+def test_the_interface_that_has_the_address(host: str, devices: str, family: str) -> None:
+    environment: dict[str, str] = {}
+    confine(host, environment)
+    assert environment == {DEVICES: devices, FAMILIES: family}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_wildcard_is_every_interface(host: str) -> None:
+    environment: dict[str, str] = {}
+    confine(host, environment)
+    assert environment == {}
+
+
+def test_what_the_environment_says_holds() -> None:
+    environment = {DEVICES: "mlx5_1:1"}
+    confine("127.0.0.1", environment)
+    assert environment == {DEVICES: "mlx5_1:1"}
+
+
+@pytest.mark.parametrize(
+    ("host", "told"), [("203.0.113.9", "no interface"), ("no.such.host.invalid", "no address")]
+)
+def test_an_address_that_is_not_ours_is_refused(host: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"--host: .*{told}"):
+        confine(host, {})
+
+
+def test_the_kernel_tells_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert ("lo", ipaddress.ip_address("127.0.0.1")) in list(ucx_devices.addresses())

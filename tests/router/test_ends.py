@@ -1,0 +1,104 @@
+"""What an answer tells of its making: the seed it was drawn with, and what ended it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from router.asking import ask, request
+from router.fake_model import EOS
+from router.fake_workers import ends_its_engine
+from router.fakes import FakeFleet, run
+
+from effuse.placement.records import PlacementRecord
+from effuse.v1 import generation_pb2 as pb
+
+DEAD = PlacementRecord(
+    request_id="mine", attempt=1, transfer_id="t", router_id="router-x", state="running",
+    model="fake", seed=2**64 - 1,
+)  # fmt: skip
+
+
+def seeds(fleet: FakeFleet) -> list[int]:
+    """Of all attempts, in the order of the workers."""
+    return [one.sampling.seed for worker in fleet.decode for one in worker.requests]
+
+
+def test_a_seed_that_is_not_set_is_drawn_anew_and_told() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        told = [(await ask(fleet)).seed for _ in range(2)]
+        asked = pb.GenerateStreamRequest(request=request())
+        events = [event async for event in fleet.generation.GenerateStream(asked, timeout=30)]
+        told.append(events[-1].finished.seed)
+        assert seeds(fleet) == told
+        assert len(set(told)) == 3
+
+    run(body)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+def test_a_seed_that_is_set_is_used_and_told(seed: int) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        answer = await ask(fleet, sampling=pb.SamplingParams(seed=seed))
+        assert [answer.seed, *seeds(fleet)] == [seed, seed]
+
+    run(body)
+
+
+def test_a_drawn_seed_outlives_the_worker() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        first, second = fleet.decode
+        second.at["commit 1"] = ends_its_engine(second)
+        for _ in range(2):  # one of them begins on the worker that dies
+            answer = await ask(fleet)
+            if second.requests:
+                break
+        assert [one.sampling.seed for one in second.requests] == [answer.seed]
+        assert first.requests[-1].sampling.seed == answer.seed
+        assert first.requests[-1].HasField("resume")
+
+    run(body, num_decode=2)
+
+
+def test_who_takes_a_request_over_draws_as_its_first_router_did() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.store.placements["mine"] = DEAD
+        answer = await ask(fleet, request_id="mine")
+        assert [answer.seed, *seeds(fleet)] == [DEAD.seed, DEAD.seed]
+        await fleet.store.until(lambda held: held["mine"].state == "finished")
+        assert fleet.store.placements["mine"].seed == DEAD.seed
+        own = msgspec.structs.replace(DEAD, request_id="own")
+        fleet.store.placements["own"] = own
+        answer = await ask(fleet, request_id="own", sampling=pb.SamplingParams(seed=5))
+        assert answer.seed == 5
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "end_token_id", "stop_string"),
+    [
+        (pb.StoppingParams(), EOS, None),
+        (pb.StoppingParams(stop=["nothing", "is"]), None, "is"),
+        (pb.StoppingParams(max_tokens=6), None, None),
+    ],
+    ids=["an end id", "a stop string", "its length"],
+)
+def test_an_answer_tells_what_ended_it(
+    stopping: pb.StoppingParams, end_token_id: int | None, stop_string: str | None
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        asked = request(request_id="mine", stopping=stopping)
+        answer = await fleet.generation.Generate(asked, timeout=30)
+        await fleet.store.until(lambda held: held["mine"].state == "finished")
+        again = pb.GenerateStreamRequest(request=asked)
+        kept = [event async for event in fleet.generation.GenerateStream(again, timeout=30)]
+        fresh = pb.GenerateStreamRequest(request=request(stopping=stopping))
+        new = [event async for event in fleet.generation.GenerateStream(fresh, timeout=30)]
+        is_stop = end_token_id is not None or stop_string is not None
+        reason = pb.FINISH_REASON_STOP if is_stop else pb.FINISH_REASON_LENGTH
+        for told in (answer, kept[-1].finished, new[-1].finished):
+            assert told.finish_reason == reason
+            assert (told.end_token_id if told.HasField("end_token_id") else None) == end_token_id
+            assert (told.stop_string if told.HasField("stop_string") else None) == stop_string
+
+    run(body)
