@@ -22,10 +22,12 @@ from effuse.config.decoding import (
     DENOISING_STEPS,
     ENTROPY,
     EPS,
+    FACTOR,
     MAX_TOKENS,
     MIN_P,
     MIN_TOKENS,
     PENALTY,
+    POST_STEPS,
     REPETITION,
     SEED,
     STEPS,
@@ -121,13 +123,17 @@ def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
         help="nats that a step writes (entropy_bounded)")  # fmt: skip
+    add("--editing-threshold", type=within(THRESHOLD), metavar="P",
+        help="replace written tokens above this (block diffusion)")  # fmt: skip
+    add("--max-post-steps", type=within(POST_STEPS), metavar="N",
+        help="forward passes that edit a full block (block diffusion)")  # fmt: skip
 
 
 def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     """Flags of algorithms that denoise prompt and answer as one canvas."""
     add = _adder(parser)
     add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
-        help="tokens that are denoised together (LLaDA, Fast-dLLM)")  # fmt: skip
+        help="tokens that are denoised together (LLaDA, Fast-dLLM, its v2)")  # fmt: skip
     add("--steps", type=within(STEPS), metavar="N",
         help="forward passes of the whole answer; 0 takes one a token (LLaDA, Dream)")  # fmt: skip
     add("--cfg-scale", type=within(CFG_SCALE), metavar="S", help="guidance; 0 is none (LLaDA)")
@@ -139,6 +145,8 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     add("--eps", type=within(EPS), metavar="T", help="where time ends that begins at 1 (Dream)")
     add("--alg-temp", type=within(ALG_TEMP), metavar="T",
         help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
+    add("--factor", type=within(FACTOR), metavar="F",
+        help="write by rank instead of the threshold; 0 does not (Fast-dLLM)")  # fmt: skip
     add("--cache", choices=CACHES, help="what a block does not compute again (Fast-dLLM)")
 
 
@@ -202,6 +210,9 @@ def params_from(found: argparse.Namespace) -> Params:
         remasking=found.remasking,
         denoising_steps=found.denoising_steps,
         entropy_bound=found.entropy_bound,
+        editing_threshold=found.editing_threshold,
+        max_post_steps=found.max_post_steps,
+        factor=found.factor,
         block_length=found.block_length,
         steps=found.steps,
         cfg_scale=found.cfg_scale,

@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
+from effuse.client.credentials import Credentials
 from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2, monitor_pb2
 
@@ -19,6 +20,8 @@ WRITTEN = "\u2588"
 _WORKERS_S = 1.0  # between looks at the workers, who report no more often
 _TIMEOUT_S = 5.0
 _AGAIN_S = 1.0
+
+_NOTHING = Credentials()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +33,17 @@ class Look:
     error: str = ""
 
 
-def looks(target: str, interval_s: float) -> Iterator[Look]:
+def looks(target: str, interval_s: float, shown: Credentials = _NOTHING) -> Iterator[Look]:
     """Looks every `interval_s` seconds, without end; the first one at once."""
     while True:
         try:
-            with Client(target, timeout_s=_TIMEOUT_S, max_attempts=1) as client:
+            with Client(
+                target,
+                timeout_s=_TIMEOUT_S,
+                max_attempts=1,
+                tls=shown.tls,
+                token=shown.token,
+            ) as client:
                 yield from _looks(client, interval_s)
         except EffuseError as error:
             yield Look(error=f"{error.code.name}: {error}")

@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from effuse.cli.arguments import command, seconds, target
+from effuse.cli.arguments import add_credentials, command, credentials_of, seconds, target
 from effuse.client.client import Client
 from effuse.client.options import DEFAULT_TARGET
 from effuse.protos.errors import EffuseError
@@ -40,7 +40,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; 0 where a decode worker is ready, 1 where none is or no router answers."""
     asked = parse(argv)
     try:
-        with Client(asked.target, timeout_s=asked.timeout, max_attempts=1) as client:
+        shown = asked.credentials
+        with Client(
+            asked.target,
+            timeout_s=asked.timeout,
+            max_attempts=1,
+            tls=shown.tls,
+            token=shown.token,
+        ) as client:
             workers, models = client.workers(), client.models()
     except EffuseError as error:
         print(f"effuse status: {error.code.name}: {error}", file=sys.stderr)
@@ -57,12 +64,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="all that is known, as one JSON list")
     add("--timeout", type=seconds, default=5.0, metavar="S",
         help="longest the router may take (default: 5)")  # fmt: skip
+    add_credentials(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """What the flags say; exits with status 2 on bad ones."""
-    return make_parser().parse_args(argv)
+    parser = make_parser()
+    found = parser.parse_args(argv)
+    found.credentials = credentials_of(parser, found)
+    return found
 
 
 def as_json(workers: Sequence[model_pb2.Worker]) -> str:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from effuse.cli.arguments import command, seconds, target
+from effuse.cli.arguments import add_credentials, command, credentials_of, seconds, target
 from effuse.cli.look import Look, cells, looks
 from effuse.cli.status import worker_lines, worker_table
 from effuse.client.options import DEFAULT_TARGET
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     asked = parse(argv)
     console = Console(markup=False, highlight=False)
     if asked.once or not console.is_terminal:
-        look = next(looks(asked.target, asked.interval))
+        look = next(looks(asked.target, asked.interval, asked.credentials))
         if look.error:
             print(f"effuse top: {look.error}", file=sys.stderr)
             return 1
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         console.print(draw(look))
         return 0
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        for look in looks(asked.target, asked.interval):
+        for look in looks(asked.target, asked.interval, asked.credentials):
             live.update(draw(look), refresh=True)
     return 0
 
@@ -53,7 +53,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--interval", type=seconds, default=0.25, metavar="S",
         help="between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
     add("--once", action="store_true", help="draw once, as where nobody sits at a terminal")
-    return parser
+    add_credentials(parser)
+    found = parser.parse_args(argv)
+    found.credentials = credentials_of(parser, found)
+    return found
 
 
 def draw(look: Look) -> RenderableType:

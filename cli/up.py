@@ -251,7 +251,10 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
 def _groups() -> FlagGroups:
     """Flags of the processes by who takes them, less those of `up` itself."""
     own = set(vars(_own_parser().parse_args([])))
-    worker, router = _names(WorkerConfig), _names(RouterConfig)
+    worker, router, prefill, decode = (
+        {one.name for one in fields(config)}
+        for config in (WorkerConfig, RouterConfig, PrefillConfig, DecodeConfig)
+    )
     both = (worker & router) - own - _GIVEN - _ROUTERS_ALONE
     return FlagGroups(
         every=FlagGroup("flags of every process", WorkerConfig, both),
@@ -261,15 +264,9 @@ def _groups() -> FlagGroups:
             (router - worker - own - _GIVEN) | _ROUTERS_ALONE,
         ),
         workers=FlagGroup("flags of every worker", WorkerConfig, worker - router - own - _GIVEN),
-        prefill=FlagGroup(
-            "flags of prefill workers", PrefillConfig, _names(PrefillConfig) - worker
-        ),
-        decode=FlagGroup("flags of decode workers", DecodeConfig, _names(DecodeConfig) - worker),
+        prefill=FlagGroup("flags of prefill workers", PrefillConfig, prefill - worker),
+        decode=FlagGroup("flags of decode workers", DecodeConfig, decode - worker),
     )
-
-
-def _names(config: type[Config]) -> set[str]:
-    return {one.name for one in fields(config)}
 
 
 def _check_flags(
@@ -336,16 +333,26 @@ def stop(fleet: Fleet) -> None:
 
 
 def taken(fleet: Fleet) -> list[str]:
-    """A line for each source of what requests take by default, if the router tells it in time."""
+    """A line for each source of what requests take by default, if the router tells it in time; one
+    that answers none but its clients is not asked."""
+    if _asks_who_calls(fleet):
+        return []
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
         return [line for model in client.models() for line in taken_defaults(model)]
     return []
 
 
+def _asks_who_calls(fleet: Fleet) -> bool:
+    """Whether its routers answer none but clients that they know, or by TLS alone."""
+    return any(value_of(fleet.config.router_flags, flag) for flag in ("--tls-cert", "--keys"))
+
+
 @contextmanager
 def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
-    """Serves the page about it; gives the line that says where. Raises OSError."""
-    if view.page_port is None:
+    """Serves the page about it; gives the line that says where. Raises OSError.
+
+    Whoever reaches the page may look, so there is none of a fleet that asks who calls."""
+    if view.page_port is None or _asks_who_calls(fleet):
         yield []
         return
     source = page.PageSource(fleet.address, fleet.metrics)

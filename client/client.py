@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
-from datetime import timedelta
 from typing import Protocol, Self, cast
 
 import grpc
@@ -17,10 +16,12 @@ import grpc.aio
 
 from effuse.client.answer import Answer, Event, Gathering
 from effuse.client.chat import Chat
+from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, make_request, make_tokenize_request
 from effuse.protos.errors import from_rpc_error
 from effuse.protos.stubs import generation_stub, model_stub
+from effuse.protos.tls import TlsFiles
 from effuse.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -38,12 +39,21 @@ class Client:
     """Asks one router; may be shared by threads. Close it, or use it in a `with` statement."""
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, timeout_s: float = 120.0, max_attempts: int = 4
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout_s: float = 120.0,
+        max_attempts: int = 4,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
-        """target: host:port of a router. Connects at the first call. Raises ValueError."""
+        """target: host:port of a router. tls: None is plain text, `TlsFiles()` trusts the system's
+        authorities. token: for routers that ask for one. Connects at the first call. Raises
+        ValueError, and OSError for certificates that cannot be used."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
+        credentials = Credentials(tls=tls, token=token)
         self._target = target
-        self._channel = grpc.insecure_channel(target, options.channel_arguments())
+        self._channel = credentials.channel(target, options.channel_arguments())
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._monitor = monitor_pb2_grpc.MonitorServiceStub(self._channel)
@@ -185,12 +195,19 @@ class AsyncClient:
     """The same for asyncio. Belongs to one event loop."""
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, timeout_s: float = 120.0, max_attempts: int = 4
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout_s: float = 120.0,
+        max_attempts: int = 4,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
-        """target: host:port of a router. Connects at the first call. Raises ValueError."""
+        """As Client's. Raises ValueError and OSError."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
+        credentials = Credentials(tls=tls, token=token)
         self._target = target
-        self._channel = grpc.aio.insecure_channel(target, options.channel_arguments())
+        self._channel = credentials.aio_channel(target, options.channel_arguments())
         self._generation = generation_stub(self._channel)
         self._models = model_stub(self._channel)
 

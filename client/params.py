@@ -23,6 +23,7 @@ ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "llada": pb.ALGORITHM_LLADA,
     "dream": pb.ALGORITHM_DREAM,
     "fast_dllm": pb.ALGORITHM_FAST_DLLM,
+    "fast_dllm_v2": pb.ALGORITHM_FAST_DLLM_V2,
 }
 PRIORITIES: Final[Mapping[Priority, pb.Priority]] = {
     "low": pb.PRIORITY_LOW,
@@ -86,7 +87,9 @@ class Params:
     remasking: Remasking | None = None  # (block diffusion, LLaDA)
     denoising_steps: int | None = None  # of a block (block diffusion)
     entropy_bound: float | None = None  # in nats (block diffusion, entropy_bounded)
-    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM)
+    editing_threshold: float | None = None  # replaces written tokens above this; 1 edits none
+    max_post_steps: int | None = None  # forwards that edit a block without masks
+    block_length: int | None = None  # tokens that are denoised together (LLaDA, Fast-dLLM, its v2)
     steps: int | None = None  # of the whole answer; 0 takes one a token (LLaDA, Dream)
     cfg_scale: float | None = None  # strength of classifier-free guidance (LLaDA)
     logits_eos_inf: bool | None = None  # never write an end of sequence (LLaDA)
@@ -94,6 +97,7 @@ class Params:
     alg: Alg | None = None  # what is written at a step (Dream)
     eps: float | None = None  # where time ends that begins at 1 (Dream)
     alg_temp: float | None = None  # draws the best masks by lot; 0 draws none (Dream)
+    factor: float | None = None  # writes by rank instead of the threshold (Fast-dLLM)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
     logprobs: int | None = None  # of each token, with so many of the likeliest ones
     priority: Priority | None = None  # in a router's queue
@@ -137,27 +141,34 @@ def make_request(
             ignore_eos=params.ignore_eos,
             min_tokens=params.min_tokens,
         ),
-        decoding=pb.DecodingParams(
-            algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
-            window=params.window,
-            confidence_threshold=params.confidence_threshold,
-            block_add_threshold=params.block_add_threshold,
-            full_activation_threshold=params.full_activation_threshold,
-            score=_named("score", params.score, SCORES),
-            remasking=_named("remasking", params.remasking, REMASKINGS),
-            denoising_steps=params.denoising_steps,
-            entropy_bound=params.entropy_bound,
-            block_length=params.block_length,
-            steps=params.steps,
-            cfg_scale=params.cfg_scale,
-            logits_eos_inf=params.logits_eos_inf,
-            confidence_eos_eot_inf=params.confidence_eos_eot_inf,
-            alg=_named("alg", params.alg, ALGS),
-            eps=params.eps,
-            alg_temp=params.alg_temp,
-            cache=_named("cache", params.cache, CACHES),
-        ),
+        decoding=_decoding(params),
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts, logprobs=params.logprobs),
+    )
+
+
+def _decoding(params: Params) -> pb.DecodingParams:
+    return pb.DecodingParams(
+        algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
+        window=params.window,
+        confidence_threshold=params.confidence_threshold,
+        block_add_threshold=params.block_add_threshold,
+        full_activation_threshold=params.full_activation_threshold,
+        score=_named("score", params.score, SCORES),
+        remasking=_named("remasking", params.remasking, REMASKINGS),
+        denoising_steps=params.denoising_steps,
+        entropy_bound=params.entropy_bound,
+        editing_threshold=params.editing_threshold,
+        max_post_steps=params.max_post_steps,
+        factor=params.factor,
+        block_length=params.block_length,
+        steps=params.steps,
+        cfg_scale=params.cfg_scale,
+        logits_eos_inf=params.logits_eos_inf,
+        confidence_eos_eot_inf=params.confidence_eos_eot_inf,
+        alg=_named("alg", params.alg, ALGS),
+        eps=params.eps,
+        alg_temp=params.alg_temp,
+        cache=_named("cache", params.cache, CACHES),
     )
 
 

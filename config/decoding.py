@@ -13,7 +13,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm"]
+Algorithm = Literal["d2f", "block_diffusion", "llada", "dream", "fast_dllm", "fast_dllm_v2"]
 """How blocks are denoised."""
 Remasking = Literal[
     "low_confidence_dynamic",
@@ -99,8 +99,11 @@ BLOCK_LENGTH: Final = Bounds(1, _INT32_MAX)
 STEPS: Final = Bounds(0, 65536, note="; 0 takes one a token")
 CFG_SCALE: Final = Bounds(0.0, 100.0)
 EPS: Final = Bounds(0.0, 1.0)
+FACTOR: Final = Bounds(0.0, 1000.0, note="; 0 goes by the threshold")
+POST_STEPS: Final = Bounds(0, 1024)
 ALG_TEMP: Final = Bounds(1e-3, 100.0, or_zero=True, note=", or 0 for no lot")
 
+PART_LENGTH: Final = 8  # tokens of a block that Fast-dLLM v2 fills before the next ones
 DEFAULT_MAX_TOKENS: Final = 256  # cut to the room that a prompt leaves
 
 
@@ -153,8 +156,9 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How blocks are denoised; the knobs of D2F (arXiv 2508.09192), SDAR, LLaDA
-    (arXiv 2502.09992), Dream (arXiv 2508.15487) and Fast-dLLM (arXiv 2505.22618), by the names of
-    worker.proto's DecodeSettings.
+    (arXiv 2502.09992), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618) and its v2
+    (arXiv 2509.26328), and LLaDA2.1 (arXiv 2602.08676), by the names of worker.proto's
+    DecodeSettings.
 
     Raises SettingError. Floats are kept as the float32 that they are on the wire, so that
     comparisons with a threshold give the same everywhere.
@@ -169,7 +173,9 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     score: Score = "confidence"
     remasking: Remasking = "low_confidence_dynamic"
     entropy_bound: float = 0.35  # nats of masks that are written together (entropy_bounded)
-    block_length: int = 32  # tokens of a canvas that are denoised together
+    editing_threshold: float = 1.0  # a written token is replaced by one above it; 1 edits none
+    max_post_steps: int = 16  # most forwards that edit a block without masks
+    block_length: int = 32  # tokens of a canvas, or of a block, that are denoised together
     steps: int = 0  # forwards that a canvas is spread over, by blocks; 0 takes one a token
     cfg_scale: float = 0.0  # strength of classifier-free guidance; 0 is none
     logits_eos_inf: bool = False  # an end-of-sequence id is never written
@@ -178,6 +184,7 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     eps: float = 1e-3  # where time ends that begins at 1
     alg_temp: float = 0.0  # temperature at which the best masks are drawn by lot; 0 draws none
     cache: Cache = "none"
+    factor: float = 0.0  # n masks are written while n + 1 times their doubt is below; 0 is not used
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -189,6 +196,11 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def ranked_by(self) -> Score:
         """The score that masks need: entropy_bounded adds up entropies, whatever was asked for."""
         return "neg_entropy" if self.remasking == "entropy_bounded" else self.score
+
+    @property
+    def edits_tokens(self) -> bool:
+        """Whether written tokens of a block in flight may be replaced (block diffusion)."""
+        return self.algorithm == "block_diffusion" and self.editing_threshold < 1
 
     @property
     def is_canvas(self) -> bool:
@@ -226,6 +238,8 @@ class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 def plain_settings(algorithm: Algorithm, block_size: int) -> DecodeSettings:
     """The knobs of `algorithm` for a model of whose family nothing is known."""
     settings = DecodeSettings(algorithm=algorithm, denoising_steps=block_size)
+    if algorithm == "fast_dllm_v2":
+        return msgspec.structs.replace(settings, block_length=min(PART_LENGTH, block_size))
     if not settings.is_canvas:
         return settings
     return msgspec.structs.replace(settings, block_length=block_size, remasking="low_confidence")
@@ -249,6 +263,9 @@ _SETTINGS: Final = {
     "full_activation_threshold": THRESHOLD,
     "denoising_steps": DENOISING_STEPS,
     "entropy_bound": ENTROPY,
+    "editing_threshold": THRESHOLD,
+    "max_post_steps": POST_STEPS,
+    "factor": FACTOR,
     "block_length": BLOCK_LENGTH,
     "steps": STEPS,
     "cfg_scale": CFG_SCALE,

@@ -1,13 +1,13 @@
 """Block diffusion as SDAR decodes: one block in flight, filled in a number of steps.
 
-When a block is appended and which of its masks are written. Pure functions; the order of a step is
-in `denoise.py`.
+When a block is appended, which of its masks are written, and which of its tokens are edited
+(LLaDA2.1, arXiv 2602.08676). Pure functions; the order of a step is in `denoise.py`.
 """
 
 import numpy as np
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, Sequence
+from effuse.decode_worker.sequence import Block, HostCandidates, IndexArray, IntArray, Sequence
 
 
 def wants_block(sequence: Sequence, settings: DecodeSettings) -> bool:
@@ -19,6 +19,13 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
     """Every block must advance."""
     for block in sequence.blocks:
         block.full = True
+
+
+def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
+    """All masks of the block, and where tokens may be edited all of its tokens but the prompt's."""
+    if not settings.edits_tokens:
+        return sequence.masks(block)
+    return np.arange(max(block.start, sequence.prompt_len), block.end)
 
 
 def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
@@ -37,6 +44,28 @@ def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -
         if len(above) >= share:
             return above
     return candidates.best(share)
+
+
+def edit(
+    sequence: Sequence,
+    block: Block,
+    settings: DecodeSettings,
+    positions: IntArray,
+    candidates: HostCandidates,
+) -> bool:
+    """Replaces written tokens that the model is sure to be others (LLaDA2.1); whether it did.
+
+    A block without masks is done by the first step that changes nothing, or after
+    `max_post_steps`.
+    """
+    is_other = candidates.tokens != sequence.token_ids[positions]
+    is_sure = candidates.confidences > settings.editing_threshold
+    edited = np.flatnonzero(~sequence.masked[positions] & is_other & is_sure)
+    if not block.masks_left:
+        block.edits_left = block.edits_left - 1 if len(edited) else 0
+    if len(edited):
+        sequence.edit(positions[edited], candidates.tokens[edited])
+    return len(edited) > 0
 
 
 def step_share(block: Block, denoising_steps: int) -> int:

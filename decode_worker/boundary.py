@@ -42,7 +42,9 @@ class Boundary:
         tail = sequence.token_ids[sequence.first_block_start : sequence.prompt_len].tolist()
         if list(state.tail_token_ids) != tail:
             raise BoundaryError("the prompt's last tokens differ from those that were handed over")
-        return None if self.hidden_size is None else self._vector(state.hidden, self.hidden_size)
+        if self.hidden_size is None or sequence.first_block_start == 0:
+            return None  # nothing is stored that a block could follow
+        return self._vector(state.hidden, self.hidden_size)
 
     def _vector(self, data: bytes | None, size: int) -> Tensor:
         expected = size * self.dtype.itemsize

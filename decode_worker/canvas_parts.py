@@ -9,7 +9,7 @@ from typing import Final
 
 from effuse.config.decoding import Alg
 from effuse.decode_worker import canvas
-from effuse.decode_worker.edits import edits_for
+from effuse.decode_worker.logit_edits import edits_for
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw

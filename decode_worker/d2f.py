@@ -12,6 +12,7 @@ from effuse.decode_worker.sequence import (
     BlockPhase,
     HostCandidates,
     IndexArray,
+    IntArray,
     Sequence,
 )
 
@@ -33,6 +34,11 @@ def activate(sequence: Sequence, settings: DecodeSettings) -> None:
         if predecessor is None or predecessor.progress >= settings.full_activation_threshold:
             block.full = True
         predecessor = block
+
+
+def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
+    """All masks of the block."""
+    return sequence.masks(block)
 
 
 def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:

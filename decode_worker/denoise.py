@@ -2,8 +2,9 @@
 
 `open_step` appends and activates and says which rows the forward takes; `apply_step` writes what
 the algorithm chooses, settles blocks in order and says which tokens became final. No torch, no I/O.
-The rules are those of arXiv 2508.09192 (D2F) and of SDAR (block diffusion). Algorithms that denoise
-prompt and answer as one canvas have steps of their own (`canvas.py`).
+The rules are those of arXiv 2508.09192 (D2F), of SDAR (block diffusion) and of arXiv 2509.26328
+(Fast-dLLM v2). Algorithms that denoise prompt and answer as one canvas have steps of their own
+(`canvas.py`).
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.config.decoding import DecodeSettings
-from effuse.decode_worker import block_diffusion, d2f
+from effuse.decode_worker import block_diffusion, d2f, fast_dllm_v2
 from effuse.decode_worker.sequence import (
     Block,
     BlockPhase,
@@ -30,6 +31,7 @@ class Rules(Protocol):
 
     def wants_block(self, sequence: Sequence, settings: DecodeSettings) -> bool: ...
     def activate(self, sequence: Sequence, settings: DecodeSettings) -> None: ...
+    def proposals(self, sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray: ...
     def choose(
         self, block: Block, settings: DecodeSettings, candidates: HostCandidates
     ) -> IndexArray: ...
@@ -49,10 +51,11 @@ class StepPlan:
     start: int
     end: int
     num_stored: int
-    candidates: IntArray  # absolute positions of all masks, ascending
+    candidates: IntArray  # absolute positions that want a token, ascending
     denoise_counts: npt.NDArray[np.int64]  # parallel to candidates
     num_behind: int = 0  # cached tokens behind the rows
     unstored: range = range(0)  # positions that are left out of the stored ones
+    is_greedy: bool = False  # its candidates are the likeliest tokens, whatever the temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class StepOutcome:
     token_offset: int  # of the first of them, in the answer
     finish: AnswerEnd | None
     end_token_id: int | None  # the stop id behind the tokens, where it ends the answer
-    written: tuple[Block, ...]  # blocks that lost masks, settled ones included
+    written: tuple[Block, ...]  # blocks that lost masks or were edited, settled ones included
     num_settled: int  # blocks that settled
     num_semi_writes: int  # tokens written in blocks that were not full
     stop_is_waiting: bool  # a stop id is written while an earlier block holds masks
@@ -76,6 +79,8 @@ def rules_of(settings: DecodeSettings) -> Rules:
             return d2f
         case "block_diffusion":
             return block_diffusion
+        case "fast_dllm_v2":
+            return fast_dllm_v2
         case "llada" | "dream" | "fast_dllm":
             raise ValueError(f"{settings.algorithm} denoises a canvas: `canvas.py`")
 
@@ -85,23 +90,25 @@ def open_step(sequence: Sequence, settings: DecodeSettings) -> StepPlan:
 
     A step that could not run (no budget, no pages) may be opened again: nothing is appended twice.
     """
+    rules = rules_of(settings)
     if not sequence.step_open:
-        rules = rules_of(settings)
         if may_append(sequence) and rules.wants_block(sequence, settings):
-            sequence.append_block()
+            block = sequence.append_block()
+            block.edits_left = settings.max_post_steps if settings.edits_tokens else 0
         rules.activate(sequence, settings)
         sequence.step_open = True
     active = [block for block in sequence.blocks if block.state is BlockPhase.ACTIVE]
     assert active, "a sequence that is not finished has a block to denoise"
-    start, end = sequence.in_flight_start, sequence.in_flight_end
+    proposals = [rules.proposals(sequence, block, settings) for block in active]
     return StepPlan(
-        start=start,
-        end=end,
+        start=sequence.in_flight_start,
+        end=sequence.in_flight_end,
         num_stored=sequence.num_settled_tokens,
-        candidates=np.flatnonzero(sequence.masked[start:end]) + start,
+        candidates=np.concatenate(proposals),
         denoise_counts=np.repeat(
-            [block.denoise_count for block in active], [block.masks_left for block in active]
+            [block.denoise_count for block in active], [len(wanted) for wanted in proposals]
         ),
+        is_greedy=rules is fast_dllm_v2 and fast_dllm_v2.is_greedy(sequence, active[0]),
     )
 
 
@@ -149,27 +156,31 @@ def _write(
     rules = rules_of(settings)
     written: list[Block] = []
     num_semi_writes = 0
-    first = 0
     for block in sequence.blocks:
-        if not block.masks_left:
+        if not block.is_pending:
             continue
-        end = first + block.masks_left
-        own = candidates.part(first, end)
-        chosen = rules.choose(block, settings, own)
+        first, end = np.searchsorted(plan.candidates, (block.start, block.end)).tolist()
+        own, positions = candidates.part(first, end), plan.candidates[first:end]
+        is_edited = False
+        if settings.edits_tokens:
+            masks = np.flatnonzero(sequence.masked[positions])
+            is_edited = block_diffusion.edit(sequence, block, settings, positions, own)
+            own, positions = own.pick(masks), positions[masks]
+        chosen = rules.choose(block, settings, own) if len(own) else np.empty(0, dtype=np.intp)
         block.denoise_count += 1
         if len(chosen):
-            sequence.write(block, plan.candidates[first:end][chosen], own.tokens[chosen])
-            written.append(block)
+            sequence.write(block, positions[chosen], own.tokens[chosen])
             num_semi_writes += 0 if block.full else len(chosen)
-        first = end
+        if len(chosen) or is_edited:
+            written.append(block)
     return written, num_semi_writes
 
 
 def _settle(sequence: Sequence) -> int:
-    """Settles blocks without masks, in order, up to the first that still has one."""
+    """Settles blocks that are done, in order, up to the first that is not."""
     num_settled = 0
     for block in sequence.blocks:
-        if block.masks_left:
+        if block.is_pending:
             break
         if block.state is BlockPhase.ACTIVE:
             block.state = BlockPhase.SETTLED

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from effuse.config.decoding import Algorithm, DecodeSettings, Remasking, Sampling
+from effuse.config.decoding import DecodeSettings, Remasking, Sampling
 from effuse.decode_worker.denoise import StepOutcome, StepPlan, settle_step
 from effuse.decode_worker.device_buckets import Integers
+from effuse.decode_worker.request import SLOT_ALGORITHMS
 from effuse.decode_worker.sequence import Block, Sequence
 from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.step_slots import (
@@ -26,8 +27,7 @@ from effuse.kernels.step_slots import (
     Status,
 )
 
-# As a slot's columns number them.
-_ALGORITHMS: tuple[Algorithm, ...] = ("d2f", "block_diffusion")
+# As a slot's column numbers them.
 _REMASKINGS: tuple[Remasking, ...] = (
     "low_confidence_dynamic",
     "low_confidence_static",
@@ -159,7 +159,7 @@ def _put_settings(
     row[Column.ORIGIN] = sequence.origin
     row[Column.ANSWER_END] = sequence.answer_end
     row[Column.LAST_BLOCK_END] = sequence.last_block_end
-    row[Column.ALGORITHM] = _ALGORITHMS.index(settings.algorithm)
+    row[Column.ALGORITHM] = SLOT_ALGORITHMS.index(settings.algorithm)
     row[Column.REMASKING] = _REMASKINGS.index(settings.remasking)
     row[Column.WINDOW] = settings.window
     row[Column.STEPS] = settings.denoising_steps

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
-from effuse.decode_worker.edits import edits_for
+from effuse.decode_worker.logit_edits import edits_for
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
@@ -196,6 +197,7 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
     if not candidates.is_finite():
         return Broken(request, NOT_FINITE, is_retryable=False)
     plan = request.close_step()
+    before = request.sequence.token_ids[plan.candidates]
     if request.settings.is_canvas:
         step = request.canvas_step()
         if plan.num_stored:
@@ -204,7 +206,7 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
     else:
         outcome = denoise.apply_step(request.sequence, request.settings, plan, candidates)
     if result.logprobs is not None:
-        request.note_logprobs(plan.candidates, result.logprobs)
+        request.note_logprobs(plan.candidates, before, result.logprobs)
     return Denoised(request, outcome)
 
 
@@ -223,7 +225,10 @@ def prefill_part(request: DecodeRequest, num_rows: int) -> Part:
 
 
 def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
-    """All blocks in flight; the settled ones are stored, the masks want candidates."""
+    """All blocks in flight; the settled ones are stored, masks want candidates."""
+    sampling = request.sampling
+    if plan.is_greedy:
+        sampling = msgspec.structs.replace(sampling, temperature=0.0)
     return Part(
         token_ids=request.sequence.token_ids[plan.start : plan.end].tolist(),
         start=plan.start,
@@ -234,7 +239,7 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         boundary=request.boundary,
         keep_boundary=plan.num_stored > 0,
         denoise_counts=plan.denoise_counts.tolist(),
-        sampling=request.sampling,
+        sampling=sampling,
         score=ScoreCode.named(request.settings.ranked_by),
         num_logprobs=request.num_logprobs,
         edits=edits_for(request.sampling, request.sequence, plan.candidates),

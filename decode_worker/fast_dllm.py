@@ -7,6 +7,8 @@ cache, whatever its confidence, and without a cache they know no blocks but a bu
 `block_length` a step.
 """
 
+import numpy as np
+
 from effuse.decode_worker.sequence import CanvasStep, HostCandidates, IndexArray, IntArray
 
 
@@ -22,7 +24,10 @@ def proposals(step: CanvasStep) -> IntArray:
 
 
 def choose(step: CanvasStep, masks: IntArray, candidates: HostCandidates) -> IndexArray:
-    """The best one, and all that are surer than the threshold (strictly)."""
+    """The best one, and all that are surer than the threshold (strictly), or as many as `factor`
+    allows."""
+    if step.settings.factor:
+        return candidates.best(_num_within(step.settings.factor, candidates))
     best = candidates.best(_budget(step, masks))
     above = candidates.confidences[best] > step.settings.confidence_threshold
     written: IndexArray = best[above | (best == candidates.best(1))]
@@ -36,3 +41,16 @@ def _budget(step: CanvasStep, masks: IntArray) -> int:
     num_tokens = step.sequence.stopping.max_tokens
     goal = min(step.settings.block_length * (step.number + 1), num_tokens)
     return max(1, goal - (num_tokens - len(masks)))
+
+
+def _num_within(factor: float, candidates: HostCandidates) -> int:
+    """How many of the surest masks are written: the n-th one is, but for the first, where
+    1 - confidence is at most factor / (n + 1), and the last one of a block with the one before it.
+
+    In fp64. That the last one goes unasked is how the authors' code counts.
+    """
+    confidences = np.sort(-candidates.scores.astype(np.float64))
+    thresholds = 1 - factor / np.arange(2, len(confidences) + 2)
+    fails = np.flatnonzero(-confidences[1:] < thresholds[1:]) + 1
+    count = int(fails[0]) if len(fails) else len(confidences)
+    return len(confidences) if count >= len(confidences) - 1 else count

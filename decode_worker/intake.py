@@ -39,7 +39,7 @@ class Intake:
         )
         if message.num_logprobs is not None and message.resume is not None:
             _resume_logprobs(request, message.resume)
-        self._check_canvas(request)
+        self._check_algorithm(request)
         _check_window(request, self.limits)
         _check_stops(request, self.limits)
         check_fits(request.footprint(), self.limits)
@@ -52,8 +52,10 @@ class Intake:
                 f"got {settings.denoising_steps}"
             )
 
-    def _check_canvas(self, request: DecodeRequest) -> None:
+    def _check_algorithm(self, request: DecodeRequest) -> None:
         name = request.settings.algorithm
+        if name == "fast_dllm_v2" and self.model.architecture != "fast_dllm_v2":
+            raise RequestError(f"{name} needs a model that was tuned for it")
         if not request.settings.is_canvas:
             return
         if self.model.prompt_attention != "bidirectional":

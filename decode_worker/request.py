@@ -6,21 +6,25 @@ Data with derived properties; what happens to it is decided by the scheduler and
 
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
 from torch import Tensor
 
-from effuse.config.decoding import DecodeSettings, Sampling
+from effuse.config.decoding import Algorithm, DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
-from effuse.decode_worker.edits import changes_logits
+from effuse.decode_worker.logit_edits import changes_logits
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import AttemptId, PageRef
 from effuse.models.part import HostLogprobs
 from effuse.worker.messages import BlockState, TokenLogprobs
+
+SLOT_ALGORITHMS: Final[tuple[Algorithm, ...]] = ("d2f", "block_diffusion")
+"""What a device's slots denoise, in the order of their numbers; the host feeds the others."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,9 +39,9 @@ class DecodeRequest:
     sampling: Sampling
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
-    drafted_end: int = 0  # position behind the last block that a draft has told of
     num_logprobs: int | None = None  # likeliest ids beside each token's; None sends none
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
+    drafted_end: int = 0  # position behind the last block that a draft has told of
     eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
     shifts: bool = False  # the model predicts a position from the row before it
     pages: list[PageRef] = field(default_factory=list)
@@ -75,7 +79,8 @@ class DecodeRequest:
     @property
     def runs_from_host(self) -> bool:
         """Whether the host feeds its next forward, also where others denoise on a device."""
-        if self.settings.is_canvas or self.num_to_prefill > 0 or self.num_logprobs is not None:
+        is_of_slots = self.settings.algorithm in SLOT_ALGORITHMS and not self.settings.edits_tokens
+        if not is_of_slots or self.num_to_prefill > 0 or self.num_logprobs is not None:
             return True
         return changes_logits(self.sampling, self.sequence, self.open_step().candidates)
 
@@ -159,10 +164,10 @@ class DecodeRequest:
             pages_wanted=limits.pages_for(canvas.num_cached(self.canvas_step())),
         )
 
-    def note_logprobs(self, positions: IntArray, told: HostLogprobs) -> None:
-        """Keeps those of candidates at these positions that have been written."""
-        written = np.flatnonzero(~self.sequence.masked[positions])
-        for index in written.tolist():
+    def note_logprobs(self, positions: IntArray, before: IntArray, told: HostLogprobs) -> None:
+        """Keeps those of candidates that were written at these positions, whose ids were `before`:
+        one that is not taken leaves an earlier token with its own."""
+        for index in np.flatnonzero(self.sequence.token_ids[positions] != before).tolist():
             ids, top = told.top_token_ids[index], told.top[index]
             entry = TokenLogprobs(told.chosen[index], tuple(ids), tuple(top))
             self.logprobs[int(positions[index])] = entry

@@ -49,7 +49,13 @@ class Block:
     masks_left: int
     full: bool = False  # must advance every step; sticky
     denoise_count: int = 0  # forwards that have denoised it
+    edits_left: int = 0  # forwards that may still edit it once it holds no mask
     state: BlockPhase = BlockPhase.ACTIVE
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a further forward may write to it."""
+        return self.masks_left > 0 or self.edits_left > 0
 
     @property
     def progress(self) -> float:
@@ -74,6 +80,10 @@ class HostCandidates:
         return HostCandidates(
             self.tokens[start:end], self.confidences[start:end], self.scores[start:end]
         )
+
+    def pick(self, indices: IndexArray) -> "HostCandidates":
+        """Those at these indices."""
+        return HostCandidates(self.tokens[indices], self.confidences[indices], self.scores[indices])
 
     def best(self, count: int) -> IndexArray:
         """Indices of the `count` highest scores, ascending; ties go to the lowest position."""
@@ -230,6 +240,10 @@ class Sequence:
         self.blocks.append(block)
         return block
 
+    def masks(self, block: Block) -> IntArray:
+        """Positions of the block's masks, ascending."""
+        return np.flatnonzero(self.masked[block.start : block.end]) + block.start
+
     def write(self, block: Block, positions: IntArray, tokens: IntArray) -> None:
         """Replaces masks of `block` by tokens; positions are absolute and masked."""
         assert bool(self.masked[positions].all()), "only masks are written, and only once"
@@ -239,6 +253,14 @@ class Sequence:
         self.stop_seen = self.stop_seen or not self.stopping.stop_token_ids.isdisjoint(
             tokens.tolist()
         )
+
+    def edit(self, positions: IntArray, tokens: IntArray) -> None:
+        """Replaces written tokens of blocks in flight. A stop id may go, as it may come."""
+        assert not bool(self.masked[positions].any()), "masks are written, not edited"
+        self.token_ids[positions] = tokens
+        answer = slice(max(self.in_flight_start, self.prompt_len), self.in_flight_end)
+        written = self.token_ids[answer][~self.masked[answer]]
+        self.stop_seen = not self.stopping.stop_token_ids.isdisjoint(written.tolist())
 
     def store(self, num_tokens: int) -> None:
         """Notes that the KV of the next `num_tokens` is stored; blocks within leave the flight."""

@@ -196,7 +196,11 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
                 return not stream.attempt.engine_gone
 
             return await peer.until_gone(
-                writer, stream.attempt.id, "its decode ended", goes_on=goes_on
+                writer,
+                stream.attempt.id,
+                "its decode ended",
+                access=self._shell.access,
+                goes_on=goes_on,
             )
 
 

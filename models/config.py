@@ -24,10 +24,17 @@ from effuse.models.families import Architecture, family_of, find_family
 
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 
-_BLOCK_CAUSAL: frozenset[Architecture] = frozenset({"sdar", "sdar_moe", "llada2_moe"})
+_BLOCK_CAUSAL: Final[frozenset[Architecture]] = frozenset(
+    {"sdar", "sdar_moe", "llada2_moe", "fast_dllm_v2", "dream_reasoner", "stable_diffcoder"}
+)
+_QWEN2: Final[frozenset[Architecture]] = frozenset({"dream", "fast_dllm_v2"})
+_LLAMA: Final[frozenset[Architecture]] = frozenset({"stable_diffcoder", "illada"})
+_SHIFTED: Final[frozenset[Architecture]] = frozenset({"dream", "fast_dllm_v2"})
 # What releases leave to the tokenizer, or to the code that they come with.
 _SDAR_MASK_TOKEN_ID = 151669
 _LING_MASK_TOKEN_ID = 156895
+_FAST_DLLM_MASK_TOKEN_ID = 151665
+_SEED_MASK_TOKEN_ID = 5
 _SDAR_HEAD_DIM = 128  # of its configuration class, whatever the hidden size
 
 
@@ -83,7 +90,7 @@ class ModelConfig:
     @property
     def shift_logits(self) -> bool:
         """Position p is predicted by the hidden row of p - 1."""
-        return self.architecture == "dream"
+        return self.architecture in _SHIFTED
 
     @property
     def top_k_first(self) -> bool:
@@ -116,7 +123,7 @@ class ModelConfig:
         keys = ConfigKeys.read(directory / "config.json")
         family = find_family(keys)
         if block_size is None:
-            block_size = keys.integer("block_size", default=family.block_size)
+            block_size = keys.integer(family.block_size_key, default=family.block_size)
         ends = end_ids(directory, keys, family.end_ids)
         return _READERS[family.architecture](keys, ends, block_size)
 
@@ -137,16 +144,58 @@ def _dream(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConf
     return _qwen(keys, "dream", head_dim, mask_token_id, eos, block_size)
 
 
+def _fast_dllm_v2(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
+    """Fast-dLLM v2 (arXiv 2509.26328): Qwen2.5's layers, the prompt in blocks."""
+    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    head_dim = keys.integer("head_dim", default=head_dim)
+    mask_token_id = keys.integer("mask_token_id", default=_FAST_DLLM_MASK_TOKEN_ID, least=0)
+    return _qwen(keys, "fast_dllm_v2", head_dim, mask_token_id, eos, block_size)
+
+
+def _dream_reasoner(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
+    """DreamReasoner (arXiv 2606.19257): Qwen3's layers and SDAR's blocks under Dream's name."""
+    keys.only("attention_bias", (None, False))
+    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    head_dim = keys.integer("head_dim", default=head_dim)
+    mask_token_id = keys.integer("mask_token_id", least=0)
+    return _qwen(keys, "dream_reasoner", head_dim, mask_token_id, eos, block_size)
+
+
+def _stable_diffcoder(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
+    return _llama(keys, "stable_diffcoder", eos, block_size)
+
+
+def _illada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
+    """iLLaDA (arXiv 2606.25331): LLaDA's canvas, the keys and names of Llama."""
+    keys.only("layer_norm_eps", (None,))
+    return _llama(keys, "illada", eos, block_size)
+
+
+def _llama(
+    keys: ConfigKeys,
+    architecture: Literal["stable_diffcoder", "illada"],
+    eos: tuple[int, ...],
+    block_size: int,
+) -> ModelConfig:
+    """Llama's layers, and the mask of the tokenizer that both have from Seed-Coder."""
+    keys.only("attention_bias", (None, False))
+    keys.only("mlp_bias", (None, False))
+    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    head_dim = keys.integer("head_dim", default=head_dim)
+    mask_token_id = keys.integer("mask_token_id", default=_SEED_MASK_TOKEN_ID, least=0)
+    return _qwen(keys, architecture, head_dim, mask_token_id, eos, block_size)
+
+
 def _qwen(
     keys: ConfigKeys,
-    architecture: Literal["sdar", "dream", "sdar_moe"],
+    architecture: Architecture,
     head_dim: int,
     mask_token_id: int,
     eos: tuple[int, ...],
     block_size: int,
     experts: ExpertConfig | None = None,
 ) -> ModelConfig:
-    """Qwen3 (sdar: qk-norm, no bias) and Qwen2 (dream: qkv bias, no qk-norm) share their keys."""
+    """The keys that Qwen3 (qk-norm, no bias), Qwen2 (qkv bias) and Llama (neither) share."""
     keys.only("hidden_act", ("silu",))
     keys.only("use_sliding_window", (None, False))
     keys.only("quantization_config", (None,))
@@ -163,8 +212,8 @@ def _qwen(
         max_position_embeddings=keys.integer("max_position_embeddings"),
         rope_theta=keys.rope_theta(),
         rms_norm_eps=keys.number("rms_norm_eps"),
-        qkv_bias=architecture == "dream",
-        qk_norm=architecture != "dream",
+        qkv_bias=architecture in _QWEN2,
+        qk_norm=architecture not in _QWEN2 | _LLAMA,
         tie_embeddings=keys.flag("tie_word_embeddings"),
         mask_token_id=mask_token_id,
         eos_token_ids=eos,
@@ -299,4 +348,8 @@ _READERS: Final[Mapping[Architecture, Reader]] = {
     "sdar_moe": _sdar_moe,
     "llada2_moe": _llada2_moe,
     "llada_moe": _llada_moe,
+    "fast_dllm_v2": _fast_dllm_v2,
+    "dream_reasoner": _dream_reasoner,
+    "stable_diffcoder": _stable_diffcoder,
+    "illada": _illada,
 }

@@ -14,6 +14,7 @@ import msgspec
 from effuse.config.decoding import (
     MAX_TOKENS,
     TEMPERATURE,
+    THRESHOLD,
     TOP_K,
     TOP_P,
     Algorithm,
@@ -55,7 +56,7 @@ def read_defaults(
     keys = ConfigKeys.read(path) if path.exists() else ConfigKeys(path, {})
     sources: dict[str, str] = {}
     family = family_of(config.architecture)
-    stated_size = ConfigKeys.read(directory / "config.json").values.get("block_size")
+    stated_size = ConfigKeys.read(directory / "config.json").values.get(family.block_size_key)
     if stated_size is None and config.block_size == family.block_size:
         sources["block_size"] = f"{family.origin}, as config.json states none"
     settings = _settings(keys, config, algorithm, adapted, sources)
@@ -99,7 +100,14 @@ def _settings(
             knobs |= {"block_length": config.block_size, "remasking": "low_confidence"}
         case "dream":
             knobs["alg"] = family.alg
+        case "fast_dllm_v2":
+            knobs["confidence_threshold"] = family.confidence_threshold
+            knobs["block_length"] = settings.block_length
     sources |= dict.fromkeys(knobs, family.origin)
+    editing = _number(keys, "editing_threshold", THRESHOLD)  # a key of ours
+    if own == "block_diffusion" and editing is not None:
+        knobs["editing_threshold"] = editing
+        sources["editing_threshold"] = GENERATION_CONFIG
     return msgspec.structs.replace(settings, **knobs)
 
 

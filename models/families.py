@@ -13,7 +13,18 @@ from typing import Final, Literal
 from effuse.config.decoding import Alg, Algorithm
 from effuse.models.config_keys import ConfigKeys
 
-Architecture = Literal["sdar", "dream", "llada", "sdar_moe", "llada2_moe", "llada_moe"]
+Architecture = Literal[
+    "sdar",
+    "dream",
+    "llada",
+    "sdar_moe",
+    "llada2_moe",
+    "llada_moe",
+    "fast_dllm_v2",
+    "dream_reasoner",
+    "stable_diffcoder",
+    "illada",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +35,14 @@ class Family:
     model_types: tuple[str, ...]  # as config.json writes them, in lower case
     classes: tuple[str, ...]  # what config.json's `architectures` may name
     block_size: int  # of a checkpoint that states none
+    block_size_key: str = "block_size"  # as config.json calls it
     algorithm: Algorithm  # of a checkpoint that states none and has no adapter
     adapted_algorithm: Algorithm  # with an adapter: those published for the family are D2F's
     confidence_threshold: float = 0.9  # of its algorithm, where that has one
     alg: Alg = "origin"  # of Dream's algorithm
     top_k_first: bool  # and top-p of what is kept; else the other way round
     has_experts: bool = False
+    has_own_type: bool = True  # else a config.json that names no class is of another model
     end_ids: tuple[int, ...] = ()  # of a checkpoint whose files name none
     origin: str  # where these values are from, as people are told
 
@@ -106,6 +119,52 @@ FAMILIES: Final = (
         end_ids=(156892,),
         origin="LLaDA's generate.py",
     ),
+    Family(
+        architecture="fast_dllm_v2",
+        model_types=("fast_dllm_qwen",),
+        classes=("Fast_dLLM_QwenForCausalLM",),
+        block_size=32,
+        block_size_key="bd_size",
+        algorithm="fast_dllm_v2",
+        adapted_algorithm="fast_dllm_v2",
+        top_k_first=False,
+        end_ids=(151645,),
+        origin="Fast-dLLM v2's run_chatbot.py",
+    ),
+    Family(
+        architecture="dream_reasoner",
+        model_types=("dream",),
+        classes=("DreamForCausalLM",),
+        has_own_type=False,
+        block_size=32,
+        algorithm="block_diffusion",
+        adapted_algorithm="block_diffusion",
+        top_k_first=True,
+        origin="DreamReasoner's generation_utils.py",
+    ),
+    Family(
+        architecture="stable_diffcoder",
+        model_types=("llama",),
+        classes=("StableDiffcoderForCausalLM",),
+        has_own_type=False,
+        block_size=4,
+        algorithm="block_diffusion",
+        adapted_algorithm="block_diffusion",
+        confidence_threshold=0.95,
+        top_k_first=True,
+        end_ids=(2,),
+        origin="Stable-DiffCoder's generate_block",
+    ),
+    Family(
+        architecture="illada",
+        model_types=("illada",),
+        classes=("ILLaDAForCausalLM", "ILLaDAModel"),
+        block_size=32,
+        algorithm="llada",
+        adapted_algorithm="llada",
+        top_k_first=False,
+        origin="LLaDA's generate.py",
+    ),
 )
 
 _EXPERTS: Final = "layers with a mixture of experts"
@@ -115,9 +174,6 @@ MISSING: Final[Mapping[str, str]] = {
     "DiffusionGemmaForBlockDiffusion": (
         f"a canvas of random tokens that is denoised by renoising, and {_EXPERTS}"
     ),
-    "Fast_dLLM_QwenForCausalLM": "blocks of 32 whose parts of 8 are refined by themselves",
-    "DreamForCausalLM": "Dream's layers with SDAR's blocks and no shift of logits",
-    "StableDiffcoderForCausalLM": "Llama's layers with block diffusion",
     "NemotronLabsDiffusionModel": "Ministral's layers, which scale queries by their position",
     "WeDLMForCausalLM": "causal attention over positions that are put in another order",
     "MMadaModelLM": _MANY_PARTS,
@@ -142,7 +198,7 @@ def find_family(keys: ConfigKeys) -> Family:
             continue
         if not set(classes).isdisjoint(family.classes):
             return family
-        if not classes and family.has_experts == has_experts:
+        if not classes and family.has_own_type and family.has_experts == has_experts:
             return family
     missing = next((MISSING[name] for name in classes if name in MISSING), None)
     called = f"{model_type!r} ({', '.join(classes)})" if classes else repr(model_type)

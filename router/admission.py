@@ -2,21 +2,21 @@
 
 As many requests run at once as live decode workers have seats, within a limit. What is beyond that
 waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
-them; first come, first served, but for what a request's class adds to its waiting. A waiting
-request is bounded by its own deadline. Not here: where a request goes (`policy.py`).
+them; first come, first served, but for what a request's class adds to its waiting, and tenants by
+turns (`fair_queue.py`). A waiting request is bounded by its own deadline. Not here: where a request
+goes (`policy.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import insort
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Final
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
+from effuse.router.fair_queue import FairQueue
 
 
 def count_seats(seats: Sequence[int], most: int) -> int:
@@ -27,21 +27,12 @@ def count_seats(seats: Sequence[int], most: int) -> int:
 
 AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
 """By how much earlier a class counts as having come. So waiting makes up for any class, and whoever
-waits for the difference goes before all that come then."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Turn:
-    """Somebody's place in the queue."""
-
-    place: float
-    number: int  # first come, first served among equals
-    come: asyncio.Future[None] = field(compare=False)
+waits for the difference goes before all of its tenant that come then."""
 
 
 class Admission:
-    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, by their
-    places."""
+    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, those of a
+    tenant by their places."""
 
     def __init__(self, most_running: int, max_waiting: int) -> None:
         self.most_running = most_running
@@ -49,8 +40,7 @@ class Admission:
         self.max_waiting = max_waiting
         self.knows_seats = False  # of a live decode worker
         self._running = 0
-        self._waiting: list[_Turn] = []  # the next one first
-        self._num_turns = 0
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
 
     @property
     def num_running(self) -> int:
@@ -75,51 +65,71 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(self, place: float = 0.0) -> AsyncIterator[None]:
-        """Holds a slot. Waits in the queue, before those of a larger `place`: the time of coming,
-        or what counts as such. The caller bounds how long.
+    async def slot(
+        self, place: float = 0.0, tenant: str = "", cost: int = 1
+    ) -> AsyncIterator[None]:
+        """Holds a slot, for a request of `cost` tokens. Waits in the queue, before those of the
+        same tenant of a larger `place`: the time of coming, or what counts as such. The caller
+        bounds how long.
 
-        Raises `Overloaded` at once, before anything is held."""
-        self.check()
-        await self._take_slot(place)
+        Raises `Overloaded` at once, before anything is held, or as it waits, where the queue is
+        full and another tenant has less in it."""
+        self.check(tenant)
+        await self._take_slot(place, tenant, cost)
         try:
             yield
         finally:
             self._free_slot()
 
-    def check(self) -> None:
-        """Raises where a request would be refused now; costs nothing."""
-        if self._running >= self.max_running and len(self._waiting) >= self.max_waiting:
-            raise Overloaded(
-                f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
-                "is all this router takes; try again later",
-                retry_after_s=1.0,
-            )
+    def check(self, tenant: str = "") -> None:
+        """Raises where a request of `tenant` would be refused now; costs nothing."""
+        if self._running < self.max_running or len(self._waiting) < self.max_waiting:
+            return
+        if not self._may_displace(tenant):
+            raise self._refusal()
 
-    async def _take_slot(self, place: float) -> None:
+    def _refusal(self) -> Overloaded:
+        return Overloaded(
+            f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
+            "is all this router takes; try again later",
+            retry_after_s=1.0,
+        )
+
+    def _may_displace(self, tenant: str) -> bool:
+        """Whether another tenant has so much more in a full queue that its newest request is to
+        give way."""
+        if not self._waiting:
+            return False
+        waiting = self._waiting
+        return waiting.length_of(waiting.longest()) > waiting.length_of(tenant) + 1
+
+    async def _take_slot(self, place: float, tenant: str, cost: int) -> None:
         if self._running < self.max_running and not self._waiting:
             self._running += 1
             return
-        self._num_turns += 1
-        turn = _Turn(place, self._num_turns, asyncio.get_running_loop().create_future())
-        insort(self._waiting, turn)
+        if len(self._waiting) >= self.max_waiting and self._may_displace(tenant):
+            refused = self._waiting.pop_last(self._waiting.longest())
+            if not refused.done():
+                refused.set_exception(self._refusal())
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(tenant, cost, turn, place)
         try:
-            await turn.come
+            await turn
         except asyncio.CancelledError:
-            if not turn.come.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._free_slot()  # its turn came in the same moment
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
+            else:
+                self._waiting.remove(tenant, turn)
             raise
 
     def _free_slot(self) -> None:
-        """Frees a slot, for who is first in the queue."""
+        """Frees a slot, for who is next."""
         self._running -= 1
         self._admit_next()
 
     def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
-            turn = self._waiting.pop(0)
-            if not turn.come.done():
+            turn = self._waiting.pop()
+            if not turn.done():
                 self._running += 1
-                turn.come.set_result(None)
+                turn.set_result(None)

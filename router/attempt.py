@@ -72,11 +72,14 @@ class Attempt:
         """Relays to the end and says why it ended; raises `Unfinished` or `ClientGone`."""
         try:
             prefill = self._placement.prefill
+            await self._prove_workers()
             if prefill is not None and not self._request.is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
                 await self._open_prefill(prefill).send_prompt(self._id)
             decode = self._decode = self._open_decode()
             reason = await self._relay_to_end(decode)
+        except AttemptFailed as failed:
+            raise Unfinished(self._judge(failed)) from failed
         except (BrokenStream, IllegalRequestEvent, EffuseError) as error:
             self._end_calls_now()
             raise Unfinished(self._failure(error)) from error
@@ -93,6 +96,16 @@ class Attempt:
         return reason
 
     # Opening.
+
+    async def _prove_workers(self) -> None:
+        """Returns once both workers have shown that they belong to the fleet: who is at an address
+        in Redis may be anybody. Raises `AttemptFailed`."""
+        for worker in (self._placement.prefill, self._placement.decode):
+            if worker is not None:
+                try:
+                    await self._router.fleet.peer(worker.address).channel.prove()
+                except PeerLost as error:
+                    raise AttemptFailed(error, worker) from error
 
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._router.fleet.peer(worker.address).prefill

@@ -9,7 +9,6 @@ attempt (`attempt.py`), choosing workers (`policy.py`), what a failure means (`l
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import secrets
@@ -39,7 +38,7 @@ from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
-from effuse.router.shared_request import SharedRequest
+from effuse.router.shared_request import SharedRequest, digest_of_asked
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
@@ -81,12 +80,14 @@ def accept(
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         if not router.admission.knows_seats:
             router.count_seats()
-        router.admission.check()
-        asked_digest = _digest_of(message) if message.HasField("request_id") else ""
+        tenant = router.tenant()
+        router.quotas.check(tenant)
+        router.admission.check(tenant.name)
+        asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
     except EffuseError as error:
-        router.metrics.refused.labels(error.code.name).inc()
+        router.metrics.count_refusal(router.tenant().name, error.code.name)
         raise
     time_left: float | None = context.time_remaining()  # grpcio's types hide that there may be none
     limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
@@ -98,6 +99,7 @@ def accept(
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
+        tenant=tenant,
         asked_digest=asked_digest,
         metadata=context.invocation_metadata() or (),
         is_repeated=any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ()),
@@ -116,7 +118,8 @@ class Handler:
         """Tells the client the answer and returns what is said at its end; raises `EffuseError`.
         Whatever happens, the request ends here and is counted."""
         router, request = self._router, self._request
-        with router.requests.running(request), router.traces.span("generate", request.metadata):
+        quota = router.quotas.running(request.tenant)
+        with router.requests.running(request), quota as spend:
             try:
                 async with asyncio.timeout_at(request.deadline) as limit:
                     with router.requests.limited_by(request, limit):
@@ -134,13 +137,15 @@ class Handler:
                 if not request.is_ended:  # an exception of ours is on its way to the border
                     self._record_end(Event.FAILED, "INTERNAL")
                 self._shared.end(None)
+                spend(len(request.prompt_token_ids) + len(request.token_ids))
 
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
-        request = self._request
-        place = request.arrived - AHEAD_S[request.asked.priority]
-        async with self._router.admission.slot(place):
+        asked, tenant = self._request.asked, self._request.tenant
+        place = self._request.arrived - AHEAD_S[asked.priority]
+        cost = asked.max_tokens or asked.model.defaults.max_tokens
+        async with self._router.admission.slot(place, tenant.name, cost):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -383,11 +388,6 @@ def _request_id(message: pb.GenerateRequest) -> str:
     check_request_id(message.request_id, findings)
     findings.raise_any()
     return message.request_id
-
-
-def _digest_of(message: pb.GenerateRequest) -> str:
-    """Of the request as it was sent: the same where a client sends it again."""
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _sentences(*texts: str) -> str:

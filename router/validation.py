@@ -7,7 +7,7 @@ before the prompt is tokenised. Not here: its input (`inputs.py`), whether the m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -24,12 +24,14 @@ from effuse.config.decoding import (
     DENOISING_STEPS,
     ENTROPY,
     EPS,
+    FACTOR,
     LOGPROBS,
     MAX_TOKENS,
     MIN_P,
     MIN_TOKENS,
     MOST_BIASES,
     PENALTY,
+    POST_STEPS,
     REPETITION,
     STEPS,
     TEMPERATURE,
@@ -78,6 +80,8 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
         "denoising_steps",
         "confidence_threshold",
         "entropy_bound",
+        "editing_threshold",
+        "max_post_steps",
     },
     "llada": {
         "remasking",
@@ -88,7 +92,8 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
         "confidence_eos_eot_inf",
     },
     "dream": {"steps", "alg", "eps", "alg_temp"},
-    "fast_dllm": {"confidence_threshold", "block_length", "cache"},
+    "fast_dllm": {"confidence_threshold", "factor", "block_length", "cache"},
+    "fast_dllm_v2": {"confidence_threshold", "block_length"},
 }
 """Fields of DecodingParams that each algorithm uses."""
 ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
@@ -156,7 +161,7 @@ def validate(
     _check_sampling(request.sampling, model, refused, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
-    _check_canvas(request.sampling, algorithm, model, decode_prefills, findings)
+    _check_algorithm(request.sampling, algorithm, model, decode_prefills, findings)
     findings.number("output.logprobs", request.output.logprobs, LOGPROBS)
     findings.choice("priority", request.priority, PRIORITY_NAMES)
     if request.output.drafts and not is_stream:
@@ -293,12 +298,19 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
         ("eps", EPS),
         ("alg_temp", ALG_TEMP),
         ("entropy_bound", ENTROPY),
+        ("editing_threshold", THRESHOLD),
+        ("max_post_steps", POST_STEPS),
+        ("factor", FACTOR),
     ):
         if decoding.HasField(name):
             findings.number(f"decoding.{name}", getattr(decoding, name), bounds)
     default = model.defaults.settings.algorithm
     algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, default)
     _check_conflicts(decoding, algorithm, findings)
+    if decoding.factor and model.architecture in ("dream", "fast_dllm_v2"):
+        findings.add("decoding.factor", "it unset with a model that shifts its logits", "a value")
+    if decoding.factor and decoding.HasField("confidence_threshold"):
+        findings.add("decoding.confidence_threshold", "it unset beside a factor", "a value")
     return algorithm
 
 
@@ -318,29 +330,41 @@ def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings
         findings.add("decoding.remasking", form, asked)
 
 
-def _check_canvas(
+def _check_algorithm(
     sampling: pb.SamplingParams,
     algorithm: Algorithm,
     model: ModelInfo,
     decode_prefills: bool,
     findings: Findings,
 ) -> None:
-    """What algorithms ask of model and fleet that denoise prompt and answer as one canvas."""
+    """What an algorithm asks of model and fleet, above all that of a canvas."""
     # LLaDA's loop, and Fast-dLLM's but for Dream, draw from all tokens.
     if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture != "dream"):
         for name in ("top_p", "top_k", "min_p"):
             if sampling.HasField(name):
                 form = f"it unset with {algorithm}, which does not use it"
                 findings.add(f"sampling.{name}", form, "a value")
+    others = " or ".join(_by_blocks(model))
+    if algorithm == "fast_dllm_v2" and model.architecture != "fast_dllm_v2":
+        form = f"{others} for a model that was not tuned for it"
+        findings.add("decoding.algorithm", form, algorithm)
     if algorithm not in CANVAS_ALGORITHMS:
         return
-    others = " or ".join(name for name in _ALGORITHMS.values() if name not in CANVAS_ALGORITHMS)
     if model.prompt_attention != "bidirectional":
         form = f"{others} for a model whose prompt does not attend to all of itself"
         findings.add("decoding.algorithm", form, algorithm)
     elif not decode_prefills:
         form = f"{others}, as this fleet prefills on prefill workers alone (--prefill remote)"
         findings.add("decoding.algorithm", form, algorithm)
+
+
+def _by_blocks(model: ModelInfo) -> Iterator[Algorithm]:
+    """Algorithms that any model takes, but for those of another model's tuning."""
+    for algorithm in _ALGORITHMS.values():
+        if algorithm in CANVAS_ALGORITHMS:
+            continue
+        if algorithm != "fast_dllm_v2" or model.architecture == algorithm:
+            yield algorithm
 
 
 def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 
-Architecture = Literal["sdar", "dream", "llada"]
+Architecture = Literal["sdar", "dream", "llada", "fast_dllm_v2", "stable_diffcoder"]
 ARCHITECTURES: tuple[Architecture, ...] = ("sdar", "dream", "llada")
+"""Those that differ in their layers; Fast-dLLM v2's are Dream's, Stable-DiffCoder's are LLaDA's."""
 
 # Ids 0..255 are bytes; every id from 258 on is a made-up word.
 EOS_TOKEN_ID, MASK_TOKEN_ID = 256, 257
@@ -75,9 +76,9 @@ def write_tiny_checkpoint(
     config |= {"eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else [*eos_token_ids]}
     config |= {"mask_token_id": MASK_TOKEN_ID, "vocab_size": sizes.vocab_size}
     config |= _llada_config(sizes, tied) if architecture == "llada" else {}
-    config |= _qwen_config(architecture, sizes, tied) if architecture != "llada" else {}
+    config |= _qwen_config(architecture, sizes, tied, block_size) if architecture != "llada" else {}
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    if is_tuned and architecture != "sdar":
+    if is_tuned and architecture in ("dream", "llada"):
         (path / "generation_config.json").write_text('{"algorithm": "d2f"}')
     tensors = random_tensors(architecture, sizes, seed, head_scale, gain, tied)
     write_tensors(path, {name: tensor.to(dtype) for name, tensor in tensors.items()}, shards)
@@ -146,7 +147,7 @@ def random_tensors(
             f"{mlp}.up_proj.weight": matrix(inner, hidden, 1.5 * gain),
             f"{mlp}.{'ff_out' if llada else 'down_proj'}.weight": matrix(hidden, inner, 1.5 * gain),
         }
-        if architecture == "dream":
+        if architecture in ("dream", "fast_dllm_v2"):
             for name, size in (("q_proj", q_dim), ("k_proj", kv_dim), ("v_proj", kv_dim)):
                 tensors[f"{attention}.{name}.bias"] = near(0, size)
         if architecture == "sdar":
@@ -171,7 +172,9 @@ def build_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     return tokenizer
 
 
-def _qwen_config(architecture: str, sizes: TinySizes, tied: bool) -> dict[str, object]:
+def _qwen_config(
+    architecture: str, sizes: TinySizes, tied: bool, block_size: int
+) -> dict[str, object]:
     config: dict[str, object] = {
         "hidden_act": "silu",
         "hidden_size": sizes.hidden_size,
@@ -193,6 +196,20 @@ def _qwen_config(architecture: str, sizes: TinySizes, tied: bool) -> dict[str, o
             "attention_bias": False,
             "head_dim": sizes.head_dim,
             "model_type": "sdar",
+        }
+    if architecture == "fast_dllm_v2":
+        return config | {
+            "architectures": ["Fast_dLLM_QwenForCausalLM"],
+            "bd_size": block_size,
+            "layer_types": ["full_attention"] * sizes.num_layers,
+            "model_type": "Fast_dLLM_Qwen",
+        }
+    if architecture == "stable_diffcoder":
+        return config | {
+            "architectures": ["StableDiffcoderForCausalLM"],
+            "attention_bias": False,
+            "mlp_bias": False,
+            "model_type": "llama",
         }
     return config | {"architectures": ["DreamModel"], "model_type": "Dream", "use_mrope": False}
 

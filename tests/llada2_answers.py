@@ -1,21 +1,27 @@
-"""Answers of the code that LLaDA2.0 is published with, on a tiny checkpoint.
+"""Answers of the code that LLaDA2.0 and 2.1 are published with, on a tiny checkpoint.
 
 `decode_worker/llada2_answers.json` holds what its `generate` gave, greedily, run in fp32 by
 transformers 4.57.6 on the checkpoint that `write_answered_checkpoint` writes: prompts of 1 to 70
 tokens, blocks of 4, 8 and 32, every threshold and number of steps that is there, every third one
 with an end that it would write. Runs that hang on less than 2e-5 of a probability, or whose first
 block is ragged and filled in fewer steps than it has rows, are not among them.
+
+`decode_worker/llada21_answers.json` holds the same of LLaDA2.1's `generate`, which edits what it
+has written, with every threshold of both kinds and limit of further steps that is there, and runs
+that draw, with our noise in place of torch's. Changed there were the mask id's logit, which is
+-1e30, and masks of attention in float32. No run hangs on less than 5e-5 of a probability or logit.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from expert_checkpoints import write_expert_checkpoint
 
-_FILE = Path(__file__).parent / "decode_worker" / "llada2_answers.json"
+_HOME = Path(__file__).parent / "decode_worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +36,10 @@ class Answered:
     stop: int
     tokens: tuple[int, ...]
     margin: float  # how close the closest decision was, of probabilities and of best logits
+    editing: float = 1.0  # threshold; LLaDA2.0 edits nothing
+    post_steps: int = 16
+    sampling: dict[str, Any] = field(default_factory=dict)
+    edits: int = 0  # tokens that were replaced
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -40,8 +50,17 @@ class Answered:
 
 
 def answered() -> list[Answered]:
-    """All runs."""
-    runs = json.loads(_FILE.read_text())
+    """All runs of LLaDA2.0."""
+    return _read("llada2_answers.json")
+
+
+def edited() -> list[Answered]:
+    """All runs of LLaDA2.1."""
+    return _read("llada21_answers.json")
+
+
+def _read(name: str) -> list[Answered]:
+    runs = json.loads((_HOME / name).read_text())
     return [
         Answered(**run | {"prompt": tuple(run["prompt"]), "tokens": tuple(run["tokens"])})
         for run in runs

@@ -66,6 +66,9 @@ class WorkerConfig(Access):
         str | None, "name or address that others reach this worker by (default: host)"
     ] = None
     connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
+    encrypt_pages: Annotated[
+        bool, "encrypt pages over zmq, for who has the fleet-secret alone (CURVE)"
+    ] = False
     connector_host: Annotated[
         str | None, "address of the zmq connector (default: advertise-host)"
     ] = None
@@ -96,8 +99,12 @@ class WorkerConfig(Access):
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
-        self.check_plaintext("host", self.host, "calls")
-        self.check_plaintext("host", self.host, "pages")
+        if self.fleet_cert is None:
+            self.check_plaintext("host", self.host, "calls")
+        if self.encrypt_pages and self.connector != "zmq":
+            raise ValueError(f"--encrypt-pages: expected --connector zmq, got {self.connector}")
+        if not self.encrypt_pages:
+            self.check_plaintext("host", self.host, "pages")
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)
         for name in ("num_pages", "block_size", "max_model_len"):

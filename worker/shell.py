@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
+from effuse.protos.fleet_channel import OPEN, FleetAccess
 from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt
@@ -45,8 +46,10 @@ class Shell:
         attempts: Attempts,
         supervisor: Supervisor,
         tasks: asyncio.TaskGroup,
+        access: FleetAccess = OPEN,
     ) -> None:
         self.role = role
+        self.access = access
         self.identity = WorkerIdentity(worker_id="", address="")  # known once the port is
         self.config = config
         self.attempts = attempts

@@ -36,7 +36,10 @@ from effuse.worker.messages import BlockState, Resume, TokenLogprobs
 _MOST_ID_CHARS = 128
 _MOST_ADDRESS_CHARS = 300
 _MOST_PLACE_CHARS = 256
-_CANVAS_KNOBS: Final = (
+_LATER_KNOBS: Final = (  # that a router of before does not send
+    "editing_threshold",
+    "max_post_steps",
+    "factor",
     "block_length",
     "steps",
     "cfg_scale",
@@ -207,7 +210,7 @@ def settings(message: pb.DecodeSettings) -> DecodeSettings:
             remasking=cast(Remasking, message.remasking),
             denoising_steps=message.denoising_steps,
             entropy_bound=message.entropy_bound,
-            **{name: getattr(message, name) for name in _CANVAS_KNOBS if message.HasField(name)},
+            **{name: getattr(message, name) for name in _LATER_KNOBS if message.HasField(name)},
         )
 
 

@@ -216,7 +216,7 @@ def test_a_gpu_that_is_not_shared_is_used_as_the_flags_say() -> None:
 def _memory(fleet: Fleet) -> dict[str, list[str]]:
     """What the fleet itself says of memory to each worker, behind all other flags."""
     around = Surroundings(
-        fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._ready_file
+        fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._home.ready_file
     )
     return {
         name: words[-1:] if words[-2] == "--gpu-memory-utilization" else []
@@ -324,7 +324,7 @@ def test_a_port_that_somebody_has_is_refused() -> None:
 
 
 def test_a_fleet_without_decode_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="decode must be 1 or more workers, got 0"):
+    with pytest.raises(ValueError, match="decode must be 1 or more, got 0"):
         FleetConfig(decode=0)
 
 
@@ -343,7 +343,7 @@ def fleet() -> Iterator[Fleet]:
         ' pathlib.Path(sys.argv[1]).write_text(\'{"address": "a:1"}\'); time.sleep(60)'
     )
     for name, tries in (("prefill-0", "3"), ("decode-0", "2")):
-        ready, tried = fleet._ready_file(name), fleet.log_dir / f"{name}.tries"
+        ready, tried = fleet._home.ready_file(name), fleet.log_dir / f"{name}.tries"
         fleet._commands[name] = [sys.executable, "-c", code, str(ready), str(tried), tries]
     yield fleet
     fleet.stop(lambda: True)

@@ -24,7 +24,9 @@ def no_noise(positions: IntArray, step: int) -> FloatArray:
     raise AssertionError("nothing is drawn by lot")
 
 
-def step_of(cache: Cache, *, shifts: bool, threshold: float = 0.5, length: int = 4) -> CanvasStep:
+def step_of(
+    cache: Cache, *, shifts: bool, threshold: float = 0.5, length: int = 4, factor: float = 0.0
+) -> CanvasStep:
     sequence = Sequence(
         [1] * PROMPT_LEN,
         origin=PROMPT_LEN,
@@ -39,6 +41,7 @@ def step_of(cache: Cache, *, shifts: bool, threshold: float = 0.5, length: int =
         cache=cache,
         block_length=length,
         confidence_threshold=threshold,
+        factor=factor,
     )
     canvas.append_blocks(sequence)
     return CanvasStep(sequence, settings, no_noise, shifts)
@@ -68,6 +71,27 @@ def test_a_block_gives_all_above_the_threshold_or_its_best_one(cache: Cache) -> 
 def test_ties_of_the_best_go_to_the_first_and_the_threshold_is_strict() -> None:
     _, written = fill(step_of("none", shifts=False, threshold=0.75, length=16))
     assert written[:4] == [[3], [1], [4], [9]]
+
+
+@pytest.mark.parametrize(
+    ("factor", "first"),
+    [
+        (0.25, [3]),  # the second would need 0.917
+        (0.75, [1, 3]),  # 0.75 is enough for the second, the third would need 0.8125
+        (1000.0, list(range(10))),
+    ],
+)
+def test_a_factor_asks_more_of_each_further_mask(factor: float, first: list[int]) -> None:
+    """The k-th of the surest needs 1 - factor / (k + 1), the first one nothing."""
+    _, written = fill(step_of("none", shifts=False, length=16, factor=factor))
+    assert written[0] == first
+    assert sum(map(len, written)) == 10
+
+
+def test_the_last_mask_of_a_block_goes_with_the_one_before_it() -> None:
+    """Of two the first passes unasked, so both are written, as the authors count."""
+    _, written = fill(step_of("none", shifts=False, length=2, factor=0.25))
+    assert written == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])

@@ -69,6 +69,20 @@ def test_they_are_those_of_the_step_that_wrote_the_token(twin: Twin, algorithm: 
             assert len(one.top_token_ids) == 3
 
 
+def test_a_token_that_no_edit_replaces_keeps_its_own(twin: Twin) -> None:
+    requests = []
+    for request in asked("block_diffusion", 6, 1):
+        settings = msgspec.structs.replace(
+            request.settings, editing_threshold=0.9, max_post_steps=4
+        )
+        requests.append(msgspec.structs.replace(request, settings=settings))
+    rig = Rig(twin[0])
+    run(rig, requests)
+    for request in requests:
+        answer = rig.answers[request.attempt.transfer_id]
+        assert tuple(one.top_token_ids[0] for one in told(answer)) == answer.token_ids
+
+
 def test_they_are_the_same_on_a_device_and_from_every_commit(twin: Twin) -> None:
     """A resumed attempt knows those of tokens that another one wrote into its frontier."""
     model, _ = twin

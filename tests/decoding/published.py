@@ -7,6 +7,10 @@ that were published with the models, run one request at a time on the checkpoint
 top-k where scores are equal, and, where they draw, with our noise in place of torch's: LLaDA's
 tokens and all lots over positions by `kernels/sampling_llada.py`, Dream's tokens by
 `kernels/sampling_philox.py`.
+
+Fast-dLLM v2's is `batch_sample` of its generation_functions.py (commit d259b48), around Qwen2 with
+the mask of its modelling code and no cache at all. Prompts of exactly one block are not among its
+runs: it forgets them. No run hangs on less than 5e-5 of a probability.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class Published:
     settings: dict[str, Any]
     tokens: list[int]
     sampling: dict[str, Any] = field(default_factory=dict)  # top_p, top_k
+    block_size: int = 8  # of the checkpoint, where the loop's blocks are the model's
 
     def request(self, name: str, **changes: Any) -> StartDecode:
         """The same request to our engine; nothing ends it but its length."""

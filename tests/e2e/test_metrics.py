@@ -53,6 +53,10 @@ def until(fleet: Fleet, is_so: Callable[[Samples], bool]) -> Iterator[Samples]:
     raise TimeoutError("it is never so")
 
 
+def streamed(max_tokens: int) -> pb.GenerateStreamRequest:
+    return pb.GenerateStreamRequest(request=request(max_tokens))
+
+
 def one_waits(samples: Samples) -> bool:
     return any(samples[one] for one in samples if one[0] == "effuse_num_requests_waiting")
 

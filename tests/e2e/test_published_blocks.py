@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from decoding.published import published_runs, write_published
 from e2e.client import all_at_once, connect
 from e2e.tiny import fleet_of
-from llada2_answers import answered, write_answered_checkpoint
+from llada2_answers import answered, edited, write_answered_checkpoint
 from sdar_answers import sdar_runs, write_sdar_checkpoint
 
 from effuse.client.params import Params, make_request
+
+FAST_DLLM_CHECKPOINTS = {32: 2, 8: 1}  # seeds of those with the most runs, by the size of blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ def sdar(block_size: int) -> list[Kept]:
 
 
 def llada2(block_size: int) -> list[Kept]:
+    """LLaDA2.0's, and LLaDA2.1's that edit, beside each other."""
     return [
         Kept(
             prompt=run.prompt,
@@ -63,12 +67,29 @@ def llada2(block_size: int) -> list[Kept]:
                 algorithm="block_diffusion",
                 confidence_threshold=run.threshold,
                 denoising_steps=run.steps,
+                editing_threshold=run.editing,
+                max_post_steps=run.post_steps,
+                **run.sampling,
             ),
             tokens=run.answer,
         )
-        for run in answered()
+        for run in [*answered(), *edited()]
         if run.block == block_size
     ]
+
+
+def fast_dllm_v2(block_size: int) -> list[Kept]:
+    checkpoint = FAST_DLLM_CHECKPOINTS[block_size]
+    return [
+        Kept(prompt=run.prompt, params=run.params(), tokens=run.tokens)
+        for run in published_runs("fast_dllm_v2")
+        if (run.checkpoint, run.block_size) == (checkpoint, block_size)
+    ]
+
+
+def write_fast_dllm_v2(path: Path, block_size: int) -> Path:
+    checkpoint = FAST_DLLM_CHECKPOINTS[block_size]
+    return write_published(path, "fast_dllm_v2", checkpoint, block_size)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +99,10 @@ def llada2(block_size: int) -> list[Kept]:
         ("nixl", Family(write_sdar_checkpoint, sdar, 16)),
         ("zmq", Family(write_answered_checkpoint, llada2, 32)),
         ("nixl", Family(write_answered_checkpoint, llada2, 8)),
+        ("zmq", Family(write_fast_dllm_v2, fast_dllm_v2, 32)),
+        ("nixl", Family(write_fast_dllm_v2, fast_dllm_v2, 8)),
     ],
-    ids=["sdar-zmq", "sdar-nixl", "llada2-zmq", "llada2-nixl"],
+    ids=["sdar-zmq", "sdar-nixl", "llada2-zmq", "llada2-nixl", "v2-zmq", "v2-nixl"],
 )
 def test_tokens_are_those_of_the_authors_code(
     connector: str, family: Family, tmp_path: Path

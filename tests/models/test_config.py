@@ -219,13 +219,19 @@ def test_missing_file(tmp_path: Path) -> None:
         ModelConfig.from_dir(tmp_path)
 
 
+def test_a_llama_that_names_no_class_is_nobodys(tmp_path: Path) -> None:
+    write(tmp_path, {"model_type": "llama"})
+    with pytest.raises(CheckpointError, match="'llama' is not served"):
+        ModelConfig.from_dir(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("model_type", "classes", "missing"),
     [
         ("rnd1", ["RND1LM"], "layers with a mixture of experts would be needed"),
         ("llada", ["LLaDAOtherModelLM"], "llada (LLaDAMoEModelLM, LLaDAMoEModel)"),
         ("diffusion_gemma", ["DiffusionGemmaForBlockDiffusion"], "a canvas of random tokens"),
-        ("Dream", ["DreamForCausalLM"], "SDAR's blocks and no shift of logits would be needed"),
+        ("llama", ["LlamaForCausalLM"], "accepted: sdar (SDARForCausalLM), sdar_moe"),
         ("qwen3", ["Qwen3ForCausalLM"], "accepted: sdar (SDARForCausalLM), sdar_moe"),
     ],
 )

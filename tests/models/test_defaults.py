@@ -117,6 +117,14 @@ def test_sampling_as_the_file_says(
     assert found.sampling.temperature == temperature and found.sampling.top_k == 0
 
 
+def test_a_checkpoint_may_state_that_its_tokens_are_edited(tmp_path: Path) -> None:
+    assert not defaults(tmp_path, "sdar").settings.edits_tokens
+    found = defaults(tmp_path, "sdar", {"editing_threshold": 0.5})
+    assert found.settings.edits_tokens and found.settings.editing_threshold == 0.5
+    assert dict(found.sources)["editing_threshold"] == GENERATION
+    assert not found.settings_of("d2f", 8).edits_tokens
+
+
 def test_the_length_of_an_answer(tmp_path: Path) -> None:
     found = defaults(tmp_path, "dream", {"max_new_tokens": 768})
     assert found.max_tokens == 768 and ("max_tokens", GENERATION) in found.sources
@@ -130,6 +138,7 @@ def test_the_length_of_an_answer(tmp_path: Path) -> None:
         ("top_k", 2.5, "expected an integer from 0"),
         ("top_k", True, "found True"),
         ("max_new_tokens", 0, "expected an integer from 1"),
+        ("editing_threshold", 1.5, "expected a number from 0 to 1, found 1.5"),
         ("algorithm", "ar", "expected one of d2f, block_diffusion"),
     ],
 )

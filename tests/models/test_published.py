@@ -22,6 +22,7 @@ ALGORITHMS = {
     "block_diffusion": "block diffusion",
     "llada": "its own loop",
     "dream": "its own loop",
+    "fast_dllm_v2": "its own loop",
 }
 
 

@@ -17,10 +17,16 @@ def test_defaults() -> None:
 
 
 def test_every_field_is_a_flag(tmp_path: Path) -> None:
+    pem = tmp_path / "file.pem"
+    pem.touch()
     config = parse(
         [
             "--host", "0.0.0.0", "--allow-plaintext", "all", "--port", "0", "--share-port",
-            "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics",
+            "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics", "--health-port", "8",
+            "--fleet-cert", str(pem), "--fleet-key", str(pem), "--fleet-ca", str(pem),
+            "--fleet-secret", str(pem),
+            "--tls-cert", str(pem), "--tls-key", str(pem), "--tls-client-ca", str(pem),
+            "--keys", str(pem), "--redis-credentials", str(pem), "--redis-ca", str(pem),
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
             "--show-requests",
@@ -45,6 +51,10 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "--host: expected a loopback address, as calls go in plain text"),
         (["--host", "0.0.0.0", "--allow-plaintext", "pages"], "or --allow-plaintext all; got"),
         (["--metrics-host", "::", "--metrics-port", "1"], "--metrics-host: expected a loopback"),
+        (["--fleet-secret", "/no/file"], "--fleet-secret: expected a file, got '/no/file'"),
+        (["--tls-key", __file__], "--tls-key: expected --tls-cert beside it"),
+        (["--tls-client-ca", __file__], "--tls-client-ca: expected --tls-cert, --tls-key beside"),
+        (["--fleet-ca", __file__], "--fleet-ca: expected --fleet-cert, --fleet-key beside it"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to"),
         (["--retry-share", "nan"], "--retry-share: expected 0 to 1, got nan"),
         (["--max-request-s", "nan"], "--max-request-s: expected seconds above 0, got nan"),

@@ -164,6 +164,20 @@ BAD: dict[str, tuple[Change, str, str]] = {
         decoding(algorithm=2, remasking=6), "decoding.remasking",
         "sequential, entropy_bounded with block_diffusion, got random"
     ),
+    "88 editing above 1": (
+        decoding(algorithm=2, editing_threshold=1.5), "decoding.editing_threshold",
+        "a number from 0 to 1, got 1.5"
+    ),
+    "88 steps of editing without end": (
+        decoding(algorithm=2, max_post_steps=1025), "decoding.max_post_steps", "0 to 1024, got 1025"
+    ),
+    "88 editing with d2f": (
+        decoding(editing_threshold=0.5), "decoding.editing_threshold", "unset with d2f"
+    ),
+    "89 an algorithm of other models": (
+        decoding(algorithm=6), "decoding.algorithm",
+        "d2f or block_diffusion for a model that was not tuned for it, got fast_dllm_v2"
+    ),
 }  # fmt: skip
 
 

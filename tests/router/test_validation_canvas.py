@@ -43,6 +43,13 @@ BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
     "steps of fast_dllm": (
         decoding(algorithm=5, steps=4), "decoding.steps", "unset with fast_dllm"
     ),
+    "factor": (
+        decoding(algorithm=5, factor=-1), "decoding.factor", "goes by the threshold, got -1"
+    ),
+    "two rules": (
+        decoding(algorithm=5, factor=1, confidence_threshold=0.5),
+        "decoding.confidence_threshold", "unset beside a factor"
+    ),
     "length": (decoding(algorithm=4, block_length=8), "decoding.block_length", "unset with dream"),
 }  # fmt: skip
 
@@ -115,6 +122,15 @@ def test_fast_dllm_filters_where_the_models_own_loop_does(architecture: str) -> 
         return
     with pytest.raises(InvalidRequest, match="top_p"):
         validate(request, model, is_stream=True)
+
+
+def test_a_factor_is_not_for_models_that_shift() -> None:
+    request = good()
+    decoding(algorithm=5, factor=1)(request)
+    dream = msgspec.structs.replace(BIDIRECTIONAL, architecture="dream")
+    with pytest.raises(InvalidRequest, match="factor"):
+        validate(request, dream, is_stream=True)
+    assert validate(request, BIDIRECTIONAL, is_stream=True).settings.factor == 1
 
 
 def test_a_canvas_needs_decode_workers_that_may_prefill() -> None:

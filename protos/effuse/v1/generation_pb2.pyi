@@ -26,6 +26,7 @@ class Algorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ALGORITHM_LLADA: _ClassVar[Algorithm]
     ALGORITHM_DREAM: _ClassVar[Algorithm]
     ALGORITHM_FAST_DLLM: _ClassVar[Algorithm]
+    ALGORITHM_FAST_DLLM_V2: _ClassVar[Algorithm]
 
 class Remasking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -83,6 +84,7 @@ ALGORITHM_BLOCK_DIFFUSION: Algorithm
 ALGORITHM_LLADA: Algorithm
 ALGORITHM_DREAM: Algorithm
 ALGORITHM_FAST_DLLM: Algorithm
+ALGORITHM_FAST_DLLM_V2: Algorithm
 REMASKING_UNSPECIFIED: Remasking
 REMASKING_LOW_CONFIDENCE_DYNAMIC: Remasking
 REMASKING_LOW_CONFIDENCE_STATIC: Remasking
@@ -215,7 +217,7 @@ class StoppingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodingParams(_message.Message):
-    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound")
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound", "editing_threshold", "max_post_steps", "factor")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +236,9 @@ class DecodingParams(_message.Message):
     ALG_TEMP_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
+    EDITING_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    MAX_POST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
     algorithm: Algorithm
     window: int
     confidence_threshold: float
@@ -252,7 +257,10 @@ class DecodingParams(_message.Message):
     alg_temp: float
     cache: Cache
     entropy_bound: float
-    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ..., entropy_bound: _Optional[float] = ...) -> None: ...
+    editing_threshold: float
+    max_post_steps: int
+    factor: float
+    def __init__(self, algorithm: _Optional[_Union[Algorithm, str]] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[_Union[Score, str]] = ..., remasking: _Optional[_Union[Remasking, str]] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[_Union[Alg, str]] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[_Union[Cache, str]] = ..., entropy_bound: _Optional[float] = ..., editing_threshold: _Optional[float] = ..., max_post_steps: _Optional[int] = ..., factor: _Optional[float] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "drafts", "logprobs", "echo")

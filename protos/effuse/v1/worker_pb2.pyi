@@ -191,7 +191,7 @@ class DecodeSampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class DecodeSettings(_message.Message):
-    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound")
+    __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound", "editing_threshold", "max_post_steps", "factor")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,9 @@ class DecodeSettings(_message.Message):
     ALG_TEMP_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
+    EDITING_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    MAX_POST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
     algorithm: str
     window: int
     confidence_threshold: float
@@ -228,7 +231,10 @@ class DecodeSettings(_message.Message):
     alg_temp: float
     cache: str
     entropy_bound: float
-    def __init__(self, algorithm: _Optional[str] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[str] = ..., remasking: _Optional[str] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[str] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[str] = ..., entropy_bound: _Optional[float] = ...) -> None: ...
+    editing_threshold: float
+    max_post_steps: int
+    factor: float
+    def __init__(self, algorithm: _Optional[str] = ..., window: _Optional[int] = ..., confidence_threshold: _Optional[float] = ..., block_add_threshold: _Optional[float] = ..., full_activation_threshold: _Optional[float] = ..., score: _Optional[str] = ..., remasking: _Optional[str] = ..., denoising_steps: _Optional[int] = ..., block_length: _Optional[int] = ..., steps: _Optional[int] = ..., cfg_scale: _Optional[float] = ..., logits_eos_inf: _Optional[bool] = ..., confidence_eos_eot_inf: _Optional[bool] = ..., alg: _Optional[str] = ..., eps: _Optional[float] = ..., alg_temp: _Optional[float] = ..., cache: _Optional[str] = ..., entropy_bound: _Optional[float] = ..., editing_threshold: _Optional[float] = ..., max_post_steps: _Optional[int] = ..., factor: _Optional[float] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("committed_token_ids", "frontier")

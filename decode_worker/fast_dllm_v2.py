@@ -1,0 +1,33 @@
+"""Fast-dLLM v2's decoding (arXiv 2509.26328): a block part by part, its first token by itself.
+
+Which masks want tokens, and which are written. Pure functions; the order of a step is in
+`denoise.py`. The model shifts its logits by one, so that the forward that stores a block gives the
+next one's first token: it is written alone, whatever its confidence and at any temperature the
+likeliest. From then on each step fills the first part of `block_length` tokens that holds masks.
+"""
+
+from effuse.config.decoding import DecodeSettings
+from effuse.decode_worker.block_diffusion import activate, wants_block
+from effuse.decode_worker.d2f import choose
+from effuse.decode_worker.sequence import Block, IntArray, Sequence
+
+__all__ = ["activate", "choose", "is_greedy", "proposals", "wants_block"]
+
+
+def proposals(sequence: Sequence, block: Block, settings: DecodeSettings) -> IntArray:
+    """Masks that want a token: the block's first position, or those of its first unfinished part.
+
+    `choose` takes all of them that are surer than the threshold (strictly), or the best one.
+    """
+    masks = sequence.masks(block)
+    first = masks[:1]
+    if not len(first) or first[0] == block.start:
+        return first
+    part = (first[0] - block.start) // settings.block_length
+    wanted: IntArray = masks[masks < block.start + (part + 1) * settings.block_length]
+    return wanted
+
+
+def is_greedy(sequence: Sequence, block: Block) -> bool:
+    """Whether the coming step writes the block's first token, which nobody draws."""
+    return bool(sequence.masked[block.start])
