@@ -42,7 +42,10 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """What the flags say; exits with status 2 on bad ones."""
-    return make_parser().parse_args(argv)
+    parser = make_parser()
+    found = parser.parse_args(argv)
+    found.credentials = credentials_of(parser, found)
+    return found
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -54,9 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
     add("--once", action="store_true", help="draw once, as where nobody sits at a terminal")
     add_credentials(parser)
-    found = parser.parse_args(argv)
-    found.credentials = credentials_of(parser, found)
-    return found
+    return parser
 
 
 def draw(look: Look) -> RenderableType:

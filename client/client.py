@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from datetime import timedelta
 from typing import Protocol, Self, cast
 
 import grpc

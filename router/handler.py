@@ -101,7 +101,6 @@ def accept(
         deadline=asyncio.get_running_loop().time() + limit_s,
         tenant=tenant,
         asked_digest=asked_digest,
-        metadata=context.invocation_metadata() or (),
         is_repeated=any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ()),
     )
 
@@ -331,7 +330,6 @@ class Handler:
         request = self._request
         finished = request.finished(reason, self._router.now())
         request.status = "OK"
-        self._router.annotate(request)
         # Told once the answer is on its way.
         told = self._router.note_end
         asyncio.get_running_loop().call_soon(told, request, "OK", finished.stats)

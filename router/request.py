@@ -23,7 +23,6 @@ from effuse.router.ladder import Setbacks
 from effuse.router.poison import digest_of
 from effuse.router.policy import Fingerprint, Holder
 from effuse.router.validation import Asked
-from effuse.telemetry.traces import Carrier
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
 

@@ -199,17 +199,6 @@ class Router:
             request.alone = ()
             self.fleet.release_workers(request.holder)
 
-    def annotate(self, request: Request) -> None:
-        """Tells a request's span what came of it."""
-        told: dict[str, str | int] = {
-            "gen_ai.request.model": request.asked.model.name,
-            "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
-            "gen_ai.usage.output_tokens": request.text.num_tokens,
-            "effuse.request_id": request.id,
-            "effuse.attempts": request.num_attempts,
-        }
-        self.traces.annotate(told)
-
     def note_end(self, request: Request, status: str, stats: pb.GenerationStats) -> None:
         """Counts a request that ended, and says so in one line."""
         cost = Stats.of(stats)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import grpc.aio
 
 from effuse.router.client import AnswerStream, Recipient, WholeAnswer

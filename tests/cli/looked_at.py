@@ -50,16 +50,6 @@ class Models(model_pb2_grpc.ModelServiceServicer):
     ) -> model_pb2.GetModelResponse:
         raise NotImplementedError
 
-    def Tokenize(
-        self, request: model_pb2.TokenizeRequest, context: grpc.ServicerContext
-    ) -> model_pb2.TokenizeResponse:
-        raise NotImplementedError
-
-    def Detokenize(
-        self, request: model_pb2.DetokenizeRequest, context: grpc.ServicerContext
-    ) -> model_pb2.DetokenizeResponse:
-        raise NotImplementedError
-
 
 class Requests(monitor_pb2_grpc.MonitorServiceServicer):
     """A request whose block fills in; then none, and the end of the stream."""
