@@ -84,10 +84,11 @@ def as_json(look: Look) -> str:
 
 def _request(request: monitor_pb2.RunningRequest) -> dict[str, object]:
     names = (
-        *("name", "model", "state", "prefill_worker", "decode_worker", "attempt", "age_s"),
+        *("name", "model", "state", "prefill_worker", "decode_worker", "attempt"),
         *("prompt_tokens", "max_tokens", "num_tokens", "block_size", "prompt", "text"),
     )
     return {
         **{name: getattr(request, name) for name in names},
+        "age_s": request.age.ToTimedelta().total_seconds(),
         "blocks": [cells(block) for block in request.blocks],
     }

@@ -42,6 +42,14 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """What the flags say; exits with status 2 on bad ones."""
+    parser = make_parser()
+    found = parser.parse_args(argv)
+    found.credentials = credentials_of(parser, found)
+    return found
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("top", "Watch a fleet's workers and running requests, until Ctrl-C.")
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
@@ -49,9 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
     add("--once", action="store_true", help="draw once, as where nobody sits at a terminal")
     add_credentials(parser)
-    found = parser.parse_args(argv)
-    found.credentials = credentials_of(parser, found)
-    return found
+    return parser
 
 
 def draw(look: Look) -> RenderableType:
@@ -76,7 +82,7 @@ def _cells(request: monitor_pb2.RunningRequest) -> tuple[str, ...]:
         request.state,
         " > ".join(workers),
         str(request.attempt),
-        f"{request.age_s:.1f} s",
+        f"{request.age.ToTimedelta().total_seconds():.1f} s",
         f"{request.num_tokens} of {request.max_tokens}",
         blocks_line(request),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from datetime import timedelta
 from typing import Protocol, Self, cast
 
 import grpc
@@ -133,7 +134,7 @@ class Client:
     ) -> Generator[monitor_pb2.WatchRequestsResponse, None, None]:
         """What is queued and runs at the router, every `interval_s` seconds, until it drains, for
         an hour at most. Raises EffuseError."""
-        request = monitor_pb2.WatchRequestsRequest(interval_s=interval_s)
+        request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
         call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S)
         try:
             with _raising(self._target):

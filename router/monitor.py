@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, cast
 
@@ -91,7 +92,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         self, request: pb.WatchRequestsRequest, context: StreamContext
     ) -> None:
         """What runs, every so often; ends with the router. Its life is its caller's."""
-        interval_s = _interval(request.interval_s)
+        interval_s = _interval(request.interval.ToTimedelta().total_seconds())
         monitor = self._router.monitor
         over = monitor.is_over
         with monitor.watching():
@@ -125,7 +126,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             prefill_worker=request.prefill_worker,
             decode_worker=request.decode_worker,
             attempt=request.num_attempts,
-            age_s=router.now() - request.arrived,
+            age=timedelta(seconds=router.now() - request.arrived),
             prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.max_tokens,
             num_tokens=len(request.token_ids),
@@ -145,7 +146,6 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
 def _interval(interval_s: float) -> float:
     if interval_s == 0:
         return DEFAULT_INTERVAL_S
-    if not 0.05 <= interval_s <= 60:  # NaN too
-        text = f"expected 0.05 to 60 seconds, got {interval_s:g}"
-        raise InvalidRequest.of("interval_s", text)
+    if not 0.05 <= interval_s <= 60:
+        raise InvalidRequest.of("interval", f"expected 0.05 s to 60 s, got {interval_s:g} s")
     return interval_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 
 import grpc
 
@@ -17,8 +18,8 @@ WORKER = model_pb2.Worker(
 )  # fmt: skip
 REQUEST = monitor_pb2.RunningRequest(
     name="5ebe2294ecd0", model="tiny", state="decoding", prefill_worker="prefill-0",
-    decode_worker="decode-0", attempt=1, age_s=1.25, prompt_tokens=11, max_tokens=64,
-    num_tokens=8, block_size=4,
+    decode_worker="decode-0", attempt=1, age=timedelta(seconds=1.25),
+    prompt_tokens=11, max_tokens=64, num_tokens=8, block_size=4,
     blocks=[monitor_pb2.RunningBlock(token_offset=8, num_tokens=4, masks=b"\x06")],
 )  # fmt: skip
 
@@ -34,11 +35,6 @@ class Models(model_pb2_grpc.ModelServiceServicer):
     ) -> model_pb2.ListModelsResponse:
         return model_pb2.ListModelsResponse()
 
-    def GetModel(
-        self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext
-    ) -> model_pb2.GetModelResponse:
-        raise NotImplementedError
-
     def Tokenize(
         self, request: model_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> model_pb2.TokenizeResponse:
@@ -47,6 +43,11 @@ class Models(model_pb2_grpc.ModelServiceServicer):
     def Detokenize(
         self, request: model_pb2.DetokenizeRequest, context: grpc.ServicerContext
     ) -> model_pb2.DetokenizeResponse:
+        raise NotImplementedError
+
+    def GetModel(
+        self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext
+    ) -> model_pb2.GetModelResponse:
         raise NotImplementedError
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -24,7 +25,7 @@ from effuse.v1 import monitor_pb2 as pb
 async def watching(fleet: FakeFleet) -> AsyncIterator[AsyncIterator[pb.WatchRequestsResponse]]:
     """What a watcher reads, who is known to the router."""
     call = monitor_stub(fleet.channel).WatchRequests(
-        pb.WatchRequestsRequest(interval_s=0.05), timeout=30
+        pb.WatchRequestsRequest(interval=timedelta(seconds=0.05)), timeout=30
     )
     before = fleet.router.monitor.num_watchers
     await until(lambda: fleet.router.monitor.num_watchers > before)
@@ -122,14 +123,14 @@ def test_a_router_that_drains_lets_watchers_go() -> None:
     run(body)
 
 
-@pytest.mark.parametrize("interval_s", [-1.0, 0.01, 61.0, float("nan")])
+@pytest.mark.parametrize("interval_s", [-1.0, 0.01, 61.0])
 def test_an_interval_is_checked(interval_s: float) -> None:
     async def body(fleet: FakeFleet) -> None:
-        asked = pb.WatchRequestsRequest(interval_s=interval_s)
+        asked = pb.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
         call = monitor_stub(fleet.channel).WatchRequests(asked, timeout=30)
         error = await failure(anext(aiter(call)))
         assert isinstance(error, errors.InvalidRequest)
-        assert "0.05 to 60 seconds" in error.message
+        assert "0.05 s to 60 s" in error.message
 
     run(body)
 

@@ -9,6 +9,7 @@ from router.asking import ask, failure
 from router.fake_workers import once, raises
 from router.fakes import FakeFleet, run
 
+from effuse.client.answer import Stats
 from effuse.protos import errors
 
 
@@ -29,7 +30,7 @@ def test_an_answer_has_one_line_with_all_that_it_cost(caplog: pytest.LogCaptureF
         assert first["tokens"] == answer.usage.completion_tokens
         assert (first["attempts"], first["decode_worker"]) == (2, answer.stats.decode_worker)
         for name in ("queue_s", "prefill_s", "handoff_s", "first_block_s", "total_s"):
-            assert first[name] == getattr(answer.stats, name)
+            assert first[name] == getattr(Stats.of(answer.stats), name)
         assert "story" not in first
         assert (kept["status"], kept["attempts"]) == ("OK", 0)
 
