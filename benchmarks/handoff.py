@@ -65,6 +65,7 @@ WARM_UP = 3
 DEADLINE_S = 60.0
 # A bare transfer copies the bytes once. A handoff reads them twice more, for digests on both sides,
 # at the speed of the same memory: on a GPU these reads are next to free, on two processors not.
+ENCRYPTED = "zmq-encrypted"
 LEAST_SHARE = {"nixl": 0.35, "zmq": 0.25}
 
 Seconds = dict[str, float]  # medians, by the way that pages went or by their order
@@ -82,7 +83,8 @@ def measure(kind: str) -> tuple[Figure, list[str]]:
         bound="at least",
         against=f"bare {kind} transfer of the same pages on loopback, its faster way",
     )
-    return figure, [_note(turns, kind, order) for order in MOVES] + [_ways_note(turns, kind)]
+    notes = [_note(turns, kind, order) for order in MOVES] + [_ways_note(turns, kind)]
+    return figure, [*notes, *([_encrypted_note()] if kind == "zmq" else [])]
 
 
 def _turn(kind: str) -> tuple[Seconds, Seconds]:
@@ -113,6 +115,18 @@ def _note(turns: Sequence[tuple[Seconds, Seconds]], kind: str, order: str) -> st
     rates = f"{ours:.2f} GB/s handed over and verified, {bare:.2f} GB/s bare"
     span = f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
     return f"{kind}, pages {order}: {rates}; share {span} in {len(turns)} turns"
+
+
+def _encrypted_note() -> str:
+    """What encryption (--encrypt-pages) leaves of the rate, by turns of their own."""
+    pairs = [
+        [medians_s(_handoff_rounds_s(kind))[SCATTERED] for kind in ("zmq", ENCRYPTED)]
+        for _ in range(TURNS)
+    ]
+    plain, sealed = (_rate(seconds) for seconds in zip(*pairs, strict=True))
+    shares = sorted(one / other for one, other in pairs)
+    span = f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
+    return f"zmq, encrypted: {sealed:.2f} GB/s, plain {plain:.2f}; share {span} in {TURNS} turns"
 
 
 def _ways_note(turns: Sequence[tuple[Seconds, Seconds]], kind: str) -> str:
@@ -213,9 +227,10 @@ def _transport(kind: str, memory: PageMemory, incarnation: str, role: str) -> Tr
         from effuse.kvtransfer.nixl_transport import NixlTransport
 
         return NixlTransport(memory, incarnation, role=role)
+    from effuse.kvtransfer.zmq_curve import CurveKeys
     from effuse.kvtransfer.zmq_transport import ZmqTransport
 
-    return ZmqTransport(memory)
+    return ZmqTransport(memory, keys=CurveKeys.of(bytes(32)) if kind == ENCRYPTED else None)
 
 
 def _fingerprint() -> Fingerprint:

@@ -36,7 +36,7 @@ MOST_RSS_MB = 200.0
 def measure() -> tuple[list[Figure], list[str]]:
     """The figures of one fleet of one prefill and one decode worker."""
     flags = ("--device", "cpu")
-    with Fleet(FleetConfig(connector="zmq", worker_flags=flags)) as fleet:
+    with Fleet(FleetConfig(connector="zmq", worker_flags=flags, has_secret=False)) as fleet:
         direct, routed, hops = asyncio.run(_alternate(fleet))
         router = psutil.Process(fleet.processes["router"].pid)
         rss_mb = router.memory_info().rss / 1e6

@@ -8,8 +8,11 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from effuse.client.credentials import Credentials, read_token
 from effuse.config.checks import is_redis_url
-from effuse.config.flags import make_parser
+from effuse.config.checks import redis_url as check_redis_url
+from effuse.config.flags import add_switch, make_parser
+from effuse.protos.tls import TlsFiles
 
 
 def command(name: str, about: str) -> argparse.ArgumentParser:
@@ -79,9 +82,13 @@ def new_file(text: str) -> Path:
 
 
 def redis_url(text: str) -> str:
-    """A Redis's address."""
+    """A Redis's address, without a password."""
     if not is_redis_url(text):
         raise argparse.ArgumentTypeError(f"expected redis://HOST:PORT/DB, got {text!r}")
+    try:
+        check_redis_url("redis_url", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
     return text
 
 
@@ -114,3 +121,32 @@ def target(text: str) -> str:
     if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
     return text
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """Flags of a command that asks a router."""
+    group = parser.add_argument_group("what the router is known by, and shown")
+    add = group.add_argument
+    add_switch(group, "--tls", "speak TLS, and trust the system's authorities")
+    add("--tls-ca", type=file, metavar="FILE",
+        help="speak TLS, and trust these PEM certificates (default: the system's)")  # fmt: skip
+    add("--tls-cert", type=file, metavar="FILE",
+        help="PEM certificate to show (default: none)")  # fmt: skip
+    add("--tls-key", type=file, metavar="FILE", help="PEM key of it (default: none)")
+    add("--token-file", type=file, metavar="FILE",
+        help="file with the token to show (default: EFFUSE_TOKEN of the environment)")  # fmt: skip
+
+
+def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Credentials:
+    """What these flags say; ends with status 2 where that cannot be."""
+    if (found.tls_cert is None) != (found.tls_key is None):
+        parser.error("--tls-cert, --tls-key: expected both or none")
+    speaks_tls = found.tls or found.tls_ca or found.tls_cert
+    files = TlsFiles(cert=found.tls_cert, key=found.tls_key, ca=found.tls_ca)
+    try:
+        if speaks_tls:
+            files.check()
+        token = read_token(found.token_file)
+    except OSError as error:
+        parser.error(str(error))
+    return Credentials(tls=files if speaks_tls else None, token=token)

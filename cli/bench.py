@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from effuse.cli.arguments import (
+    add_credentials,
     command,
+    credentials_of,
     directory,
     file,
     is_unicode,
@@ -37,6 +39,7 @@ from effuse.cli.figures import Run, ServiceGoals, as_json, table
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.load import Tally, Traffic, send_as_they_arrive, send_in_turn
 from effuse.cli.sweep import next_rate, verdict
+from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params
 from effuse.config.flags import add_switch
@@ -129,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=new_file, metavar="FILE", help="write all figures there")
     add("--plot", type=new_file, metavar="FILE",
         help="draw them there, as .svg, .png or .pdf; needs matplotlib")  # fmt: skip
+    add_credentials(parser)
     add_knobs(parser)
     return parser
 
@@ -154,7 +158,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 def parse(argv: Sequence[str]) -> BenchJob:
     """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
     parser = make_parser()
-    job = _job(parser.parse_args(argv))
+    found = parser.parse_args(argv)
+    job = _job(found, credentials_of(parser, found))
     if job.baseline and (others := sorted(_unknown_to_baseline(job.traffic.params))):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
         parser.error(f"--baseline: expected no settings but {_BASELINE_FLAGS}, got {flags} too")
@@ -178,13 +183,14 @@ def _unknown_to_baseline(params: Params) -> set[str]:
     return {name for name, value in asdict(params).items() if value != unset[name]} - _BASELINE
 
 
-def _job(found: argparse.Namespace) -> BenchJob:
+def _job(found: argparse.Namespace, credentials: Credentials) -> BenchJob:
     prompts = read_prompts(found.dataset)
     return BenchJob(
         traffic=Traffic(
             prompts=tuple(islice(cycle(prompts), found.limit or len(prompts))),
             params=params_from(found),
             target=found.target,
+            credentials=credentials,
             timeout_s=found.timeout,
         ),
         concurrency=found.concurrency,

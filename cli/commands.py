@@ -37,6 +37,8 @@ class Surroundings:
     port: int  # of the routers, together
     gpus: Mapping[str, Assignment]  # by worker
     ready_file: Callable[[str], Path]  # by process
+    secret_file: Path | None = None
+    redis_credentials: Path | None = None
 
 
 def new_name() -> str:
@@ -65,10 +67,11 @@ def member_commands(config: FleetConfig, around: Surroundings) -> dict[str, list
     return members
 
 
-def redis_command(port: int, home: Path) -> list[str]:
-    """An embedded Redis that keeps nothing."""
+def redis_command(port: int, home: Path, users: Path | None) -> list[str]:
+    """An embedded Redis that keeps nothing, for those that `users` lists or for anybody."""
     flags = ["--bind", LOOPBACK, "--port", str(port), "--dir", str(home)]
-    return [str(get_binary_path()), *flags, "--save", "", "--appendonly", "no"]
+    acl = ["--aclfile", str(users)] if users is not None else []
+    return [str(get_binary_path()), *flags, *acl, "--save", "", "--appendonly", "no"]
 
 
 def value_of(flags: Sequence[str], flag: str) -> str | None:
@@ -141,8 +144,12 @@ def _memory_flags(gpu: Assignment | None, given: Sequence[str]) -> list[str]:
 
 def _shared_flags(config: FleetConfig, around: Surroundings, name: str) -> list[str]:
     model = ["--model", str(config.model)] if config.model else []
+    secret = ["--fleet-secret", str(around.secret_file)] if around.secret_file else []
+    if around.redis_credentials is not None:
+        secret += ["--redis-credentials", str(around.redis_credentials)]
     return [
         *("--redis-url", around.redis_url, "--fleet", around.fleet),
+        *secret,
         *model,
         *("--ready-file", str(around.ready_file(name))),
     ]

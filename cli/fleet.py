@@ -5,11 +5,8 @@ the benchmarks use. Nothing is left behind: no process, no file, unless starting
 """
 
 import contextlib
-import json
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,9 +29,10 @@ from effuse.cli.commands import (
     value_of,
 )
 from effuse.cli.gpus import VARIABLE, Assignment, assign
+from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
-from effuse.v1 import model_pb2, model_pb2_grpc
+from effuse.placement.redis_access import RedisAccess
 
 Role = Literal["redis", "router", "prefill", "decode"]
 
@@ -82,18 +80,16 @@ class FleetConfig:
     gpus: tuple[str, ...] | None = None  # for the workers; None leaves them what the caller sees
     prefill_gpus: tuple[str, ...] | None = None  # one for each prefill worker; None takes of `gpus`
     decode_gpus: tuple[str, ...] | None = None
+    has_secret: bool = True  # workers and its own Redis take calls of none but its processes
     gpu_sharing: bool = False  # lets several workers share a GPU and divides its memory
     env: dict[str, str] = field(default_factory=dict)  # added to the environment of all
     log_dir: Path | None = None  # None logs to a directory that `stop` removes
     ready_timeout_s: float | None = None  # None: as long as its workers may take to start
 
     def __post_init__(self) -> None:
-        if self.prefill < 0:
-            raise ValueError(f"prefill must be 0 or more workers, got {self.prefill}")
-        if self.decode < 1:
-            raise ValueError(f"decode must be 1 or more workers, got {self.decode}")
-        if self.routers < 1:
-            raise ValueError(f"routers must be 1 or more, got {self.routers}")
+        for name, least in (("prefill", 0), ("decode", 1), ("routers", 1)):
+            if (count := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be {least} or more, got {count}")
         if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
             raise ValueError("--metrics-port: several routers on one machine can only take 0")
         if self.assignments() and self._names_cpu():
@@ -139,8 +135,8 @@ class Fleet:
         self._port: socket.socket | None = None  # held for the routers
         if config.log_dir is not None:
             config.log_dir.mkdir(parents=True, exist_ok=True)
-        self._home = Path(tempfile.mkdtemp(prefix="effuse-"))
-        self.log_dir = config.log_dir or self._home
+        self._home = Home(config.router_flags)
+        self.log_dir = config.log_dir or self._home.path
 
     def __enter__(self) -> Self:
         self.start()
@@ -158,9 +154,11 @@ class Fleet:
         """Where a process listens, as host:port."""
         return self._told[name]["address"]
 
-    def metrics_of(self, name: str) -> str | None:
-        """Where its metrics are, as host:port; None where it serves none."""
-        return self._told[name].get("metrics")
+    def metrics(self) -> dict[str, str]:
+        """Where processes serve metrics now, host:port by name."""
+        return {
+            name: told["metrics"] for name, told in self._told.copy().items() if "metrics" in told
+        }
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""
@@ -174,6 +172,8 @@ class Fleet:
         began = time.monotonic()
         deadline = began + (self.config.ready_timeout_s or longest_start_s(self.config))
         try:
+            if self.config.has_secret:
+                self._home.make_secret()
             self._port = self._hold_port()
             self._start_redis(deadline)
             members = member_commands(self.config, self._surroundings(self._port))
@@ -204,7 +204,7 @@ class Fleet:
         self._spawner.close()
         if self._port is not None:
             self._port.close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        self._home.remove()
 
     def roll(self, name: str) -> Iterator[None]:
         """Replace one process, with nothing lost: a router by another one that listens and knows
@@ -255,12 +255,12 @@ class Fleet:
     def is_back(self, name: str) -> bool:
         """Whether a process that was started again is ready; where it listens is known then."""
         if name == "redis":
-            with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:
+            with self._redis() as client:
                 return _answers(client)
-        ready = self._ready_file(name)
+        ready = self._home.ready_file(name)
         if not ready.exists():
             return False
-        self._told[name] = _read_ready(ready)
+        self._told[name] = self._home.told(name)
         return True
 
     def dead(self) -> list[Process]:
@@ -273,14 +273,12 @@ class Fleet:
 
     def wait_for_workers(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait until every router can choose among this many live workers. Raises FleetError."""
-        # Who answers on a shared port is chance: so often that all have, next to surely.
-        looks = 1 if self.config.routers == 1 else 8 * self.config.routers
         seen = 0, 0
 
         def enough() -> bool:
             nonlocal seen
-            for _ in range(looks):
-                seen = _live_workers(self.address)
+            for name in router_names(self.config):
+                seen = self._home.live_workers(name)
                 if seen[0] < prefill or seen[1] < decode:
                     return False
             return True
@@ -311,7 +309,7 @@ class Fleet:
         return status
 
     def _spawn(self, name: str) -> None:
-        self._ready_file(name).unlink(missing_ok=True)
+        self._home.ready_file(name).unlink(missing_ok=True)
         log, env = self.log_dir / f"{name}.log", {**_QUIET, **self.config.env}
         if gpu := self.gpus.get(name):
             env[VARIABLE] = gpu.gpu
@@ -319,25 +317,32 @@ class Fleet:
                 print(f"{name} starts on {gpu}", file=lines)
         self.processes[name] = self._spawner.start(name, self._commands[name], log=log, env=env)
 
-    def _ready_file(self, name: str) -> Path:
-        return self._home / f"{name}.ready.json"
+    @property
+    def redis_access(self) -> RedisAccess:
+        """How its Redis is reached."""
+        return self._home.redis_access
+
+    def _redis(self) -> redis.Redis:
+        arguments = self.redis_access.arguments(self.redis_url)
+        return redis.Redis.from_url(self.redis_url, socket_timeout=1.0, **arguments)
 
     def _await_ready(self, name: str, deadline: float, only: str | None = None) -> dict[str, str]:
-        ready = self._ready_file(name)
+        ready = self._home.ready_file(name)
         if not self._wait(deadline, ready.exists, only):
             raise FleetError(f"{name} did not become ready", self.processes[name])
-        return _read_ready(ready)
+        return self._home.told(name)
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
             port = free_port()
             self.redis_url = f"redis://{LOOPBACK}:{port}/0"
-            self._commands["redis"] = redis_command(port, self._home)
+            users = self._home.make_redis_user()
+            self._commands["redis"] = redis_command(port, self._home.path, users)
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
 
     def _await_redis(self, deadline: float, only: str | None = None) -> None:
-        with redis.Redis.from_url(self.redis_url, socket_timeout=1.0) as client:
+        with self._redis() as client:
             if not self._wait(deadline, lambda: _answers(client), only):
                 raise FleetError(f"no Redis answers at {self.redis_url}")
 
@@ -353,7 +358,9 @@ class Fleet:
             redis_url=self.redis_url,
             port=port.getsockname()[1],
             gpus=self.gpus,
-            ready_file=self._ready_file,
+            ready_file=self._home.ready_file,
+            secret_file=self._home.secret_file,
+            redis_credentials=self.redis_access.credentials,
         )
 
 
@@ -361,24 +368,7 @@ def _role_of(name: str) -> str:
     return name.split("-")[0]
 
 
-def _read_ready(ready: Path) -> dict[str, str]:
-    return {name: str(value) for name, value in json.loads(ready.read_text()).items()}
-
-
 def _answers(client: redis.Redis) -> bool:
     with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
         return bool(client.ping())
     return False
-
-
-def _live_workers(address: str) -> tuple[int, int]:
-    """Prefill and decode workers that a router knows, asked over a connection of its own."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(address, options) as channel:
-        models = model_pb2_grpc.ModelServiceStub(channel)
-        try:
-            listed = models.ListModels(model_pb2.ListModelsRequest(), timeout=2.0).models
-        except grpc.RpcError:
-            return 0, 0
-    prefill = sum(model.prefill_workers for model in listed)
-    return prefill, sum(model.decode_workers for model in listed)

@@ -17,14 +17,25 @@ from typing import TYPE_CHECKING
 import grpc
 from rich.console import Console
 
-from effuse.cli.arguments import command, file, is_unicode, seconds, target, text, token_ids
+from effuse.cli.arguments import (
+    add_credentials,
+    command,
+    credentials_of,
+    file,
+    is_unicode,
+    seconds,
+    target,
+    text,
+    token_ids,
+)
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Event, Gathering, StreamBroken
 from effuse.client.chat import Chat
+from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, Prompt, make_request
-from effuse.protos.rpc import connect
+from effuse.protos.rpc import FLEET_LIMITS, channel_options
 from effuse.protos.stubs import generation_stub
 from effuse.v1 import generation_pb2
 
@@ -40,6 +51,7 @@ class GenerateJob:
     chat: Chat | None  # what a chat begins with; None where each prompt stands for itself
     params: Params
     target: str
+    credentials: Credentials
     timeout_s: float
     watch: bool
     stats: bool
@@ -83,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--request-id", type=text, metavar="ID",
         help="id of the request; for one prompt only (default: a new one)")  # fmt: skip
     add_knobs(parser)
+    add_credentials(parser)
     return parser
 
 
@@ -123,6 +136,7 @@ def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Generate
         chat=chat.system(found.system) if chat is not None and found.system else chat,
         params=params_from(found),
         target=found.target,
+        credentials=credentials_of(parser, found),
         timeout_s=found.timeout,
         watch=found.watch,
         stats=found.stats,
@@ -148,7 +162,8 @@ def _read_input(parser: argparse.ArgumentParser) -> str:
 
 async def run(job: GenerateJob) -> None:
     """Ask for the prompts, one after the other, or for the answers of a chat."""
-    async with connect(job.target, keepalive=None) as channel:
+    options = channel_options(None, FLEET_LIMITS.max_message_bytes)
+    async with job.credentials.aio_channel(job.target, options) as channel:
         stub = generation_stub(channel)
         if job.chat is None:
             for prompt in job.prompts:

@@ -20,12 +20,15 @@ import grpc
 from effuse.cli.figures import Run, Sample, ServiceGoals
 from effuse.cli.generate import ask, explain
 from effuse.client.answer import Event, StreamBroken
+from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
-from effuse.protos.rpc import connect
+from effuse.protos.rpc import FLEET_LIMITS, channel_options
 from effuse.protos.stubs import generation_stub
 
 if TYPE_CHECKING:
     from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+_NOTHING = Credentials()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Traffic:
     prompts: tuple[str, ...]
     params: Params
     target: str
+    credentials: Credentials = _NOTHING
     timeout_s: float
 
 
@@ -113,7 +117,11 @@ async def send_as_they_arrive(traffic: Traffic, rate: float, seed: int, tally: T
 async def _group(
     traffic: Traffic,
 ) -> AsyncIterator[tuple["GenerationServiceAsyncStub", asyncio.TaskGroup]]:
-    async with connect(traffic.target, keepalive=None) as channel, asyncio.TaskGroup() as group:
+    options = channel_options(None, FLEET_LIMITS.max_message_bytes)
+    async with (
+        traffic.credentials.aio_channel(traffic.target, options) as channel,
+        asyncio.TaskGroup() as group,
+    ):
         yield generation_stub(channel), group
 
 

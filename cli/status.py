@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from effuse.cli.arguments import command, seconds, target
+from effuse.cli.arguments import add_credentials, command, credentials_of, seconds, target
 from effuse.client.client import Client
 from effuse.client.options import DEFAULT_TARGET
 from effuse.protos.errors import EffuseError
@@ -20,6 +20,8 @@ _STATES = {
     model_pb2.WORKER_STATE_READY: "ready",
     model_pb2.WORKER_STATE_DRAINING: "draining",
     model_pb2.WORKER_STATE_STARTING: "starting",
+    model_pb2.WORKER_STATE_LOST: "lost",
+    model_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
 }
 _HEADINGS = (
     "worker",
@@ -38,7 +40,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; 0 where a decode worker is ready, 1 where none is or no router answers."""
     asked = parse(argv)
     try:
-        with Client(asked.target, timeout_s=asked.timeout, max_attempts=1) as client:
+        shown = asked.credentials
+        with Client(
+            asked.target,
+            timeout_s=asked.timeout,
+            max_attempts=1,
+            tls=shown.tls,
+            token=shown.token,
+        ) as client:
             workers, models = client.workers(), client.models()
     except EffuseError as error:
         print(f"effuse status: {error.code.name}: {error}", file=sys.stderr)
@@ -55,12 +64,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="all that is known, as one JSON list")
     add("--timeout", type=seconds, default=5.0, metavar="S",
         help="longest the router may take (default: 5)")  # fmt: skip
+    add_credentials(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """What the flags say; exits with status 2 on bad ones."""
-    return make_parser().parse_args(argv)
+    parser = make_parser()
+    found = parser.parse_args(argv)
+    found.credentials = credentials_of(parser, found)
+    return found
 
 
 def as_json(workers: Sequence[model_pb2.Worker]) -> str:
@@ -77,19 +90,29 @@ def as_json(workers: Sequence[model_pb2.Worker]) -> str:
 def as_text(workers: Sequence[model_pb2.Worker], models: Sequence[model_pb2.Model] = ()) -> str:
     """A table, a line for each link and each quarantine, what models took as their defaults, and
     how many workers there are of each kind."""
+    console = Console(width=max(Console().width, 160))
+    with console.capture() as drawn:
+        console.print(worker_table(workers))
+    lines = [line.rstrip() for line in drawn.get().splitlines()]
+    taken = [f"{model.name} {line}" for model in models for line in taken_defaults(model)]
+    return "\n".join([*lines, *worker_lines(workers), *taken, _summary(workers)]) + "\n"
+
+
+def worker_table(workers: Sequence[model_pb2.Worker]) -> Table:
+    """A row for each worker."""
     table = Table(box=None, pad_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, no_wrap=True)
     for worker in workers:
         table.add_row(*_cells(worker))
-    console = Console(width=max(Console().width, 160))
-    with console.capture() as drawn:
-        console.print(table)
+    return table
+
+
+def worker_lines(workers: Sequence[model_pb2.Worker]) -> list[str]:
+    """A line for each link and each quarantine."""
     links = [_link(worker, link) for worker in workers for link in worker.links]
     held = [_quarantine(worker, one) for worker in workers for one in worker.quarantines]
-    lines = [line.rstrip() for line in drawn.get().splitlines()]
-    taken = [f"{model.name} {line}" for model in models for line in taken_defaults(model)]
-    return "\n".join([*lines, *links, *held, *taken, _summary(workers)]) + "\n"
+    return [*links, *held]
 
 
 def taken_defaults(model: model_pb2.Model) -> list[str]:

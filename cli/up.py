@@ -11,18 +11,18 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from effuse.cli import page
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.commands import LOOPBACK, new_name, value_of
+from effuse.cli.commands import LOOPBACK, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.keeper import LOG, Rolling, watch_over
-from effuse.cli.logs import KeptLogs, logs_home
+from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_port
 from effuse.cli.process import LogFollower
 from effuse.cli.status import taken_defaults
@@ -72,9 +72,17 @@ class FlagGroups:
         return (self.every, self.router, self.workers, self.prefill, self.decode)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpView:
+    """What people see of the fleet."""
+
+    quiet: bool = False  # its logs stay in their files
+    page_port: int | None = None  # where the page about it is; None serves none
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
-    config, quiet = parse(argv)
+    config, view = parse(argv)
     try:
         refuse_early(config)
     except (ValueError, TokenizerError, OSError) as error:
@@ -94,10 +102,10 @@ def main(argv: Sequence[str]) -> int:
             logs.set_up("up", "info", "json")
         else:
             logging.basicConfig(level="INFO", format="effuse up: %(message)s")
-        if not quiet:
+        if not view.quiet:
             follower = LogFollower(fleet.log_dir, sys.stderr, as_json=form == "json")
             stack.enter_context(follower)
-        return run(fleet, shows_logs=not quiet)
+        return run(fleet, view)
 
 
 def refuse_early(config: FleetConfig) -> None:
@@ -119,20 +127,6 @@ def refuse_early(config: FleetConfig) -> None:
     check_port(metrics_host, int(value_of(config.router_flags, "--metrics-port") or 0))
 
 
-def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
-    """Has the logs be kept where `effuse logs` finds them, unless a directory was named; where none
-    can be made they end with the fleet."""
-    if config.log_dir is not None:
-        return config
-    name = config.name or new_name()
-    try:
-        kept = stack.enter_context(KeptLogs(logs_home(), name, time.time()))
-    except (OSError, RuntimeError) as error:  # the latter without a home
-        print(f"effuse up: logs are not kept: {error}", file=sys.stderr)
-        return config
-    return replace(config, name=name, log_dir=kept.directory)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: its own, and by group those that are passed on."""
     parser = _own_parser()
@@ -147,15 +141,16 @@ def _own_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[FleetConfig, bool]:
-    """What to start, and whether to keep the logs to files; exits with status 2 on bad flags."""
+def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
+    """What to start, and what to show of it; exits with status 2 on bad flags."""
     parser, groups = make_parser(), _groups()
     argv = with_file(parser, argv)
     words = [word for word in argv if word not in ("-h", "--help")]
     _, rest = _own_parser().parse_known_args(words)
     found = _check_flags(parser, argv, rest, groups)
     try:
-        return _config(found, rest, groups), found.quiet
+        page_port = found.page_port if found.page else None
+        return _config(found, rest, groups), UpView(quiet=found.quiet, page_port=page_port)
     except ValueError as error:
         parser.error(str(error))
 
@@ -237,6 +232,9 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep one log file a process here (default: where `effuse logs` looks)",
     )
+    add("--page-port", type=whole(0, 65535), default=0, metavar="N",
+        help="port of the page about the fleet; 0 is any free one (default: 0)")  # fmt: skip
+    add_switch(parser, "--page", "serve a page about the fleet", default=True)
     add_switch(parser, "--quiet", "do not show the processes' logs")
     add_config_flag(parser)
     _add_gpus(parser)
@@ -272,7 +270,10 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
 def _groups() -> FlagGroups:
     """Flags of the processes by who takes them, less those of `up` itself."""
     own = set(vars(_own_parser().parse_args([])))
-    worker, router = _names(WorkerConfig), _names(RouterConfig)
+    worker, router, prefill, decode = (
+        {one.name for one in fields(config)}
+        for config in (WorkerConfig, RouterConfig, PrefillConfig, DecodeConfig)
+    )
     both = (worker & router) - own - _GIVEN - _ROUTERS_ALONE
     return FlagGroups(
         every=FlagGroup("flags of every process", WorkerConfig, both),
@@ -282,15 +283,9 @@ def _groups() -> FlagGroups:
             (router - worker - own - _GIVEN) | _ROUTERS_ALONE,
         ),
         workers=FlagGroup("flags of every worker", WorkerConfig, worker - router - own - _GIVEN),
-        prefill=FlagGroup(
-            "flags of prefill workers", PrefillConfig, _names(PrefillConfig) - worker
-        ),
-        decode=FlagGroup("flags of decode workers", DecodeConfig, _names(DecodeConfig) - worker),
+        prefill=FlagGroup("flags of prefill workers", PrefillConfig, prefill - worker),
+        decode=FlagGroup("flags of decode workers", DecodeConfig, decode - worker),
     )
-
-
-def _names(config: type[Config]) -> set[str]:
-    return {one.name for one in fields(config)}
 
 
 def _check_flags(
@@ -327,16 +322,22 @@ def _words_of(
     return tuple(others.parse_known_args(rest)[1])
 
 
-def run(fleet: Fleet, *, shows_logs: bool = False) -> int:
+def run(fleet: Fleet, view: UpView) -> int:
     """Start the fleet, watch over it until it is told to end; the exit status."""
     rolling = Rolling(fleet)
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     try:
         fleet.start()
-        print("\n".join([greeting(fleet), *watched(fleet), *taken(fleet)]), flush=True)
-        watch_over(fleet, rolling, shows_logs=shows_logs)
+        with _page(fleet, view) as looked_at:
+            print(
+                "\n".join([greeting(fleet), *looked_at, *scraped(fleet), *taken(fleet)]), flush=True
+            )
+            watch_over(fleet, rolling, shows_logs=not view.quiet)
     except FleetError as error:
-        LOG.error("%s", error.why if shows_logs else error)
+        LOG.error("%s", error if view.quiet else error.why)
+        return 1
+    except OSError as error:
+        LOG.error("%s", error)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -354,16 +355,36 @@ def stop(fleet: Fleet) -> None:
 
 
 def taken(fleet: Fleet) -> list[str]:
-    """A line for each source of what requests take by default, if the router tells it in time."""
+    """A line for each source of what requests take by default, if the router tells it in time; one
+    that answers none but its clients is not asked."""
+    if _asks_who_calls(fleet):
+        return []
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
         return [line for model in client.models() for line in taken_defaults(model)]
     return []
 
 
-def watched(fleet: Fleet) -> list[str]:
-    """Where a fleet can be watched."""
-    names = [name for role in ("router", "prefill", "decode") for name in fleet.names(role)]
-    served = [f"{name} {at}" for name in names if (at := fleet.metrics_of(name))]
+def _asks_who_calls(fleet: Fleet) -> bool:
+    """Whether its routers answer none but clients that they know, or by TLS alone."""
+    return any(value_of(fleet.config.router_flags, flag) for flag in ("--tls-cert", "--keys"))
+
+
+@contextmanager
+def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
+    """Serves the page about it; gives the line that says where. Raises OSError.
+
+    Whoever reaches the page may look, so there is none of a fleet that asks who calls."""
+    if view.page_port is None or _asks_who_calls(fleet):
+        yield []
+        return
+    source = page.PageSource(fleet.address, fleet.metrics)
+    with page.served(source, view.page_port) as address:
+        yield [f"look at it on {address} or with `effuse top --target {fleet.address}`"]
+
+
+def scraped(fleet: Fleet) -> list[str]:
+    """The line that says where metrics are."""
+    served = [f"{name} {at}" for name, at in fleet.metrics().items()]
     return [f"metrics are on {', '.join(served)}"] if served else []
 
 

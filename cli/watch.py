@@ -4,6 +4,8 @@ A canvas is what the answer looks like at one moment, and knows no terminal.
 """
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +18,9 @@ from effuse.client.answer import Event
 from effuse.v1 import generation_pb2
 
 MASK = "\u2591"
+
+FRAMES_A_SECOND = 15
+_MOST_BEHIND = 15  # frames; behind that many some are left out
 
 Style = Literal["final", "draft", "mask"]
 _STYLES: dict[Style, str] = {"final": "bold", "draft": "cyan", "mask": "dim"}
@@ -68,13 +73,43 @@ def watch(console: Console, indent: int = 2) -> Iterator[Callable[[Event], None]
     if not console.is_terminal:
         yield lambda event: _print_change(console, canvas, event, indent)
         return
-    with Live(console=console, refresh_per_second=30, transient=False) as live:
+    film = Film()
+    with Live(
+        console=console, get_renderable=film.next_frame, refresh_per_second=FRAMES_A_SECOND
+    ) as live:
 
         def show(event: Event) -> None:
             apply(canvas, event)
-            live.update(_draw(canvas, indent))
+            film.add(_draw(canvas, indent))
 
         yield show
+        while film.is_behind and live.is_started:
+            time.sleep(1 / FRAMES_A_SECOND)
+
+
+class Film:
+    """What was drawn, shown one frame after the other. A small model changes its answer faster than
+    an eye can follow; what takes the events never waits for that."""
+
+    def __init__(self) -> None:
+        self._frames: deque[Text] = deque()
+        self._shown = Text()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something that was not shown yet."""
+        return bool(self._frames)
+
+    def add(self, frame: Text) -> None:
+        """Puts a frame behind the others."""
+        self._frames.append(frame)
+
+    def next_frame(self) -> Text:
+        """The next one, or the last one again."""
+        for _ in range(max(1, len(self._frames) - _MOST_BEHIND)):
+            if self._frames:
+                self._shown = self._frames.popleft()
+        return self._shown
 
 
 def apply(canvas: Canvas, event: Event) -> None:

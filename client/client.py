@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from typing import Protocol, Self, cast
 
 import grpc
@@ -16,27 +16,47 @@ import grpc.aio
 
 from effuse.client.answer import Answer, Event, Gathering
 from effuse.client.chat import Chat
+from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, make_request, make_tokenize_request
 from effuse.protos.errors import from_rpc_error
 from effuse.protos.stubs import generation_stub, model_stub
-from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from effuse.protos.tls import TlsFiles
+from effuse.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    monitor_pb2,
+    monitor_pb2_grpc,
+)
 
 _DEFAULTS = Params()
+_MOST_WATCHED_S = 3600.0
 
 
 class Client:
     """Asks one router; may be shared by threads. Close it, or use it in a `with` statement."""
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, timeout_s: float = 120.0, max_attempts: int = 4
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout_s: float = 120.0,
+        max_attempts: int = 4,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
-        """target: host:port of a router. Connects at the first call. Raises ValueError."""
+        """target: host:port of a router. tls: None is plain text, `TlsFiles()` trusts the system's
+        authorities. token: for routers that ask for one. Connects at the first call. Raises
+        ValueError, and OSError for certificates that cannot be used."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
+        credentials = Credentials(tls=tls, token=token)
         self._target = target
-        self._channel = grpc.insecure_channel(target, options.channel_arguments())
+        self._channel = credentials.channel(target, options.channel_arguments())
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._monitor = monitor_pb2_grpc.MonitorServiceStub(self._channel)
 
     def generate(
         self,
@@ -108,6 +128,19 @@ class Client:
                 return found
             request.page_token = response.next_page_token
 
+    def watch_requests(
+        self, interval_s: float = 0.25
+    ) -> Generator[monitor_pb2.WatchRequestsResponse, None, None]:
+        """What is queued and runs at the router, every `interval_s` seconds, until it drains, for
+        an hour at most. Raises EffuseError."""
+        request = monitor_pb2.WatchRequestsRequest(interval_s=interval_s)
+        call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S)
+        try:
+            with _raising(self._target):
+                yield from call
+        finally:
+            call.cancel()
+
     def close(self) -> None:
         """Ends the connection and what is still asked over it."""
         self._channel.close()
@@ -162,12 +195,19 @@ class AsyncClient:
     """The same for asyncio. Belongs to one event loop."""
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, timeout_s: float = 120.0, max_attempts: int = 4
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        timeout_s: float = 120.0,
+        max_attempts: int = 4,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
-        """target: host:port of a router. Connects at the first call. Raises ValueError."""
+        """As Client's. Raises ValueError and OSError."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
+        credentials = Credentials(tls=tls, token=token)
         self._target = target
-        self._channel = grpc.aio.insecure_channel(target, options.channel_arguments())
+        self._channel = credentials.aio_channel(target, options.channel_arguments())
         self._generation = generation_stub(self._channel)
         self._models = model_stub(self._channel)
 

@@ -7,6 +7,7 @@ be allowed by name, so that nobody opens a port to a network by mistake.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from effuse.config import checks
@@ -28,8 +29,30 @@ class Access:
         Plaintext,
         "what other machines may reach in plain text: none, pages (and metrics), all (calls too)",
     ] = "none"
+    health_port: Annotated[
+        int | None, "also answer gRPC health here, and nothing else, in plain text; for probes"
+    ] = None
+    fleet_cert: Annotated[
+        Path | None, "PEM certificate by which the fleet knows this process; turns TLS on in it"
+    ] = None
+    fleet_key: Annotated[Path | None, "PEM key of fleet-cert"] = None
+    fleet_ca: Annotated[Path | None, "PEM certificates that sign those of the fleet"] = None
+    fleet_secret: Annotated[
+        Path | None, "file with a secret that the processes of the fleet know each other by"
+    ] = None
+    redis_credentials: Annotated[
+        Path | None, "file with user:password of Redis; else EFFUSE_REDIS_CREDENTIALS has them"
+    ] = None
+    redis_ca: Annotated[Path | None, "PEM certificates that sign Redis's, of rediss://"] = None
 
     def __post_init__(self) -> None:
+        checks.whole("health_port", self.health_port, 0, 65535)
+        checks.together(self, "fleet_cert", "fleet_key", "fleet_ca")
+        for name in (
+            *("fleet_cert", "fleet_key", "fleet_ca", "fleet_secret"),
+            *("redis_credentials", "redis_ca"),
+        ):
+            checks.file(name, getattr(self, name))
         checks.whole("metrics_port", self.metrics_port, 0, 65535)
         if self.metrics:
             self.check_plaintext("metrics_host", self.metrics_host, "metrics")

@@ -36,6 +36,20 @@ def directory(name: str, path: Path | None) -> None:
         raise ValueError(f"{flag_of(name)}: expected a directory, got {str(path)!r}")
 
 
+def file(name: str, path: Path | None) -> None:
+    """Refuses a path, where there is one, that is not a file."""
+    if path is not None and not path.is_file():
+        raise ValueError(f"{flag_of(name)}: expected a file, got {str(path)!r}")
+
+
+def together(config: object, *names: str) -> None:
+    """Refuses some of these fields without the others."""
+    given = [name for name in names if getattr(config, name) is not None]
+    if given and len(given) < len(names):
+        others = ", ".join(flag_of(name) for name in names if name not in given)
+        raise ValueError(f"{flag_of(given[0])}: expected {others} beside it")
+
+
 def loopback(name: str, host: str, why: str, unless: str) -> None:
     """Refuses an address that other machines may reach; `unless` is the flag that allows it."""
     if not is_loopback(host):
@@ -53,9 +67,12 @@ def is_loopback(host: str) -> bool:
 
 
 def redis_url(name: str, url: str | None) -> None:
-    """Refuses an address, where there is one, that is not a Redis's."""
+    """Refuses an address, where there is one, that is not a Redis's, and one with a password: what
+    stands on a command line is read by every user of the machine."""
     if url is not None and not is_redis_url(url):
         raise ValueError(f"{flag_of(name)}: expected redis://host:port/db, got {url!r}")
+    if url is not None and urlsplit(url).password is not None:
+        raise ValueError(f"{flag_of(name)}: expected no password; --redis-credentials names a file")
 
 
 def is_redis_url(url: str) -> bool:

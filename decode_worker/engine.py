@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from effuse.decode_worker import scheduler
 from effuse.decode_worker.boundary import Boundary, BoundaryError
-from effuse.decode_worker.events import handoff_failed, step_events
+from effuse.decode_worker.events import begun_drafts, handoff_failed, step_events
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled, Share, StepResult
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.rehearsal_receiver import RehearsalReceiver
@@ -266,6 +266,7 @@ class DecodeEngine:
             if rows:
                 self._give_pages(request, max(0, demand.pages_wanted - demand.pages_held))
                 shares.append(Share(request, rows))
+                self._outbox.say(*begun_drafts(request))
         return shares
 
     def _preempt(self, request: DecodeRequest) -> None:

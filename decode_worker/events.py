@@ -2,7 +2,7 @@
 
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
 from effuse.decode_worker.request import DecodeRequest
-from effuse.decode_worker.sequence import BlockPhase
+from effuse.decode_worker.sequence import Block, BlockPhase
 from effuse.kvtransfer.connector import Cause
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.receiver import HandoffFailed
@@ -38,6 +38,16 @@ def step_events(request: DecodeRequest, outcome: StepOutcome) -> list[CoreEvent]
     return events
 
 
+def begun_drafts(request: DecodeRequest) -> list[CoreEvent]:
+    """Drafts of the blocks that have begun since the last time, where they were asked for. A block
+    may be written whole by its first forward, and would never be seen otherwise."""
+    if not request.drafts:
+        return []
+    begun = [one for one in request.sequence.blocks if one.end > request.drafted_end]
+    request.drafted_end = max([request.drafted_end, *(one.end for one in begun)])
+    return [_draft(request, one) for one in begun if one.state is BlockPhase.ACTIVE]
+
+
 def _committed(request: DecodeRequest, outcome: StepOutcome) -> Committed:
     return Committed(
         attempt=request.attempt,
@@ -61,13 +71,12 @@ def _finished(request: DecodeRequest, outcome: StepOutcome) -> Finished:
 
 
 def _drafts(request: DecodeRequest, outcome: StepOutcome) -> list[Draft]:
-    sequence = request.sequence
-    return [
-        Draft(
-            attempt=request.attempt,
-            token_offset=block.start - sequence.prompt_len,
-            block=sequence.snapshot(block),
-        )
-        for block in outcome.written
-        if block.state is BlockPhase.ACTIVE
-    ]
+    return [_draft(request, one) for one in outcome.written if one.state is BlockPhase.ACTIVE]
+
+
+def _draft(request: DecodeRequest, block: Block) -> Draft:
+    return Draft(
+        attempt=request.attempt,
+        token_offset=block.start - request.sequence.prompt_len,
+        block=request.sequence.snapshot(block),
+    )

@@ -41,6 +41,7 @@ class DecodeRequest:
     drafts: bool
     num_logprobs: int | None = None  # likeliest ids beside each token's; None sends none
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
+    drafted_end: int = 0  # position behind the last block that a draft has told of
     eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
     shifts: bool = False  # the model predicts a position from the row before it
     pages: list[PageRef] = field(default_factory=list)

@@ -62,6 +62,10 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         self, request: pb.DecodeRequest, context: _Context
     ) -> None:
         """Runs one attempt."""
+        with self._shell.span("decode", context.invocation_metadata()):
+            await self._decode(request, context)
+
+    async def _decode(self, request: pb.DecodeRequest, context: _Context) -> None:
         life = self._shell.admit(request.incarnation)
         start = start_of(request, life.ready.model.block_size)
         writer = writer_of(request)
@@ -150,6 +154,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             case Verified():
                 stream.is_verified = True
                 if stream.writer is not None:
+                    self._shell.traces.record("handoff", event.handoff_s)
                     metrics.count_handoff(stream.connector, event.bytes, event.handoff_s)
             case Committed():
                 metrics.generation_tokens.inc(len(event.token_ids))
@@ -191,7 +196,11 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
                 return not stream.attempt.engine_gone
 
             return await peer.until_gone(
-                writer, stream.attempt.id, "its decode ended", goes_on=goes_on
+                writer,
+                stream.attempt.id,
+                "its decode ended",
+                access=self._shell.access,
+                goes_on=goes_on,
             )
 
 

@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from effuse.kvtransfer.zmq_curve import FRAME_BYTES, CurveKeys
+
 LOG = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 32
-SLACK_BYTES = 16 << 20  # of the kernel's buffers, headers and heartbeats
+SHORT_HEADER, LONG_HEADER = 2, 9  # of frames of up to 255 bytes, and of others
+SLACK_BYTES = 16 << 20  # of the kernel's buffers and heartbeats
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
 
@@ -64,11 +67,16 @@ class ZmqListener:
         *,
         message_bytes: int,
         queued: int,
+        keys: CurveKeys | None = None,
     ) -> None:
+        """keys: whose connections alone are taken, and encrypted; None takes all."""
         self.socket = context.socket(zmq.ROUTER)
+        if keys is not None:
+            keys.serve(self.socket)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, queued)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, message_bytes)
+        self._num_added = 0 if keys is None else FRAME_BYTES
+        self.socket.setsockopt(zmq.MAXMSGSIZE, message_bytes + self._num_added)
         self.monitor = self.socket.get_monitor_socket(_WATCHED)
         self.socket.bind(bind)
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
@@ -123,7 +131,11 @@ class ZmqListener:
     def _count(self, frames: list[zmq.Frame]) -> None:
         connection = self._connections.get(_descriptor_of(frames))
         if connection is not None:
-            connection.num_taken += sum(len(frame) for frame in frames)
+            connection.num_taken += sum(self._num_on_wire(len(frame)) for frame in frames)
+
+    def _num_on_wire(self, num_bytes: int) -> int:
+        body = num_bytes + self._num_added
+        return body + (LONG_HEADER if body > 255 else SHORT_HEADER)
 
     def _guard(self) -> None:
         for descriptor, connection in list(self._connections.items()):

@@ -9,21 +9,37 @@ from zmq.utils.monitor import recv_monitor_message
 
 from effuse.kvtransfer.messages import encode
 from effuse.kvtransfer.wire import ToReceiver
+from effuse.kvtransfer.zmq_curve import CurveKeys
 
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
-WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+WATCHED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class ZmqPeer:
     """A DEALER socket to one endpoint. Raises zmq.ZMQError for an endpoint that is none."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, now: float) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        now: float,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """keys: what the receiver must have, too; None asks any, in plain text."""
         self.endpoint = endpoint
         self.opened_at = now
         self.is_connected = False
         self.is_open = True
         self.socket = context.socket(zmq.DEALER)
+        if keys is not None:
+            keys.ask(self.socket)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by the sender
         self.socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)

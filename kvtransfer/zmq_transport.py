@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import zmq
@@ -43,6 +44,7 @@ from effuse.kvtransfer.wire import (
     decode_to_receiver,
     decode_to_sender,
 )
+from effuse.kvtransfer.zmq_curve import CurveKeys
 from effuse.kvtransfer.zmq_listener import Received, ZmqListener
 from effuse.kvtransfer.zmq_peer import ZmqPeer
 
@@ -83,7 +85,8 @@ class ZmqDelivery:
 
 
 class ZmqTransport:
-    """A Transport that listens on `host`, reached by peers as `advertised_host`."""
+    """A Transport that listens on `host`, reached by peers as `advertised_host`; with `keys` it
+    speaks to who has them, too, and to nobody else."""
 
     name = "zmq"
     is_two_sided = True
@@ -97,13 +100,16 @@ class ZmqTransport:
         host: str = "127.0.0.1",
         advertised_host: str | None = None,
         port: int = 0,
+        keys: CurveKeys | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.chunk_bytes = max(CHUNK_BYTES, memory.page_bytes)
         self._memory = memory
         self._bind = f"tcp://{host}:{port or '*'}"
         self._advertised = advertised_host or host
+        self._keys = keys
         self._now = now
+        self._open = ExitStack()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._address = ReceiverAddress(connector=self.name)
         self._staging: Staging | None = None
@@ -115,8 +121,14 @@ class ZmqTransport:
         """Binds the receiving socket."""
         message_bytes = max(self.chunk_bytes, MAX_MANIFEST_BYTES)
         queued = max(2, QUEUED_BYTES // message_bytes)
+        if self._keys is not None:
+            self._open.enter_context(self._keys.admitting(self._context))
         self._listener = ZmqListener(
-            self._context, self._bind, message_bytes=message_bytes, queued=queued
+            self._context,
+            self._bind,
+            message_bytes=message_bytes,
+            queued=queued,
+            keys=self._keys,
         )
         endpoint = f"tcp://{self._advertised}:{self._listener.port}"
         self._address = ReceiverAddress(connector=self.name, endpoint=endpoint)
@@ -129,6 +141,7 @@ class ZmqTransport:
             peer.close()
         self._peers.clear()
         self._listener.close()
+        self._open.close()
         self._context.term()
 
     def address(self) -> ReceiverAddress:
@@ -145,7 +158,7 @@ class ZmqTransport:
             if not endpoint.startswith("tcp://"):
                 raise HandoffRefused(Cause.PEER, f"endpoint {endpoint!r} is not tcp://host:port")
             try:
-                peer = ZmqPeer(self._context, endpoint, self._now())
+                peer = ZmqPeer(self._context, endpoint, self._now(), self._keys)
             except zmq.ZMQError as error:
                 raise HandoffRefused(Cause.PEER, f"endpoint {endpoint!r}: {error}") from error
             self._peers[endpoint] = peer

@@ -159,6 +159,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     num_tokens: int = 0  # tokens of the answer, known at its end
     seed: int = 0  # of its randomness
+    tenant: str = ""  # whose it is, where clients have keys
 
 
 class RoutedLoad(msgspec.Struct, frozen=True, array_like=True):

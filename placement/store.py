@@ -20,6 +20,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from effuse.placement.keys import Keys
 from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
+from effuse.placement.redis_access import RedisAccess
 
 Announcement = Literal["held", "superseded"]
 Placing = Literal["placed", "stale", "duplicate"]
@@ -89,6 +90,7 @@ class Store:
         url: str,
         fleet: str,
         *,
+        access: RedisAccess | None = None,
         timeout_s: float = 0.2,
         most_ended: int = MOST_ENDED,
         now: Callable[[], float] = time.monotonic,
@@ -104,6 +106,7 @@ class Store:
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
             max_connections=MOST_CONNECTIONS,
+            **(access or RedisAccess()).arguments(url),
         )
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
         self._announce = self._load_script("announce")

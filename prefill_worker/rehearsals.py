@@ -18,7 +18,6 @@ import grpc.aio
 
 from effuse.placement.records import Link, WorkerRecord
 from effuse.prefill_worker.links import Links
-from effuse.protos import rpc
 from effuse.protos.errors import Bug, EffuseError, InvalidRequest, PeerLost, from_rpc_error
 from effuse.protos.stubs import decode_stub
 from effuse.v1 import worker_pb2 as pb
@@ -107,7 +106,8 @@ class Rehearsals:
         self._shell.links = {own.incarnation: self._links.known()}
 
     async def _measure(self, own: WorkerRecord, peer: WorkerRecord) -> PromptPushed:
-        async with rpc.connect(peer.address) as channel:
+        async with self._shell.access.connect(peer.address) as channel:
+            await channel.prove()
             stub = decode_stub(channel)
             await self._rehearse(stub, own, peer)
             return await self._rehearse(stub, own, peer)

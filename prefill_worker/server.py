@@ -63,9 +63,11 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
     ) -> None:
         """Runs one attempt."""
         limit_s = self._shell.time_left(context.time_remaining())
+        traced = self._shell.span("prefill", context.invocation_metadata())
         try:
-            async with asyncio.timeout(limit_s):
-                await self._run(request_iterator, context)
+            with traced:
+                async with asyncio.timeout(limit_s):
+                    await self._run(request_iterator, context)
         except TimeoutError:
             raise deadline_passed("the prompt was pushed") from None
 
@@ -102,10 +104,12 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         if isinstance(event, PrefillDone):
             metrics.queue_time.observe(event.queue_s)
             metrics.prefill_time.observe(event.compute_s)
+            self._shell.traces.record("compute", event.compute_s)
             loop = asyncio.get_running_loop()
             loop.call_later(self._reservation_s, stream.require_reservation, self._reservation_s)
         elif isinstance(event, PromptPushed):
             metrics.count_handoff(event.transport, event.bytes, event.push_s)
+            self._shell.traces.record("push", event.push_s)
             metrics.succeeded.labels("pushed").inc()
             metrics.latency.observe(time.monotonic() - stream.began_at)
             self._shell.attempts.close(stream.attempt)

@@ -9,6 +9,7 @@ catching them (`interceptor.py`), deciding what to retry (the router), logging.
     │   ├── NotFound           NOT_FOUND            no model or request of that name
     │   ├── AlreadyRunning     ALREADY_EXISTS       a request of that id is running
     │   ├── NotSupported       UNIMPLEMENTED        the model or the server cannot do it
+    │   ├── Unauthenticated    UNAUTHENTICATED      the caller has not shown who it is
     │   └── Poisonous          FAILED_PRECONDITION  engines died of this very request
     ├── Refused                FAILED_PRECONDITION  meant for another attempt, layout or role
     │   └── Replaced           FAILED_PRECONDITION  meant for a life of the worker that is over
@@ -131,6 +132,13 @@ class NotSupported(CallerError):
     reason = "NOT_SUPPORTED"
 
 
+class Unauthenticated(CallerError):
+    """The caller has not shown that it may call; nothing else is told."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
 class EndedById(CallerError):
     """Somebody has asked for the request's end by its id."""
 
@@ -247,9 +255,9 @@ class Bug(EffuseError):
 
 
 _KINDS: Final[tuple[type[EffuseError], ...]] = (
-    CallerError, NotFound, AlreadyRunning, NotSupported, EndedById, Poisonous, Refused, Replaced,
-    Aborted, Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost, TransferFailed,
-    Unreserved, DeadlineExceeded, Cancelled, Bug,
+    CallerError, NotFound, AlreadyRunning, NotSupported, Unauthenticated, EndedById, Poisonous,
+    Refused, Replaced, Aborted, Overloaded, Unavailable, Starting, Draining, EngineLost, PeerLost,
+    TransferFailed, Unreserved, DeadlineExceeded, Cancelled, Bug,
 )  # fmt: skip
 _BY_REASON: Final[Mapping[str, type[EffuseError]]] = {kind.reason: kind for kind in _KINDS}
 

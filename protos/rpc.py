@@ -1,7 +1,7 @@
 """A gRPC server with limits and health, and a channel to one.
 
 Scope: options that were measured, health and reflection, ports, SIGTERM and drain. Not here: any
-servicer, TLS, mapping of errors (`errors.py`, `interceptor.py`).
+servicer, mapping of errors (`errors.py`, `interceptor.py`), who may call (`gate.py`, `tls.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Final
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
+from effuse.protos.gate import Doorkeeper, Gate
 from effuse.protos.health import Health
 from effuse.protos.interceptor import ErrorInterceptor
 from effuse.protos.reflection import add_reflection
+from effuse.protos.tls import ServerTls
 
 MIB: Final = 1 << 20
 
@@ -32,15 +34,23 @@ class MessageLimits:
 
     max_message_bytes: int
     max_concurrent_streams: int
+    max_metadata_bytes: int = 8192
     handshake_timeout_s: float = 5.0
+    max_idle_s: float = 3600.0
+    """After which a connection without calls is closed, with a word to its owner."""
     min_ping_interval_s: float = 0.5
 
 
-PUBLIC_LIMITS: Final = MessageLimits(max_message_bytes=4 * MIB, max_concurrent_streams=1024)
+PUBLIC_LIMITS: Final = MessageLimits(
+    max_message_bytes=4 * MIB, max_concurrent_streams=1024, max_idle_s=300.0
+)
 """For clients. 4 MiB is far more than the longest prompt; KV never travels here."""
 
 FLEET_LIMITS: Final = MessageLimits(max_message_bytes=64 * MIB, max_concurrent_streams=16384)
 """For the router's calls to workers: all of its requests share one connection."""
+
+PROBE_LIMITS: Final = MessageLimits(max_message_bytes=4096, max_concurrent_streams=16)
+"""For who asks for health alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,10 @@ def server_options(
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", FLEET_LIMITS.max_message_bytes),
         ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
+        # Refused beyond it. gRPC refuses by chance between this and another bound, twice as high.
+        ("grpc.max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.max_connection_idle_ms", _ms(limits.max_idle_s)),
         ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
@@ -126,11 +140,17 @@ class RpcServer:
         keepalive: Keepalive = CALLER_KEEPALIVE,
         *,
         shares_port: bool = False,
+        tls: ServerTls | None = None,
+        doorkeeper: Doorkeeper | None = None,
     ) -> None:
+        """tls: None is plain text. doorkeeper: who is let in; None lets in everybody."""
+        gates = [] if doorkeeper is None else [Gate(doorkeeper)]
         self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[*gates, ErrorInterceptor()],
             options=server_options(limits, keepalive, shares_port=shares_port),
         )
+        self._tls = tls
+        self._probed: grpc.aio.Server | None = None
         self._health = Health()
         self._serving: dict[str, bool] = {}
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -144,12 +164,17 @@ class RpcServer:
         add_reflection([*names, health.SERVICE_NAME], self.server)
         for name in names:
             self.set_serving(name, False)
-        try:
-            port = self.server.add_insecure_port(address)
-        except RuntimeError as error:
-            text = f"cannot listen on {address}: the port is taken or the host is not ours"
-            raise OSError(text) from error
+        port = _listen(self.server, address, self._tls)
         await self.server.start()
+        return port
+
+    async def start_health(self, address: str) -> int:
+        """Answers health at `address` as well, in plain text and to anybody, and nothing else;
+        returns the port. Raises OSError as `start` does."""
+        self._probed = grpc.aio.server(options=server_options(PROBE_LIMITS, CALLER_KEEPALIVE))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+        port = _listen(self._probed, address, None)
+        await self._probed.start()
         return port
 
     def set_serving(self, service: str, serving: bool) -> None:
@@ -165,6 +190,18 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets what runs end within `grace_s`, cancels what is left."""
         await self.server.stop(grace_s)
+        if self._probed is not None:
+            await self._probed.stop(0.0)
+
+
+def _listen(server: grpc.aio.Server, address: str, tls: ServerTls | None) -> int:
+    try:
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.credentials())
+    except RuntimeError as error:
+        text = f"cannot listen on {address}: the port is taken or the host is not ours"
+        raise OSError(text) from error
 
 
 @contextlib.asynccontextmanager
@@ -221,6 +258,13 @@ def write_ready_file(path: Path, address: str, **facts: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps({"address": address, **facts, "pid": os.getpid()}) + "\n")
     partial.replace(path)
+
+
+def update_ready_file(path: Path, address: str, **facts: str) -> None:
+    """The same with other facts, unless the file is gone or another process's by now."""
+    with contextlib.suppress(FileNotFoundError):
+        if json.loads(path.read_text())["pid"] == os.getpid():
+            write_ready_file(path, address, **facts)
 
 
 def _ms(seconds: float) -> int:

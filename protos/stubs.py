@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from effuse.v1 import generation_pb2_grpc, model_pb2_grpc, worker_pb2_grpc
+from effuse.v1 import (
+    generation_pb2_grpc,
+    model_pb2_grpc,
+    monitor_pb2_grpc,
+    proof_pb2_grpc,
+    worker_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -23,6 +29,12 @@ def generation_stub(channel: grpc.aio.Channel) -> generation_pb2_grpc.Generation
 def model_stub(channel: grpc.aio.Channel) -> model_pb2_grpc.ModelServiceAsyncStub:
     """What clients call to list models."""
     return cast("model_pb2_grpc.ModelServiceAsyncStub", model_pb2_grpc.ModelServiceStub(channel))
+
+
+def monitor_stub(channel: grpc.aio.Channel) -> monitor_pb2_grpc.MonitorServiceAsyncStub:
+    """What clients call to watch."""
+    stub = monitor_pb2_grpc.MonitorServiceStub(channel)
+    return cast("monitor_pb2_grpc.MonitorServiceAsyncStub", stub)
 
 
 def prefill_stub(channel: grpc.aio.Channel) -> worker_pb2_grpc.PrefillServiceAsyncStub:
@@ -41,3 +53,8 @@ def worker_stub(channel: grpc.aio.Channel) -> worker_pb2_grpc.WorkerServiceAsync
     """What the router, and a decode worker's front, call on any worker."""
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     return cast("worker_pb2_grpc.WorkerServiceAsyncStub", stub)
+
+
+def proof_stub(channel: grpc.aio.Channel) -> proof_pb2_grpc.ProofServiceAsyncStub:
+    """What a process of the fleet asks of another one before it sends anything."""
+    return cast("proof_pb2_grpc.ProofServiceAsyncStub", proof_pb2_grpc.ProofServiceStub(channel))

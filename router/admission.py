@@ -2,9 +2,9 @@
 
 As many requests run at once as live decode workers have seats, within a limit. What is beyond that
 waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
-them; first come, first served, but for what a request's class adds to its waiting. A waiting
-request is bounded by its own deadline, and refused where that cannot be met (`shedding.py`). Not
-here: where a request goes (`policy.py`).
+them; first come, first served, but for what a request's class adds to its waiting, and tenants by
+turns (`fair_queue.py`). A waiting request is bounded by its own deadline, and refused where that
+cannot be met (`shedding.py`). Not here: where a request goes (`policy.py`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from bisect import bisect_right, insort
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
+from effuse.router.fair_queue import FairQueue
 from effuse.router.shedding import HoldTimes
+from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
 """What a request that was refused for its deadline is told to wait at least."""
@@ -34,27 +35,32 @@ def count_seats(seats: Sequence[int], most: int) -> int:
 
 AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high": 30.0}
 """By how much earlier a class counts as having come. So waiting makes up for any class, and whoever
-waits for the difference goes before all that come then."""
+waits for the difference goes before all of its tenant that come then."""
 
 
-def place_of(arrived: float, priority: Priority) -> float:
-    """The place in the queue of a request that arrived then: the time at which it counts as having
-    come."""
-    return arrived - AHEAD_S[priority]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotNeed:
+    """What a request needs a slot for."""
+
+    place: float = 0.0  # the time of coming, or what counts as such; smaller ones go first
+    tenant: str = ""
+    size: int = 1  # tokens of the answer at most
+    left_s: float = math.inf  # until its deadline
+
+    @classmethod
+    def of(cls, asked: Asked, tenant: str, arrived: float, left_s: float) -> SlotNeed:
+        """That of a client's request, which counts as having come earlier or later by its class."""
+        place = arrived - AHEAD_S[asked.priority]
+        return cls(place=place, tenant=tenant, size=asked.most_tokens, left_s=left_s)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Turn:
-    """Somebody's place in the queue."""
-
-    place: float
-    number: int  # first come, first served among equals
-    come: asyncio.Future[None] = field(compare=False)
+ANY: Final = SlotNeed()
+"""A request that takes whatever time there is."""
 
 
 class Admission:
-    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, by their
-    places. `now` is a monotonic clock in seconds."""
+    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, those of a
+    tenant by their places. `now` is a monotonic clock in seconds."""
 
     def __init__(
         self, most_running: int, max_waiting: int, now: Callable[[], float] = time.monotonic
@@ -67,8 +73,7 @@ class Admission:
         self.num_shed = 0
         self._now = now
         self._running = 0
-        self._waiting: list[_Turn] = []  # the next one first
-        self._num_turns = 0
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
 
     @property
     def num_running(self) -> int:
@@ -93,43 +98,36 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(
-        self, place: float = 0.0, *, left_s: float = math.inf, size: int = 1
-    ) -> AsyncIterator[None]:
-        """Holds a slot for a request of `size` tokens at most that has `left_s` seconds. Waits in
-        the queue, before those of a larger `place`: the time of coming, or what counts as such. The
+    async def slot(self, need: SlotNeed = ANY) -> AsyncIterator[None]:
+        """Holds a slot. Waits in the queue, before those of the same tenant of a larger place; the
         caller bounds how long.
 
-        Raises `Overloaded` before anything is held: at once, or where the wait was so long that the
-        deadline cannot be met any more."""
-        self.check(place, left_s=left_s, size=size)
-        deadline = self._now() + left_s
-        has_waited = await self._take_slot(place)
+        Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full
+        and another tenant has less in it; at its turn, if its deadline cannot be met any more."""
+        self.check(need)
+        deadline = self._now() + need.left_s
+        has_waited = await self._take_slot(need)
         began, is_answered = self._now(), False
         try:
             if has_waited:
-                self._check_turn(deadline - began, size)
+                self._check_turn(deadline - began, need.size)
             yield
             is_answered = True
         finally:
-            self.holds.add(self._now() - began, size, is_answered=is_answered)
+            self.holds.add(self._now() - began, need.size, is_answered=is_answered)
             self._free_slot()
 
-    def check(self, place: float = 0.0, *, left_s: float = math.inf, size: int = 1) -> None:
-        """Raises where a request of `size` tokens at most that has `left_s` seconds would be
-        refused now; costs nothing."""
+    def check(self, need: SlotNeed = ANY) -> None:
+        """Raises where a request would be refused now; costs nothing."""
         if self._running < self.max_running and not self._waiting:
             return
-        if len(self._waiting) >= self.max_waiting:
-            raise Overloaded(
-                f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
-                "is all this router takes; try again later",
-                retry_after_s=1.0,
-            )
-        ahead = bisect_right(self._waiting, place, key=lambda turn: turn.place)
-        late_s = self.holds.late_s(left_s, size, ahead, self.max_running)
+        is_full = self._running >= self.max_running and len(self._waiting) >= self.max_waiting
+        if is_full and not self._may_displace(need.tenant):
+            raise self._refusal()
+        ahead = self._waiting.ahead_of(need.tenant, need.place)
+        late_s = self.holds.late_s(need.left_s, need.size, ahead, self.max_running)
         if late_s > 0:
-            raise self._shed(f"{ahead} requests wait before it", left_s, late_s)
+            raise self._shed(f"{ahead} requests wait before it", need.left_s, late_s)
 
     def _check_turn(self, left_s: float, size: int) -> None:
         """Raises where a request whose turn has come has too little time left for it."""
@@ -145,32 +143,50 @@ class Admission:
             retry_after_s=max(LEAST_RETRY_S, late_s),
         )
 
-    async def _take_slot(self, place: float) -> bool:
+    def _refusal(self) -> Overloaded:
+        return Overloaded(
+            f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
+            "is all this router takes; try again later",
+            retry_after_s=1.0,
+        )
+
+    def _may_displace(self, tenant: str) -> bool:
+        """Whether another tenant has so much more in a full queue that its newest request is to
+        give way."""
+        if not self._waiting:
+            return False
+        waiting = self._waiting
+        return waiting.length_of(waiting.longest()) > waiting.length_of(tenant) + 1
+
+    async def _take_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
         if self._running < self.max_running and not self._waiting:
             self._running += 1
             return False
-        self._num_turns += 1
-        turn = _Turn(place, self._num_turns, asyncio.get_running_loop().create_future())
-        insort(self._waiting, turn)
+        if len(self._waiting) >= self.max_waiting and self._may_displace(need.tenant):
+            refused = self._waiting.pop_last(self._waiting.longest())
+            if not refused.done():
+                refused.set_exception(self._refusal())
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(need.tenant, need.size, turn, need.place)
         try:
-            await turn.come
+            await turn
         except asyncio.CancelledError:
-            if not turn.come.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._free_slot()  # its turn came in the same moment
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
+            else:
+                self._waiting.remove(need.tenant, turn)
             raise
         return True
 
     def _free_slot(self) -> None:
-        """Frees a slot, for who is first in the queue."""
+        """Frees a slot, for who is next."""
         self._running -= 1
         self._admit_next()
 
     def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
-            turn = self._waiting.pop(0)
-            if not turn.come.done():
+            turn = self._waiting.pop()
+            if not turn.done():
                 self._running += 1
-                turn.come.set_result(None)
+                turn.set_result(None)

@@ -72,11 +72,14 @@ class Attempt:
         """Relays to the end and says why it ended; raises `Unfinished` or `ClientGone`."""
         try:
             prefill = self._placement.prefill
+            await self._prove_workers()
             if prefill is not None and not self._request.is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
                 await self._open_prefill(prefill).send_prompt(self._id)
             decode = self._decode = self._open_decode()
             reason = await self._relay_to_end(decode)
+        except AttemptFailed as failed:
+            raise Unfinished(self._judge(failed)) from failed
         except (BrokenStream, IllegalRequestEvent, EffuseError) as error:
             self._end_calls_now()
             raise Unfinished(self._failure(error)) from error
@@ -94,10 +97,20 @@ class Attempt:
 
     # Opening.
 
+    async def _prove_workers(self) -> None:
+        """Returns once both workers have shown that they belong to the fleet: who is at an address
+        in Redis may be anybody. Raises `AttemptFailed`."""
+        for worker in (self._placement.prefill, self._placement.decode):
+            if worker is not None:
+                try:
+                    await self._router.fleet.peer(worker.address).channel.prove()
+                except PeerLost as error:
+                    raise AttemptFailed(error, worker) from error
+
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._router.fleet.peer(worker.address).prefill
         self._prefill = PrefillCall(
-            stub.Prefill(timeout=self._time_left()),
+            stub.Prefill(timeout=self._time_left(), metadata=self._router.traces.carrier()),
             worker,
             self._request,
             on_failure=self._break_off,
@@ -116,7 +129,7 @@ class Attempt:
             stop_token_ids=request.asked.stop_token_ids,
             sampling=_sampling(request.asked.sampling),
             settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
-            drafts=request.asked.wants_drafts,
+            drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
             num_logprobs=request.asked.num_logprobs,
             resume=request.resumption(),
         )
@@ -129,7 +142,8 @@ class Attempt:
             message.remote.engine_port = placement.prefill.engine_port
             message.remote.place = placement.prefill.place
         stub = self._router.fleet.peer(placement.decode.address).decode
-        return stub.Decode(message, timeout=self._time_left())
+        metadata = self._router.traces.carrier()
+        return stub.Decode(message, timeout=self._time_left(), metadata=metadata)
 
     def _time_left(self) -> float:
         return max(0.001, self._request.deadline - asyncio.get_running_loop().time())
@@ -188,7 +202,9 @@ class Attempt:
                 self._router.note_survival(request)
                 return news
             case "draft":
-                return self._describe_draft(event.draft)
+                self._router.monitor.note_draft(request, event.draft)
+                if request.asked.wants_drafts:
+                    return self._describe_draft(event.draft)
             case "finished":
                 return request.add_finished(event.finished)
         return None

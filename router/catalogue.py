@@ -15,11 +15,11 @@ import grpc.aio
 
 from effuse.client.params import ALGORITHMS, ALGS, CACHES, REMASKINGS, SCORES
 from effuse.config.decoding import DecodingDefaults
-from effuse.placement.records import Link, ModelInfo, WorkerRecord
+from effuse.placement.records import Link, ModelInfo
 from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
-from effuse.router.policy import Condition, live_workers
+from effuse.router.policy import Candidate, Condition, live_workers
 from effuse.router.texts import Texts
 from effuse.router.validation import KNOBS
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
@@ -41,6 +41,8 @@ _STATES: Final = {
     Condition.READY: model_pb2.WORKER_STATE_READY,
     Condition.DRAINING: model_pb2.WORKER_STATE_DRAINING,
     Condition.STARTING: model_pb2.WORKER_STATE_STARTING,
+    Condition.LOST: model_pb2.WORKER_STATE_LOST,
+    Condition.UNREACHABLE: model_pb2.WORKER_STATE_UNREACHABLE,
 }
 
 
@@ -138,7 +140,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         most = min(request.page_size or MOST_A_PAGE, MOST_A_PAGE)
         page = after[:most]
         return model_pb2.ListWorkersResponse(
-            workers=[describe_worker(c.record, c.condition) for c in page],
+            workers=[describe_worker(one) for one in page],
             next_page_token=page[-1].record.worker_id if len(after) > most else "",
         )
 
@@ -203,26 +205,32 @@ def describe_defaults(defaults: DecodingDefaults) -> model_pb2.ModelDefaults:
     )
 
 
-def describe_worker(record: WorkerRecord, condition: Condition) -> model_pb2.Worker:
-    """What clients are told of a worker; the state of one that is lost is not known."""
-    load = record.load
+def describe_worker(candidate: Candidate) -> model_pb2.Worker:
+    """What clients are told of a worker."""
+    record, load = candidate.record, candidate.record.load
     return model_pb2.Worker(
         worker_id=record.worker_id,
         role=_ROLES[record.role],
         model=record.model.name,
         address=record.address,
-        state=_STATES.get(condition, model_pb2.WORKER_STATE_UNSPECIFIED),
+        state=_STATES[candidate.condition],
         incarnation=record.incarnation,
         page_size=record.capacity.page_size,
         total_pages=record.capacity.total_pages,
         free_pages=load.free_pages,
+        reserved_pages=load.reserved_pages,
+        receiving_pages=load.receiving_pages,
         quarantined_pages=load.quarantined_pages,
         max_num_seqs=record.capacity.max_num_seqs,
+        max_num_batched_tokens=record.capacity.max_num_batched_tokens,
+        routed=candidate.in_flight.requests,
         running=load.running,
         waiting=load.waiting,
         queued_tokens=load.queued_tokens,
         blocks_left=load.blocks_left,
         steps=load.steps,
+        step_requests=load.step_requests,
+        step_tokens=load.step_tokens,
         preemptions=load.preemptions,
         kv_bytes=load.kv_bytes,
         links=[_describe_link(link, record.min_handoff_gbps) for link in record.links],

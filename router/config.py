@@ -29,6 +29,14 @@ class RouterConfig(Access):
     share_port: Annotated[
         bool, "let other routers listen on the same port, as one that takes this one's place"
     ] = False
+    tls_cert: Annotated[Path | None, "PEM certificate shown to clients; turns TLS on"] = None
+    tls_key: Annotated[Path | None, "PEM key of tls-cert"] = None
+    tls_client_ca: Annotated[
+        Path | None, "PEM certificates that sign those of clients; others are refused"
+    ] = None
+    keys: Annotated[
+        Path | None, "file of clients' keys (see effuse token); without it anybody may ask"
+    ] = None
     max_message_bytes: Annotated[int, "largest message taken from a client"] = 4 << 20
 
     # The fleet.
@@ -39,6 +47,10 @@ class RouterConfig(Access):
         "who prefills: prefill workers (remote), the decode worker itself (local), or prefill "
         "workers as long as there are any (auto)",
     ] = "auto"
+
+    show_requests: Annotated[
+        bool, "let whoever watches running requests see their ids, prompts and texts"
+    ] = False
 
     # Text.
     model: Annotated[
@@ -70,11 +82,20 @@ class RouterConfig(Access):
 
     ready_file: Annotated[Path | None, "write the address here, as JSON, once listening"] = None
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None, "send OpenTelemetry spans here, as http://host:4317 (extra `traces`)"
+    ] = None
     log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
-        self.check_plaintext("host", self.host, "calls")
+        if self.tls_cert is None:
+            self.check_plaintext("host", self.host, "calls")
+        checks.together(self, "tls_cert", "tls_key")
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "keys"):
+            checks.file(name, getattr(self, name))
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca: expected --tls-cert, --tls-key beside it")
         for name, low, high in (
             ("port", 0, 65535),
             ("max_message_bytes", 1024, 1 << 30),

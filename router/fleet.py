@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import grpc.aio
 
 from effuse.placement.records import Role, RoutedLoad, WorkerRecord
-from effuse.protos.rpc import connect
+from effuse.protos.errors import PeerLost
+from effuse.protos.fleet_channel import OPEN, FleetAccess, FleetChannel
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.calls import is_task_cancelled
 from effuse.router.policy import (
@@ -65,7 +66,7 @@ class View(Protocol):
 class WorkerChannel:
     """A channel to one address, with the stubs that calls need."""
 
-    channel: grpc.aio.Channel
+    channel: FleetChannel
     prefill: worker_pb2_grpc.PrefillServiceAsyncStub
     decode: worker_pb2_grpc.DecodeServiceAsyncStub
     worker: worker_pb2_grpc.WorkerServiceAsyncStub
@@ -73,7 +74,8 @@ class WorkerChannel:
 
 class RoutedFleet:
     """One per router, used from its event loop. `now` is a monotonic clock in seconds; `seats`:
-    how many requests we may have on a decode worker, all that it takes where there is none."""
+    how many requests we may have on a decode worker, all that it takes where there is none;
+    `access`: how workers know us, and we know them."""
 
     def __init__(
         self,
@@ -82,8 +84,12 @@ class RoutedFleet:
         now: Callable[[], float],
         *,
         seats: Callable[[WorkerRecord], int] | None = None,
+        access: FleetAccess = OPEN,
     ) -> None:
         self._seats = seats
+        self._access = access
+        self._certificates = access.look()  # which of them channels have
+        self._old_channels: list[FleetChannel] = []  # calls may still run on them
         self._view = view
         self._mode: PrefillMode = mode
         self.standing = Standing(now)
@@ -259,10 +265,11 @@ class RoutedFleet:
 
     async def _load_of(self, record: WorkerRecord) -> worker_pb2.GetLoadResponse | None:
         """What its front says; None where it does not answer."""
-        stub = self.peer(record.address).worker
+        peer = self.peer(record.address)
         try:
-            return await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
-        except grpc.aio.AioRpcError:
+            await peer.channel.prove()
+            return await peer.worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
+        except (grpc.aio.AioRpcError, PeerLost):
             return None
         except asyncio.CancelledError:
             if is_task_cancelled():
@@ -275,7 +282,7 @@ class RoutedFleet:
         """The channel to a worker; one for all of its requests."""
         peer = self._peers.get(address)
         if peer is None:
-            channel = connect(address)
+            channel = self._access.connect(address)
             peer = self._peers[address] = WorkerChannel(
                 channel, prefill_stub(channel), decode_stub(channel), worker_stub(channel)
             )
@@ -294,11 +301,24 @@ class RoutedFleet:
                 del self._in_flight[life], self._addresses[life]
         for address in self._peers.keys() - addresses:
             await self._peers.pop(address).channel.close(0)
+        if (newest := self._access.look()) != self._certificates:
+            self._certificates = newest
+            await self._renew_channels()
+
+    async def _renew_channels(self) -> None:
+        """New calls show new certificates; those that run end over the channels that they have,
+        which are closed when the next certificates come."""
+        old = [peer.channel for peer in self._peers.values()]
+        self._peers.clear()
+        forgotten, self._old_channels = self._old_channels, old
+        for channel in forgotten:
+            await channel.close(0)
 
     async def close(self) -> None:
         """Closes every channel."""
-        for peer in self._peers.values():
-            await peer.channel.close(0)
+        for channel in (*self._old_channels, *(peer.channel for peer in self._peers.values())):
+            await channel.close(0)
+        self._old_channels.clear()
         self._peers.clear()
 
     def _candidate(self, record: WorkerRecord, suspects: Collection[WorkerLife]) -> Candidate:

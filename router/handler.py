@@ -9,7 +9,6 @@ attempt (`attempt.py`), choosing workers (`policy.py`), what a failure means (`l
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import secrets
@@ -28,7 +27,7 @@ from effuse.protos.errors import (
     InvalidRequest,
     Unavailable,
 )
-from effuse.router.admission import place_of
+from effuse.router.admission import SlotNeed
 from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient, events_of, finished_of
 from effuse.router.detokenizer import AnswerText
@@ -39,7 +38,7 @@ from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Event, Request
 from effuse.router.router import Router
-from effuse.router.shared_request import SharedRequest
+from effuse.router.shared_request import SharedRequest, digest_of_asked
 from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 
@@ -81,17 +80,18 @@ def accept(
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         if not router.admission.knows_seats:
             router.count_seats()
-        router.admission.check()
-        asked_digest = _digest_of(message) if message.HasField("request_id") else ""
+        tenant = router.tenant()
+        router.quotas.check(tenant)
+        router.admission.check(SlotNeed(tenant=tenant.name))
+        asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
         # grpcio's types hide that there may be none
         time_left: float | None = context.time_remaining()
         limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
-        place = place_of(router.now(), asked.priority)
-        router.admission.check(place, left_s=limit_s, size=asked.most_tokens)
+        router.admission.check(SlotNeed.of(asked, tenant.name, router.now(), limit_s))
     except EffuseError as error:
-        router.metrics.refused.labels(error.code.name).inc()
+        router.metrics.count_refusal(router.tenant().name, error.code.name)
         raise
     router.retry_budget.add_request(router.now())
     return Request(
@@ -101,6 +101,7 @@ def accept(
         arrived=router.now(),
         limit_s=limit_s,
         deadline=asyncio.get_running_loop().time() + limit_s,
+        tenant=tenant,
         asked_digest=asked_digest,
         is_repeated=any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ()),
     )
@@ -118,7 +119,8 @@ class Handler:
         """Tells the client the answer and returns what is said at its end; raises `EffuseError`.
         Whatever happens, the request ends here and is counted."""
         router, request = self._router, self._request
-        with router.requests.running(request):
+        quota = router.quotas.running(request.tenant)
+        with router.requests.running(request), quota as spend:
             try:
                 async with asyncio.timeout_at(request.deadline) as limit:
                     with router.requests.limited_by(request, limit):
@@ -136,15 +138,15 @@ class Handler:
                 if not request.is_ended:  # an exception of ours is on its way to the border
                     self._record_end(Event.FAILED, "INTERNAL")
                 self._shared.end(None)
+                spend(len(request.prompt_token_ids) + len(request.token_ids))
 
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
         request = self._request
-        place = place_of(request.arrived, request.asked.priority)
         left_s = request.deadline - asyncio.get_running_loop().time()
-        most = request.asked.most_tokens
-        async with self._router.admission.slot(place, left_s=left_s, size=most):
+        need = SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
+        async with self._router.admission.slot(need):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -165,6 +167,7 @@ class Handler:
         request = self._request
         asked = request.asked
         request.queue_s = self._router.now() - request.arrived
+        self._router.traces.record("queue", request.queue_s)
         token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked)
@@ -191,7 +194,8 @@ class Handler:
         num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
         try:
             placement = await self._choose_workers()
-            with fleet.counted(placement, num_prompt, num_tokens) as share:
+            counted = fleet.counted(placement, num_prompt, num_tokens)
+            with counted as share, self._router.traces.span("attempt"):
                 return await self._begin_attempt(placement, share).run()
         finally:
             if fleet.num_alone:
@@ -384,11 +388,6 @@ def _request_id(message: pb.GenerateRequest) -> str:
     check_request_id(message.request_id, findings)
     findings.raise_any()
     return message.request_id
-
-
-def _digest_of(message: pb.GenerateRequest) -> str:
-    """Of the request as it was sent: the same where a client sends it again."""
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _sentences(*texts: str) -> str:

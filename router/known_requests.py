@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from google.protobuf.message import DecodeError
@@ -31,6 +32,15 @@ _STORED_STATES: Final = {
     "failed": pb.REQUEST_STATE_FAILED,
     "cancelled": pb.REQUEST_STATE_CANCELLED,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What is kept of a request that ended."""
+
+    until: float
+    tenant: str
+    described: pb.GetRequestResponse
 
 
 class StoredPlacements(Protocol):
@@ -55,12 +65,16 @@ class KnownRequests:
         self.idle = asyncio.Event()
         """Set while no request is queued or on workers."""
         self.idle.set()
-        self._ended: OrderedDict[str, tuple[float, pb.GetRequestResponse]] = OrderedDict()
+        self._ended: OrderedDict[str, EndedRequest] = OrderedDict()
 
     @property
     def num_running(self) -> int:
         """Requests that are queued or on workers."""
         return len(self._running)
+
+    def running_now(self) -> list[Request]:
+        """Those, oldest first."""
+        return list(self._running.values())
 
     def check_id(self, request_id: str) -> None:
         """Raises `AlreadyRunning` where a request has this id."""
@@ -99,30 +113,30 @@ class KnownRequests:
         for limit in self._limits.values():
             self._end(limit)
 
-    def cancel(self, request_id: str) -> bool:
-        """Has the time of a request end now; False where none of this id runs here."""
+    def cancel(self, request_id: str, tenant: str = "") -> bool:
+        """Has the time of a tenant's request end now; False where none of this id runs here."""
         limit = self._limits.get(request_id)
-        if limit is None:
+        if limit is None or self._running[request_id].tenant.name != tenant:
             return False
         self._running[request_id].is_ended_by_id = True
         self._end(limit)
         return True
 
-    def find(self, request_id: str) -> pb.GetRequestResponse | None:
-        """A request that runs here or ended a short while ago."""
+    def find(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse | None:
+        """A tenant's request that runs here or ended a short while ago."""
         request = self._running.get(request_id)
         if request is not None:
-            return request.describe()
+            return request.describe() if request.tenant.name == tenant else None
         self._forget_old()
         held = self._ended.get(request_id)
-        return None if held is None else held[1]
+        return None if held is None or held.tenant != tenant else held.described
 
-    async def find_stored(self, request_id: str) -> pb.GetRequestResponse:
-        """A request of another router; raises `NotFound` or `Unavailable`."""
+    async def find_stored(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse:
+        """A tenant's request of another router; raises `NotFound` or `Unavailable`."""
         try:
             stored = await self._store.placement(request_id)
-            if stored is not None:
-                return _describe_stored(decode_placement(stored))
+            if stored is not None and (record := decode_placement(stored)).tenant == tenant:
+                return _describe_stored(record)
         except StoreUnavailable as error:
             text = "requests of other routers cannot be looked up now"
             raise Unavailable(text, retry_after_s=1.0) from error
@@ -153,16 +167,17 @@ class KnownRequests:
 
     def _remember(self, request: Request) -> None:
         self._ended.pop(request.id, None)
-        self._ended[request.id] = (self._now() + REMEMBERED_S, request.describe())
+        until = self._now() + REMEMBERED_S
+        self._ended[request.id] = EndedRequest(until, request.tenant.name, request.describe())
         self._forget_old()
 
     def _forget_old(self) -> None:
         now = self._now()
         while self._ended:
-            until, ended = next(iter(self._ended.values()))
-            if until > now and len(self._ended) <= MOST_REMEMBERED:
+            oldest = next(iter(self._ended.values()))
+            if oldest.until > now and len(self._ended) <= MOST_REMEMBERED:
                 return
-            del self._ended[ended.request_id]
+            del self._ended[oldest.described.request_id]
 
 
 def _describe_stored(record: PlacementRecord) -> pb.GetRequestResponse:

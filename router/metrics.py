@@ -46,6 +46,15 @@ class RouterMetrics(ProcessMetrics):
         self.refused = self.counter("refused", "Requests refused at the door", "status")
         self.poison = self.counter("refused_poison", "Requests refused since engines died of them")
         self.repeated = self.counter("answers_repeated", "Answers given that were kept from before")
+        self.tenants = self.counter(
+            "tenant_requests",
+            "Requests of keys' owners, by how they ended",
+            "tenant",
+            "status",
+        )
+        self.tenant_tokens = self.counter(
+            "tenant_tokens", "Tokens of their prompts and answers", "tenant"
+        )
         self.prompt_tokens = self.counter(
             "prompt_tokens", "Prompt tokens of answered requests", MODEL
         )
@@ -74,10 +83,20 @@ class RouterMetrics(ProcessMetrics):
         model = request.asked.model.name
         self.latency.labels(model).observe(stats.total_s)
         self.requests.labels(model, status).inc()
+        if tenant := request.tenant.name:
+            self.tenants.labels(tenant, status).inc()
+            num_tokens = len(request.prompt_token_ids) + len(request.token_ids)
+            self.tenant_tokens.labels(tenant).inc(num_tokens)
         if request.was_kept:
             self.repeated.inc()
         elif status == "OK":
             self._count_answer(request, stats)
+
+    def count_refusal(self, tenant: str, status: str) -> None:
+        """A request was refused before anything was held; `tenant` is empty without keys."""
+        self.refused.labels(status).inc()
+        if tenant:
+            self.tenants.labels(tenant, status).inc()
 
     def _count_answer(self, request: Request, stats: Stats) -> None:
         model = request.asked.model.name

@@ -21,12 +21,15 @@ from effuse.compat import (
     vllm_engine_pb2,
     vllm_engine_pb2_grpc,
 )
+from effuse.placement.redis_access import RedisAccess
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
+from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
 from effuse.router.kserve import InferenceServicer
+from effuse.router.monitor import MonitorServicer
 from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import live_workers
 from effuse.router.router import Router
@@ -35,14 +38,23 @@ from effuse.router.texts import Texts
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
-from effuse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from effuse.telemetry.traces import Traces, TracesUnavailable
+from effuse.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    monitor_pb2,
+    monitor_pb2_grpc,
+)
 
 LOG: Final = logging.getLogger(__name__)
 GENERATION: Final[str] = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODELS: Final[str] = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 VLLM_ENGINE: Final[str] = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 KSERVE: Final[str] = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-SERVICES: Final = (GENERATION, MODELS, VLLM_ENGINE, KSERVE)
+MONITOR: Final[str] = monitor_pb2.DESCRIPTOR.services_by_name["MonitorService"].full_name
+SERVICES: Final = (GENERATION, MODELS, MONITOR, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
 SHARE_S: Final = 1.0
@@ -60,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
             config.model or bundled_directory(), threads=config.tokenizer_threads
         )
         asyncio.run(_run(config, tokenizer))
-    except* (TokenizerError, OSError) as failed:
+    except* (TokenizerError, OSError, TracesUnavailable) as failed:
         errors = _texts(failed)
     if errors:
         LOG.error("%s", "; ".join(errors))
@@ -68,8 +80,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _run(config: RouterConfig, tokenizer: Tokenizer) -> None:
-    async with rpc.shutdown_signal() as stop, Store(config.redis_url, config.fleet) as store:
-        await serve(Router(config, tokenizer, store), stop)
+    access = RedisAccess(credentials=config.redis_credentials, ca=config.redis_ca)
+    store_of_fleet = Store(config.redis_url, config.fleet, access=access)
+    traces = Traces.to(config.otlp_traces_endpoint, "router")
+    async with rpc.shutdown_signal() as stop, store_of_fleet as store:
+        await serve(Router(config, tokenizer, store, traces=traces), stop)
+    await asyncio.to_thread(traces.close)
 
 
 async def serve(router: Router, stop: asyncio.Event) -> None:
@@ -119,24 +135,37 @@ async def _start(router: Router) -> RpcServer:
     """Listens, not ready yet as far as health goes."""
     config = router.config
     limits = replace(rpc.PUBLIC_LIMITS, max_message_bytes=config.max_message_bytes)
-    server = RpcServer(limits, shares_port=config.share_port)
+    server = RpcServer(
+        limits, shares_port=config.share_port, tls=_tls(config), doorkeeper=router.keys
+    )
     _add_services(router, server.server)
     router.port = await server.start(f"{config.host}:{config.port}", SERVICES)
+    server.set_serving(MONITOR, True)
+    if config.health_port is not None:
+        health_port = await server.start_health(f"{config.host}:{config.health_port}")
+        LOG.info("health alone is on %s:%d", config.host, health_port)
     for role in ROLES:
         server.set_serving(role, False)
-    address = f"{config.host}:{router.port}"
     if config.ready_file is not None:
-        rpc.write_ready_file(config.ready_file, address, **_ready_facts(router))
-    LOG.info("listening on %s", address)
+        rpc.write_ready_file(config.ready_file, _address(router), **_ready_facts(router))
+    LOG.info("listening on %s", _address(router))
     router.ready.set()
     return server
 
 
-def _ready_facts(router: Router) -> dict[str, str]:
+def _tls(config: RouterConfig) -> ServerTls | None:
+    """Of the public port. Raises OSError where certificates cannot be used."""
+    if config.tls_cert is None:
+        return None
+    return ServerTls(TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca))
+
+
+def _ready_facts(router: Router, prefill: int = 0, decode: int = 0) -> dict[str, str]:
     """What the ready file says beside the address."""
-    if not router.metrics_port:
-        return {}
-    return {"metrics": f"{router.config.metrics_host}:{router.metrics_port}"}
+    facts = {"prefill": str(prefill), "decode": str(decode)}
+    if router.metrics_port:
+        facts["metrics"] = f"{router.config.metrics_host}:{router.metrics_port}"
+    return facts
 
 
 def _add_services(router: Router, server: grpc.aio.Server) -> None:
@@ -148,6 +177,7 @@ def _add_services(router: Router, server: grpc.aio.Server) -> None:
     )
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
+    monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(router), server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
 
@@ -179,13 +209,30 @@ async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> N
 async def _follow_fleet(router: Router, server: RpcServer) -> None:
     """Keeps queue, waiting requests, health and channels in step with the fleet, until
     cancelled."""
+    told = (0, 0)
     while True:
         router.count_seats()
         router.fleet.look()
+        told = _tell_workers(router, told)
         router.metrics.show_workers(router.fleet.candidates())
         _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
+
+
+def _tell_workers(router: Router, told: tuple[int, int]) -> tuple[int, int]:
+    """Tells who waits for the ready file how many prefill and decode workers live, if that is not
+    what it was told; returns the numbers."""
+    prefill, decode = (len(role) for role in live_workers(router.fleet.candidates()))
+    path = router.config.ready_file
+    if path is not None and (prefill, decode) != told:
+        facts = _ready_facts(router, prefill, decode)
+        rpc.update_ready_file(path, _address(router), **facts)
+    return prefill, decode
+
+
+def _address(router: Router) -> str:
+    return f"{router.config.host}:{router.port}"
 
 
 async def _ask_absent(router: Router) -> None:

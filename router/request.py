@@ -18,6 +18,7 @@ from typing import Final
 from effuse.placement.records import Role
 from effuse.protos.errors import EffuseError
 from effuse.router.detokenizer import AnswerText
+from effuse.router.keys import NOBODY, Tenant
 from effuse.router.ladder import Setbacks
 from effuse.router.poison import digest_of
 from effuse.router.policy import Fingerprint, Holder
@@ -123,6 +124,7 @@ class Request:
     arrived: float
     limit_s: float  # longest that it may take
     deadline: float  # on the event loop's clock
+    tenant: Tenant = NOBODY  # whose it is
     asked_digest: str = ""  # of the client's message, where the client chose the id
     is_repeated: bool = False  # the client has asked for it before
     is_anothers: bool = False  # another router runs it

@@ -20,21 +20,27 @@ from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.errors import EngineLost, Poisonous
+from effuse.protos.fleet_channel import FleetAccess
+from effuse.protos.gate import CALLER
 from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue
 from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
 from effuse.router.fleet import RoutedFleet
+from effuse.router.keys import KeyRing, Tenant
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import RouterMetrics
+from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, Prospect, life_of
+from effuse.router.quotas import Quotas
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
 from effuse.telemetry import logs
+from effuse.telemetry.traces import Traces
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)
@@ -43,7 +49,7 @@ FLUSH_S: Final = 1.0
 
 class Router:
     """One router. `now` is a monotonic clock in seconds. `port` and `metrics_port` are known once
-    `ready` is set."""
+    `ready` is set. Raises OSError where certificates or the fleet's secret cannot be used."""
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class Router:
         store: Store,
         *,
         now: Callable[[], float] = time.monotonic,
+        traces: Traces | None = None,
     ) -> None:
         self.id = f"router-{secrets.token_hex(6)}"
         self.config = config
@@ -61,9 +68,13 @@ class Router:
         self.view = FleetView(store)
         self.placements = PlacementWriter(store)
         self.others = OtherRouters(store, self.id)
-        self.fleet = RoutedFleet(self.view, config.prefill, now, seats=self.others.seats)
+        self.fleet = RoutedFleet(
+            self.view, config.prefill, now, seats=self.others.seats, access=_access(config)
+        )
         self.catalogue = Catalogue(self.fleet)
         self.admission = Admission(config.max_concurrent_requests, config.max_queue, now)
+        self.keys = None if config.keys is None else KeyRing(config.keys)
+        self.quotas = Quotas(now)
         self.requests = KnownRequests(store, now)
         self.cleanup = Cleanup(self.fleet)
         self.verdicts = Verdicts(now)
@@ -71,6 +82,8 @@ class Router:
             config.retry_share, float(config.max_concurrent_requests), now()
         )
         self.num_retries = 0
+        self.monitor = Monitor()
+        self.traces = traces or Traces()
         self.metrics = RouterMetrics()
         self._add_readings()
         self.port = 0
@@ -108,6 +121,7 @@ class Router:
     async def drain(self) -> None:
         """Returns once no request runs: what is not answered within `drain_s` is told to come
         again."""
+        self.monitor.is_over.set()
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self.requests.idle.wait()
@@ -129,6 +143,11 @@ class Router:
             takes_chats=tokenizer.has_chat_template,
             chat_end_ids=tokenizer.chat_end_ids,
         )
+
+    def tenant(self) -> Tenant:
+        """Whose call is being answered, and what it may have."""
+        name = CALLER.get()
+        return Tenant(name) if self.keys is None else self.keys.tenant(name)
 
     # What engines die of.
 
@@ -224,6 +243,12 @@ class Router:
             ("answers_dropped", "Answers never kept", lambda: placements.dropped_answers),
         ):
             self.metrics.read_counter(counter, text, read)
+
+
+def _access(config: RouterConfig) -> FleetAccess:
+    return FleetAccess.read(
+        config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
+    )
 
 
 def _figures(request: Request, stats: Stats) -> dict[str, str | int | float]:

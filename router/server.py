@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import grpc.aio
 
-from effuse.router.client import AnswerStream, WholeAnswer
+from effuse.router.client import AnswerStream, Recipient, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
-from effuse.router.handler import Handler, accept
+from effuse.router.handler import Handler, Response, Sent, accept
+from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
@@ -25,8 +28,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GenerateResponse:
         """The whole answer at its end."""
         answer = WholeAnswer()
-        accepted = accept(self._router, request, context, is_stream=False)
-        finished = await Handler(self._router, accepted, answer).serve()
+        with self._span(context):
+            accepted = accept(self._router, request, context, is_stream=False)
+            finished = await self._serve(accepted, answer)
         return answer.response(accepted.id, finished)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
@@ -38,12 +42,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        accepted = accept(self._router, request.request, context, is_stream=True)
-        stream = AnswerStream(context)
-        await stream.finish(
-            Handler(self._router, accepted, stream).serve(),
-            lambda finished: pb.GenerateStreamResponse(request_id=accepted.id, finished=finished),
-        )
+        with self._span(context):
+            accepted = accept(self._router, request.request, context, is_stream=True)
+            stream = AnswerStream(context)
+            await stream.finish(
+                self._serve(accepted, stream),
+                lambda finished: pb.GenerateStreamResponse(
+                    request_id=accepted.id, finished=finished
+                ),
+            )
 
     async def CancelRequest(
         self,
@@ -55,9 +62,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_request_id(request.request_id, findings)
         findings.raise_any()
         name = request.request_id
-        if requests.cancel(name):
+        tenant = self._router.tenant().name
+        if requests.cancel(name, tenant):
             return pb.CancelRequestResponse(request_id=name, was_running=True)
-        found = requests.find(name) or await requests.find_stored(name)
+        found = requests.find(name, tenant) or await requests.find_stored(name, tenant)
         return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
 
     async def GetRequest(
@@ -71,6 +79,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         check_request_id(request.request_id, findings)
         findings.raise_any()
         requests = self._router.requests
-        known = requests.find(request.request_id)
-        found = known or await requests.find_stored(request.request_id)
+        tenant = self._router.tenant().name  # nobody reads another's answer
+        known = requests.find(request.request_id, tenant)
+        found = known or await requests.find_stored(request.request_id, tenant)
         return await requests.add_answer(found)
+
+    def _span(
+        self, context: grpc.aio.ServicerContext[Sent, Response]
+    ) -> AbstractContextManager[None]:
+        """A request's own span, within that of its client if there is one."""
+        return self._router.traces.span("generate", context.invocation_metadata() or ())
+
+    async def _serve(self, request: Request, client: Recipient) -> pb.Finished:
+        """Serves it, and tells the trace how it ended."""
+        finished = await Handler(self._router, request, client).serve()
+        self._router.traces.annotate(
+            {
+                "gen_ai.request.model": finished.model,
+                "gen_ai.usage.input_tokens": finished.usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": finished.usage.completion_tokens,
+                "effuse.request_id": request.id,
+                "effuse.attempts": request.num_attempts,
+            }
+        )
+        return finished

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from typing import Final
 
@@ -27,6 +28,7 @@ from effuse.placement.records import (
 from effuse.placement.store import Claim, StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, Unavailable
 from effuse.router.client import Recipient, WholeAnswer
+from effuse.router.keys import Tenant
 from effuse.router.policy import Placement
 from effuse.router.request import Request, State
 from effuse.router.router import Router
@@ -167,6 +169,7 @@ class SharedRequest:
             state="running",
             model=self._request.asked.model.name,
             seed=self._request.asked.sampling.seed,
+            tenant=self._request.tenant.name,
         )
 
     def _write(self, record: PlacementRecord, answer: pb.GenerateResponse | None = None) -> None:
@@ -184,3 +187,9 @@ class SharedRequest:
 
 def _placed_on(record: WorkerRecord) -> PlacedOn:
     return PlacedOn(worker_id=record.worker_id, incarnation=record.incarnation)
+
+
+def digest_of_asked(message: pb.GenerateRequest, tenant: Tenant) -> str:
+    """Of a request as it was sent: the same where its tenant, and nobody else, sends it again."""
+    owner = tenant.name.encode() + b"\0"
+    return hashlib.sha256(owner + message.SerializeToString(deterministic=True)).hexdigest()

@@ -19,11 +19,15 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+# A series more for each counter, which nobody asks for.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PREFIX: Final = "effuse_"
 LATENCY_S: Final = (

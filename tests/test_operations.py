@@ -9,40 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.metrics_core import Metric
-from router.fake_model import byte_tokenizer
-from router.fakes import FakeStore
+from every_metric import router_metrics, scraped_name, worker_metrics
 
 from effuse.decode_worker.config import DecodeConfig
-from effuse.placement.records import Load
 from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos import errors
 from effuse.router.config import RouterConfig
-from effuse.router.router import Router
-from effuse.router.tokenizer import Tokenizer
 from effuse.telemetry.metrics import ProcessMetrics
-from effuse.worker.metrics import WorkerMetrics, WorkerReadings
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "operations.md").read_text()
-
-
-def _readings() -> WorkerReadings:
-    return WorkerReadings(role="decode", model_name="tiny", load=Load(), restarts=0, tasks=0)
-
-
-def router_metrics() -> ProcessMetrics:
-    """Those of a router that nobody asked anything."""
-    return Router(RouterConfig(), Tokenizer(byte_tokenizer()), FakeStore()).metrics
 
 
 def _shown(name: str) -> bool:
     return re.search(rf"`{re.escape(name)}[`{{]", PAGE) is not None
 
 
-@pytest.mark.parametrize("metrics", [WorkerMetrics(_readings), router_metrics()])
+@pytest.mark.parametrize("metrics", [worker_metrics(), router_metrics()])
 def test_every_metric_is_told(metrics: ProcessMetrics) -> None:
-    names = {_scraped(one) for one in metrics.families() if one.name.startswith("effuse_")}
+    names = {scraped_name(one) for one in metrics.families() if one.name.startswith("effuse_")}
     assert len(names) > 20
     assert not [name for name in names if not _shown(name)]
 
@@ -51,12 +36,8 @@ def test_every_metric_that_is_told_is_there() -> None:
     """In the tables, whose rows begin with their names."""
     cells = "".join(re.findall(r"^\| (`effuse.+?) \|", PAGE, re.MULTILINE))
     told = set(re.findall(r"`(effuse_[a-z0-9_]+)", cells))
-    families = [*WorkerMetrics(_readings).families(), *router_metrics().families()]
-    assert told - {_scraped(one) for one in families} == set()
-
-
-def _scraped(family: Metric) -> str:
-    return f"{family.name}_total" if family.type == "counter" else family.name
+    families = [*worker_metrics().families(), *router_metrics().families()]
+    assert told - {scraped_name(one) for one in families} == set()
 
 
 def test_every_flag_is_told() -> None:

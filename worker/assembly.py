@@ -20,6 +20,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
+from effuse.kvtransfer.zmq_curve import CurveKeys
 from effuse.models.defaults import read_defaults
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part
@@ -28,6 +29,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
+from effuse.protos.fleet_secret import FleetSecret
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Ready
 from effuse.worker.pulse import Pulse
@@ -313,4 +315,13 @@ def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role:
         memory,
         host=config.host,
         advertised_host=config.connector_host or config.reachable_host(),
+        keys=_curve_keys(config),
     )
+
+
+def _curve_keys(config: WorkerConfig) -> CurveKeys | None:
+    if not config.encrypt_pages:
+        return None
+    if config.fleet_secret is None:
+        raise ValueError("--encrypt-pages: expected --fleet-secret beside it")
+    return CurveKeys.of(FleetSecret.read(config.fleet_secret).derive("pages"))

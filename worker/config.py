@@ -66,6 +66,9 @@ class WorkerConfig(Access):
         str | None, "name or address that others reach this worker by (default: host)"
     ] = None
     connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
+    encrypt_pages: Annotated[
+        bool, "encrypt pages over zmq, for who has the fleet-secret alone (CURVE)"
+    ] = False
     connector_host: Annotated[
         str | None, "address of the zmq connector (default: advertise-host)"
     ] = None
@@ -89,12 +92,19 @@ class WorkerConfig(Access):
     max_request_s: Annotated[float, "longest that one request may take"] = 3600.0
 
     log_level: Annotated[LogLevel, "least severe messages to log"] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None, "send OpenTelemetry spans here, as http://host:4317 (extra `traces`)"
+    ] = None
     log_format: Annotated[LogFormat, "log lines for people, or one JSON object each"] = "text"
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
-        self.check_plaintext("host", self.host, "calls")
-        self.check_plaintext("host", self.host, "pages")
+        if self.fleet_cert is None:
+            self.check_plaintext("host", self.host, "calls")
+        if self.encrypt_pages and self.connector != "zmq":
+            raise ValueError(f"--encrypt-pages: expected --connector zmq, got {self.connector}")
+        if not self.encrypt_pages:
+            self.check_plaintext("host", self.host, "pages")
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)
         for name in ("num_pages", "block_size", "max_model_len"):

@@ -18,10 +18,15 @@ from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
 from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
+from effuse.placement.redis_access import RedisAccess
 from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.errors import Draining
+from effuse.protos.fleet_channel import FleetAccess
+from effuse.protos.gate import FleetOnly, ProofServicer
 from effuse.telemetry import logs
+from effuse.telemetry.traces import TracesUnavailable
+from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, WorkerConfig
@@ -53,8 +58,8 @@ class Role:
 def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
-    0 after a drain; 1 if the checkpoint is not served, no engine starts, the port is taken, or
-    another process has its worker id.
+    0 after a drain; 1 if the checkpoint is not served, no engine starts, the port is taken,
+    certificates or the secret cannot be used, or another process has its worker id.
     """
     logs.set_up(role.name, config.log_level, config.log_format)
     status = 0
@@ -62,7 +67,7 @@ def run(config: WorkerConfig, role: Role) -> int:
         if config.model is not None:
             refuse_unserved(config.model, config.block_size)
         asyncio.run(_run(config, role))
-    except* (CheckpointError, GaveUp, Superseded, OSError) as failed:
+    except* (CheckpointError, GaveUp, Superseded, OSError, TracesUnavailable) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
         status = 1
     return status
@@ -83,8 +88,13 @@ class Front:
         self._changed = asyncio.Event()  # the engine has come or gone, or a drain has begun
         attempts = Attempts()
         supervisor = Supervisor(role.engine_module, config, attempts, on_change=self._changed.set)
-        self.shell = Shell(role.name, config, attempts, supervisor, tasks)
-        self.server = rpc.RpcServer(rpc.FLEET_LIMITS)
+        access = FleetAccess.read(
+            config.fleet_cert, config.fleet_key, config.fleet_ca, config.fleet_secret
+        )
+        self.shell = Shell(role.name, config, attempts, supervisor, tasks, access)
+        self.server = rpc.RpcServer(
+            rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=self._doorkeeper(access)
+        )
         self._facts: dict[str, str] = {}  # for whoever waits for the ready file
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
@@ -109,6 +119,7 @@ class Front:
                 task.cancel()
             self.shell.abandon()
             await asyncio.wait(background, timeout=END_S)
+            await asyncio.to_thread(self.shell.traces.close)
 
     def drain(self, deadline_s: float) -> None:
         """Admits nothing more; ends what still runs after `deadline_s`."""
@@ -130,8 +141,19 @@ class Front:
             self._draining.cancel()
             self._draining = None
 
+    def _doorkeeper(self, access: FleetAccess) -> FleetOnly | None:
+        if access.secret is None:
+            return None
+        return FleetOnly(access.secret, self._address)
+
+    def _address(self) -> str:
+        return self.shell.identity.address
+
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         config, role = self._config, self._role
+        if (secret := self.shell.access.secret) is not None:
+            proof = ProofServicer(secret, self._address)
+            add_ProofServiceServicer_to_server(proof, self.server.server)
         role.add(self.shell, self.server.server)
         worker = WorkerServicer(self.shell, self.drain, self.undrain)
         add_WorkerServiceServicer_to_server(worker, self.server.server)
@@ -143,15 +165,22 @@ class Front:
         self.server.set_serving("", True)
         self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
+        if config.health_port is not None:
+            port = await self.server.start_health(f"{config.host}:{config.health_port}")
+            LOG.info("health alone is on %s:%d", config.host, port)
         if config.metrics:
             served = self.shell.metrics.served(config.metrics_host, config.metrics_port)
             self._facts["metrics"] = f"{config.metrics_host}:{stack.enter_context(served)}"
             LOG.info("metrics are on %s", self._facts["metrics"])
 
     async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
-        if not self._config.redis_url:
+        config = self._config
+        if not config.redis_url:
             return []
-        store = await stack.enter_async_context(Store(self._config.redis_url, self._config.fleet))
+        access = RedisAccess(credentials=config.redis_credentials, ca=config.redis_ca)
+        store = await stack.enter_async_context(
+            Store(config.redis_url, config.fleet, access=access)
+        )
         self._announcer = Announcer(store, self.shell.record, new_incarnation())
         beside: list[Coroutine[None, None, None]] = [self._keep_lease(self._announcer)]
         if self._role.beside is not None:

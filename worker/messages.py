@@ -185,7 +185,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A block in flight changed. Sent only where drafts were asked for."""
+    """A block has begun or changed. Sent only where drafts were asked for."""
 
     attempt: AttemptId
     token_offset: (

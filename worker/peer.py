@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.protos import rpc
+from effuse.protos.fleet_channel import OPEN, FleetAccess
 from effuse.protos.stubs import worker_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
@@ -46,6 +46,7 @@ async def until_gone(
     attempt: AttemptId,
     reason: str,
     *,
+    access: FleetAccess = OPEN,
     patience: Patience | None = None,
     now: Callable[[], float] = time.monotonic,
     goes_on: Callable[[], bool] = lambda: True,
@@ -62,7 +63,7 @@ async def until_gone(
     request = pb.AbortRequest(
         attempt=wire.attempt_to_proto(attempt), reason=reason, incarnation=writer.incarnation
     )
-    async with rpc.connect(writer.address, keepalive=None) as channel:
+    async with access.connect(writer.address, keepalive=None) as channel:
         stub = worker_stub(channel)
         while goes_on():
             answer = await _ask(stub, request, patience.call_s)

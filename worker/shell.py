@@ -6,11 +6,14 @@ Speaks no gRPC itself: it takes checked messages and raises the errors of `proto
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
+from effuse.protos.fleet_channel import OPEN, FleetAccess
+from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
@@ -43,13 +46,16 @@ class Shell:
         attempts: Attempts,
         supervisor: Supervisor,
         tasks: asyncio.TaskGroup,
+        access: FleetAccess = OPEN,
     ) -> None:
         self.role = role
+        self.access = access
         self.identity = WorkerIdentity(worker_id="", address="")  # known once the port is
         self.config = config
         self.attempts = attempts
         self.supervisor = supervisor
         self.metrics = WorkerMetrics(self._readings)
+        self.traces = Traces.to(config.otlp_traces_endpoint, role)
         self.is_draining = False
         # Of a prefill worker, as placement.records.WorkerRecord has them; links by the engine's
         # life that they were measured for.
@@ -99,6 +105,11 @@ class Shell:
         """Returns how long a call may take, given what its client allows; None is no limit."""
         most = self.config.max_request_s
         return most if remaining_s is None else min(remaining_s, most)
+
+    def span(self, name: str, metadata: Carrier | None) -> AbstractContextManager[None]:
+        """What this worker does for a call, within the span that the call names."""
+        attributes = {"effuse.worker": self.identity.worker_id}
+        return self.traces.span(name, metadata or (), attributes)
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Runs what must happen although its caller may be gone."""

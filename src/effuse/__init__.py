@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from effuse.client.params import Params
     from effuse.offline.llm import LLM
     from effuse.protos.errors import EffuseError
+    from effuse.protos.tls import TlsFiles
 
 _HOMES = {
     "Answer": "effuse.client.answer",
@@ -28,6 +29,7 @@ _HOMES = {
     "LLM": "effuse.offline.llm",
     "Params": "effuse.client.params",
     "StreamBroken": "effuse.client.answer",
+    "TlsFiles": "effuse.protos.tls",
 }
 __all__ = [
     "LLM",
@@ -38,6 +40,7 @@ __all__ = [
     "EffuseError",
     "Params",
     "StreamBroken",
+    "TlsFiles",
 ]
 
 

@@ -112,7 +112,9 @@ class Subject:
 
     def redis_client(self, timeout_s: float = _ANSWER_S) -> Redis:
         """A client of its Redis; the caller closes it."""
-        return Redis.from_url(self.up.redis_url, socket_timeout=timeout_s)
+        url = self.up.redis_url
+        known = self.up.redis_access.arguments(url)
+        return Redis.from_url(url, socket_timeout=timeout_s, **known)
 
     def redis_answers(self) -> bool:
         """Whether Redis says anything within a second."""
@@ -143,7 +145,7 @@ class Subject:
                 descriptors=0,
             )  # fmt: skip
         with _looking(name):
-            load = load_of(found[name].address)
+            load = load_of(found[name].address, self.up.secret)
             descriptors = self.front(name).num_fds() + self.engine(name).num_fds()
         return WorkerState(
             is_ready=True,

@@ -25,6 +25,9 @@ def test_it_solves_problems_on_a_fleet_of_its_own(
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]
     assert lines.count("right") == 2
+    partly = [line for line in lines if "░" in line and line.strip("|░")]
+    assert len(partly) > 10, "answers are seen half denoised"
+    assert sum(line.startswith("at full speed") for line in lines) == 2
     assert lines[-1] == "2 of 2 answers are right."
     assert {"redis", "router", "prefill-0", "decode-0"} <= {line.split(" ")[0] for line in lines}
     assert sum("KV bytes over zmq" in line for line in lines) == 2

@@ -40,6 +40,7 @@ def test_every_command_refuses_an_unknown_flag(
         "generate": ["hello"],
         "bench": ["--dataset", __file__],
         "convert-tokenizer": ["."],
+        "token": ["acme"],
         "completion": ["bash"],
         "check-ghz": [__file__],
     }

@@ -28,7 +28,7 @@ from effuse.cli.commands import (
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
 from effuse.cli.keeper import Restarts, Rolling, watch_over
 from effuse.cli.process import Process
-from effuse.cli.up import greeting, main, parse
+from effuse.cli.up import UpView, greeting, main, parse
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -48,22 +48,23 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_defaults() -> None:
-    config, quiet = parse([])
+    config, view = parse([])
     assert config == FleetConfig(port=50051)
-    assert not quiet
+    assert view == UpView(page_port=0)
 
 
 def test_its_own_flags_and_the_workers(tmp_path: Path) -> None:
-    config, quiet = parse(
+    config, view = parse(
         [
             *("--prefill", "0", "--decode", "3", "--connector", "nixl", "--port", "0", "--quiet"),
+            "--no-page",
             *("--model", str(tmp_path), "--max-num-seqs", "4", "--page-size=8"),
         ]
     )
     assert (config.prefill, config.decode, config.connector, config.port) == (0, 3, "nixl", 0)
     assert config.model == tmp_path
     assert config.worker_flags == ("--max-num-seqs", "4", "--page-size=8")
-    assert quiet
+    assert view == UpView(quiet=True)
 
 
 def test_a_roles_flags_go_to_that_role_alone() -> None:
@@ -219,7 +220,7 @@ def test_a_gpu_that_is_not_shared_is_used_as_the_flags_say() -> None:
 def _memory(fleet: Fleet) -> dict[str, list[str]]:
     """What the fleet itself says of memory to each worker, behind all other flags."""
     around = Surroundings(
-        fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._ready_file
+        fleet="f", redis_url="redis://a", port=1, gpus=fleet.gpus, ready_file=fleet._home.ready_file
     )
     return {
         name: words[-1:] if words[-2] == "--gpu-memory-utilization" else []
@@ -361,7 +362,7 @@ def test_the_end_of_a_log_that_is_shown_anyhow_is_not_told_again() -> None:
 
 
 def test_a_fleet_without_decode_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="decode must be 1 or more workers, got 0"):
+    with pytest.raises(ValueError, match="decode must be 1 or more, got 0"):
         FleetConfig(decode=0)
 
 
@@ -380,7 +381,7 @@ def fleet() -> Iterator[Fleet]:
         ' pathlib.Path(sys.argv[1]).write_text(\'{"address": "a:1"}\'); time.sleep(60)'
     )
     for name, tries in (("prefill-0", "3"), ("decode-0", "2")):
-        ready, tried = fleet._ready_file(name), fleet.log_dir / f"{name}.tries"
+        ready, tried = fleet._home.ready_file(name), fleet.log_dir / f"{name}.tries"
         fleet._commands[name] = [sys.executable, "-c", code, str(ready), str(tried), tries]
     yield fleet
     fleet.stop(lambda: True)

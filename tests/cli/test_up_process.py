@@ -22,7 +22,7 @@ from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.logs import main as logs
 
 DEADLINE_S = 90
-GREETING = "effuse is ready on|metrics are on|took |effuse up: ends once"
+GREETING = "effuse is ready on|look at it on|metrics are on|took |effuse up: ends once"
 
 
 class Up:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 
 from rich.console import Console
+from rich.text import Text
 
-from effuse.cli.watch import watch
+from effuse.cli.watch import Film, watch
 from effuse.v1.generation_pb2 import BlockCommit, BlockDraft, Finished, GenerateStreamResponse
 
 EVENTS = (
@@ -26,9 +27,24 @@ def test_plain_lines_when_piped() -> None:
     assert out.getvalue().splitlines() == ["  |\u2591\u2591", "  |[a]\u2591", "  [a]b"]
 
 
-def test_a_terminal_keeps_the_last_state() -> None:
+def test_a_terminal_shows_every_state_however_fast_they_come() -> None:
     out = io.StringIO()
     with watch(Console(file=out, force_terminal=True, width=40)) as show:
         for event in EVENTS:
             show(event)
-    assert "[a]b" in out.getvalue()
+    states = ["\u2591\u2591", "[a]", "[a]b"]
+    assert all(state in out.getvalue() for state in states)
+    assert [out.getvalue().index(state) for state in states] == sorted(
+        out.getvalue().index(state) for state in states
+    )
+
+
+def test_a_film_shows_one_frame_after_the_other_and_is_never_far_behind() -> None:
+    film = Film()
+    assert (film.next_frame().plain, film.is_behind) == ("", False)
+    for number in range(100):
+        film.add(Text(str(number)))
+    assert film.next_frame().plain == "84"
+    shown = [film.next_frame().plain for _ in range(16)]
+    assert shown == [*(str(number) for number in range(85, 100)), "99"]
+    assert not film.is_behind

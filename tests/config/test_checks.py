@@ -58,3 +58,8 @@ def test_a_redis_without_its_scheme() -> None:
     for broken in ("redis://host:port/0", "redis://host:70000", "redis://[::1/0"):
         with pytest.raises(ValueError, match=r"^--redis-url: expected redis://"):
             checks.redis_url("redis_url", broken)
+
+
+def test_a_redis_with_a_password_that_all_would_read() -> None:
+    with pytest.raises(ValueError, match=r"^--redis-url: expected no password; .*file$"):
+        checks.redis_url("redis_url", "redis://user:hidden@host:1/0")

@@ -97,8 +97,8 @@ def test_processes_and_fleets_take_one(tmp_path: Path, capsys: pytest.CaptureFix
         "prefill = 0\nmax-queue = 5\nmax-num-seqs = 4\ndevice = 'cpu'\nquiet = true\n"
         "default-algorithm = 'llada'"
     )
-    up, quiet = parse_up(["--config", str(fleet), "--max-num-seqs", "8"])
-    assert (up.prefill, quiet, up.router_flags) == (0, True, ("--max-queue=5",))
+    up, view = parse_up(["--config", str(fleet), "--max-num-seqs", "8"])
+    assert (up.prefill, view.quiet, up.router_flags) == (0, True, ("--max-queue=5",))
     assert up.worker_flags == ("--max-num-seqs=4", "--device=cpu", "--max-num-seqs", "8")
     assert up.decode_flags == ("--default-algorithm=llada",)
     fleet.write_text("worker-id = 'mine'")

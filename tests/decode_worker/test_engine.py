@@ -219,6 +219,9 @@ def test_drafts_show_the_blocks_in_flight_where_asked_for(rig: Rig) -> None:
     assert drafts and not any(isinstance(event, messages.Draft) for event in quiet.events)
     for draft in drafts:
         assert draft.token_offset % 4 == 0 and any(draft.block.masks)
+    first = {draft.token_offset: draft.block.masks for draft in reversed(drafts)}
+    whole = set(range(0, 24, 4))  # as it begins: even what one forward writes is seen
+    assert first == dict.fromkeys(whole, b"\x0f")
     assert quiet.token_ids == loud.token_ids
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import grpc
 
+from effuse.protos.fleet_secret import TOKEN_KEY, FleetSecret
 from effuse.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 120.0
@@ -80,9 +81,12 @@ def wait_until(done: Callable[[], bool], complaint: str, within_s: float = 60.0)
         time.sleep(0.02)
 
 
-def load_of(address: str) -> worker_pb2.GetLoadResponse:
-    """What a worker says of itself."""
+def load_of(address: str, secret: FleetSecret | None = None) -> worker_pb2.GetLoadResponse:
+    """What a worker says of itself, to anybody or to who knows its fleet's secret."""
+    token = () if secret is None else ((TOKEN_KEY, secret.token(address)),)
     with grpc.insecure_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        load: worker_pb2.GetLoadResponse = stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=30)
+        load: worker_pb2.GetLoadResponse = stub.GetLoad(
+            worker_pb2.GetLoadRequest(), timeout=30, metadata=token
+        )
         return load

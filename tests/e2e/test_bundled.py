@@ -40,6 +40,7 @@ def test_sixteen_problems_at_once(connector: str, pages: int | None) -> None:
         worker_flags=ON_CPU,
         decode_flags=() if pages is None else ("--num-pages", str(pages)),
         router_flags=("--prefill", "remote"),
+        has_secret=False,  # its workers are asked, too
     )
     with Fleet(config) as fleet:
         for algorithm in ("d2f", "block_diffusion"):

@@ -47,7 +47,7 @@ def log_of(fleet: Fleet, name: str) -> str:
 
 def metrics_of(fleet: Fleet, name: str) -> list[Sample]:
     with urllib.request.urlopen(
-        f"http://{fleet.metrics_of(name)}/metrics", timeout=WITHIN_S
+        f"http://{fleet.metrics()[name]}/metrics", timeout=WITHIN_S
     ) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     return [sample for family in families for sample in family.samples]
@@ -55,7 +55,9 @@ def metrics_of(fleet: Fleet, name: str) -> list[Sample]:
 
 def record_of(fleet: Fleet, name: str) -> WorkerRecord:
     async def read() -> WorkerRecord:
-        async with Store(fleet.redis_url, fleet.name, timeout_s=20.0) as store:
+        async with Store(
+            fleet.redis_url, fleet.name, access=fleet.redis_access, timeout_s=20.0
+        ) as store:
             records = [decode_worker(value) for value, _ in await store.workers()]
         (found,) = [record for record in records if record.worker_id == name]
         return found

@@ -100,6 +100,7 @@ def fleet_of(
         prefill_flags=prefill_flags,
         decode_flags=decode_flags,
         router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
+        has_secret=False,  # tests ask workers, too
     )
     with Fleet(config) as fleet:
         yield fleet

@@ -108,6 +108,7 @@ def fleet_on(num_gpus: int, connector: str, prefill: int, decode: int) -> Iterat
             *("--hang-timeout-s", "60"),  # engines are stopped on purpose
         ),
         router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
+        has_secret=False,  # tests ask workers, too
         ready_timeout_s=START_S,
     )
     with Fleet(config) as fleet:

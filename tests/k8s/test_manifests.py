@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 from k8s.composed import K8S, Document, deployments, overlay, overlays
 
 from effuse.cli.commands import value_of
+from effuse.config.access import Access
 from effuse.config.flags import parse
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -181,7 +183,7 @@ def test_every_pod_is_restricted(name: str) -> None:
         assert pod["automountServiceAccountToken"] is False
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
         assert {kind for one in pod["volumes"] for kind in one} <= {
-            *("name", "emptyDir", "persistentVolumeClaim")
+            *("name", "emptyDir", "persistentVolumeClaim", "secret")
         }
         for container in pod["containers"]:
             assert container["securityContext"] == {
@@ -226,21 +228,42 @@ def _selected(selector: Document) -> set[str]:
     return set(expression["values"])
 
 
+def _config(container: Document, files: Path) -> Access:
+    """What the process of a container is told; what is mounted there is found below `files`."""
+    kinds: dict[str, type[Access]] = {
+        "router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig
+    }  # fmt: skip
+    words = [re.sub(r"\$\(\w+\)", "pod-7", one) for one in container["args"]]
+    for mount in container["volumeMounts"]:
+        words = [one.replace(f"={mount['mountPath']}", f"={files}") for one in words]
+    return parse(kinds[_role(container)], words, prog="container", about="")
+
+
 @pytest.mark.parametrize("name", overlays())
-def test_every_process_takes_its_flags(name: str) -> None:
+def test_every_process_takes_its_flags(name: str, tmp_path: Path) -> None:
     """What is refused at the start, as plain text that nobody allowed is, is never ready."""
-    parsers = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
-    checked = set()
-    for pod in _pods(name):
-        for container in pod["containers"]:
-            if config := parsers.get(role := _role(container)):
-                words = [
-                    re.sub(r"\$\(\w+\)", "pod-7", one.replace("=/model", "=/"))
-                    for one in container["args"]
-                ]
-                assert parse(config, words, prog=role, about="").host == "0.0.0.0"
-                checked.add(role)
-    assert checked == set(parsers)
+    for file in ("tls.crt", "tls.key", "ca.crt"):
+        (tmp_path / file).touch()
+    containers = [one for pod in _pods(name) for one in pod["containers"]]
+    configs = [_config(one, tmp_path) for one in containers if _role(one) != "redis"]
+    assert len(configs) == 3
+    assert {one.host for one in configs} == {"0.0.0.0"}
+
+
+def test_with_tls_nothing_is_called_in_plain_text_but_health(tmp_path: Path) -> None:
+    for file in ("tls.crt", "tls.key", "ca.crt"):
+        (tmp_path / file).touch()
+    allowed = {}
+    for pod in _pods("tls-1p1d"):
+        (container,) = pod["containers"]
+        if (role := _role(container)) == "redis":
+            continue
+        config = _config(container, tmp_path)
+        assert config.fleet_cert is not None
+        allowed[role] = config.allow_plaintext
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["grpc"]["port"] == config.health_port
+    assert allowed == {"router": "none", "prefill": "pages", "decode": "pages"}
 
 
 @pytest.mark.parametrize("name", GPU_OVERLAYS)

@@ -23,7 +23,9 @@ from pathlib import Path
 from e2e.client import load_of
 
 from effuse.placement.records import decode_worker
+from effuse.placement.redis_access import RedisAccess
 from effuse.placement.store import Store
+from effuse.protos.fleet_secret import FleetSecret
 
 START_S = 150.0
 END_S = 60.0
@@ -44,18 +46,21 @@ class Up:
     redis_url: str
     fleet: str
     pid: int
+    secret: FleetSecret  # that its workers answer to
+    redis_access: RedisAccess
 
     def held(self) -> list[str]:
         """What its workers still hold once they have had time to let go; empty as it should be."""
         addresses = asyncio.run(self._workers())
         deadline = time.monotonic() + SETTLE_S
-        while (left := _held_by(addresses)) and time.monotonic() < deadline:
+        while (left := _held_by(addresses, self.secret)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
 
     async def _workers(self) -> dict[str, str]:
         """Addresses of its workers by their names."""
-        async with Store(self.redis_url, self.fleet, timeout_s=30.0) as store:
+        access = self.redis_access
+        async with Store(self.redis_url, self.fleet, access=access, timeout_s=30.0) as store:
             records = [decode_worker(value) for value, _ in await store.workers()]
         return {record.worker_id: record.address for record in records}
 
@@ -72,27 +77,38 @@ def running(
     """
     fleet = f"load-{secrets.token_hex(4)}"
     command = [str(Path(sys.executable).with_name("effuse")), "up", "--port", "0", "--quiet"]
-    with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(
-            [*command, "--fleet", fleet, *flags],
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile("w+") as said:
+        secret = Path(home) / "secret"
+        FleetSecret.make(secret)
+        command += ["--fleet", fleet, "--fleet-secret", str(secret), *flags]
+        with subprocess.Popen(
+            command,
             env={**os.environ, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=said,
             text=True,
-        ) as child,
-    ):
-        greeting = _first_line(child)
-        try:
-            if found := GREETING.match(greeting):
-                yield Up(greeting, found["address"], found["redis"], fleet, child.pid)
-        finally:
-            child.send_signal(signal.SIGTERM)
-            status = child.wait(END_S)
+        ) as child:
+            greeting = _first_line(child)
+            try:
+                if found := GREETING.match(greeting):
+                    yield Up(
+                        greeting, found["address"], found["redis"], fleet, child.pid,
+                        *_known_by(secret),
+                    )  # fmt: skip
+            finally:
+                child.send_signal(signal.SIGTERM)
+                status = child.wait(END_S)
         said.seek(0)
         complaint = said.read().strip()
         if found is None or status or (complaint and not complains):
             raise UpError(f"effuse up ended with status {status} and said: {complaint or greeting}")
+
+
+def _known_by(path: Path) -> tuple[FleetSecret, RedisAccess]:
+    """The secret in a file, and how the fleet's Redis is reached by who knows it."""
+    secret, credentials = FleetSecret.read(path), path.with_name("redis")
+    credentials.write_text(f"effuse:{secret.derive('redis').hex()}")
+    return secret, RedisAccess(credentials=credentials)
 
 
 def _first_line(child: subprocess.Popen[str]) -> str:
@@ -107,10 +123,10 @@ def _first_line(child: subprocess.Popen[str]) -> str:
         alarm.join()
 
 
-def _held_by(addresses: dict[str, str]) -> list[str]:
+def _held_by(addresses: dict[str, str], secret: FleetSecret) -> list[str]:
     left = []
     for name, address in sorted(addresses.items()):
-        load = load_of(address)
+        load = load_of(address, secret)
         pages = load.total_pages - load.free_pages
         if pages or load.running or load.waiting:
             left.append(f"{name} holds {pages} pages, {load.running + load.waiting} requests")

@@ -31,7 +31,8 @@ def test_reflection_lists_the_public_services_and_describes_each(version: str) -
         listed = (await call.read()).list_services_response
         names = {service.name for service in listed.service}
         assert names == {
-            "effuse.v1.GenerationService", "effuse.v1.ModelService", "grpc.health.v1.Health",
+            "effuse.v1.GenerationService", "effuse.v1.ModelService",
+            "effuse.v1.MonitorService", "grpc.health.v1.Health",
             "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection",
             "vllm.grpc.engine.VllmEngine", "inference.GRPCInferenceService",
         }  # fmt: skip

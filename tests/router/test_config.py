@@ -17,17 +17,25 @@ def test_defaults() -> None:
 
 
 def test_every_field_is_a_flag(tmp_path: Path) -> None:
+    pem = tmp_path / "file.pem"
+    pem.touch()
     config = parse(
         [
             "--host", "0.0.0.0", "--allow-plaintext", "all", "--port", "0", "--share-port",
-            "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics",
+            "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics", "--health-port", "8",
+            "--fleet-cert", str(pem), "--fleet-key", str(pem), "--fleet-ca", str(pem),
+            "--fleet-secret", str(pem),
+            "--tls-cert", str(pem), "--tls-key", str(pem), "--tls-client-ca", str(pem),
+            "--keys", str(pem), "--redis-credentials", str(pem), "--redis-ca", str(pem),
             "--max-message-bytes", "2048",
             "--redis-url", "redis://r:1/0", "--fleet", "f", "--prefill", "remote",
+            "--show-requests",
             "--model", str(tmp_path), "--tokenizer-threads", "3", "--max-concurrent-requests", "4",
             "--max-queue", "5", "--max-losses", "6", "--retry-share", "0.5",
             "--max-request-s", "7.5", "--recovery-s", "9",
             "--keep-answers-s", "3", "--drain-s", "8",
             "--ready-file", "x", "--log-level", "debug", "--log-format", "json",
+            "--otlp-traces-endpoint", "http://a:1",
         ]
     )  # fmt: skip
     changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
@@ -43,6 +51,10 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "--host: expected a loopback address, as calls go in plain text"),
         (["--host", "0.0.0.0", "--allow-plaintext", "pages"], "or --allow-plaintext all; got"),
         (["--metrics-host", "::", "--metrics-port", "1"], "--metrics-host: expected a loopback"),
+        (["--fleet-secret", "/no/file"], "--fleet-secret: expected a file, got '/no/file'"),
+        (["--tls-key", __file__], "--tls-key: expected --tls-cert beside it"),
+        (["--tls-client-ca", __file__], "--tls-client-ca: expected --tls-cert, --tls-key beside"),
+        (["--fleet-ca", __file__], "--fleet-ca: expected --fleet-cert, --fleet-key beside it"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to"),
         (["--retry-share", "nan"], "--retry-share: expected 0 to 1, got nan"),
         (["--max-request-s", "nan"], "--max-request-s: expected seconds above 0, got nan"),

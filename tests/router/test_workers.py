@@ -33,6 +33,7 @@ def test_workers_are_listed_with_their_loads_and_links() -> None:
             load=Load(
                 running=3, waiting=2, total_pages=256, free_pages=100, quarantined_pages=4,
                 queued_tokens=77, blocks_left=9, steps=12, preemptions=1, kv_bytes=4096,
+                reserved_pages=5, receiving_pages=6, step_requests=30, step_tokens=480,
             ),
         )  # fmt: skip
         await fleet.announce()
@@ -43,7 +44,8 @@ def test_workers_are_listed_with_their_loads_and_links() -> None:
             address=decode.record.address, state=model_pb2.WORKER_STATE_DRAINING,
             incarnation="1", page_size=16, total_pages=256, free_pages=100, quarantined_pages=4,
             max_num_seqs=64, running=3, waiting=2, queued_tokens=77, blocks_left=9, steps=12,
-            preemptions=1, kv_bytes=4096,
+            preemptions=1, kv_bytes=4096, max_num_batched_tokens=512,
+            reserved_pages=5, receiving_pages=6, step_requests=30, step_tokens=480,
             quarantines=[
                 model_pb2.WorkerQuarantine(
                     writer="10.0.0.7:50052", pages=4, age=timedelta(seconds=41.5)

@@ -1,0 +1,74 @@
+"""A fleet's directory while it runs: where its processes say that they are ready, and its secrets.
+
+All of it is the fleet's user's alone, and goes with the fleet.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from effuse.cli.commands import value_of
+from effuse.placement.redis_access import RedisAccess
+from effuse.protos.fleet_secret import FleetSecret
+
+
+class Home:
+    """The directory of one fleet; a secret, or how a Redis is reached, may be given as flags."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        """Raises OSError where there can be none."""
+        self.path = Path(tempfile.mkdtemp(prefix="effuse-"))
+        given, credentials, ca = (
+            value_of(flags, flag)
+            for flag in ("--fleet-secret", "--redis-credentials", "--redis-ca")
+        )
+        self.secret_file = Path(given) if given else None
+        self.redis_access = RedisAccess(
+            credentials=Path(credentials) if credentials else None, ca=Path(ca) if ca else None
+        )
+
+    def make_secret(self) -> None:
+        """Makes a secret for the fleet, unless one was given."""
+        if self.secret_file is None:
+            self.secret_file = self.path / "fleet.secret"
+            FleetSecret.make(self.secret_file)
+
+    def make_redis_user(self) -> Path | None:
+        """Writes the list of users of a Redis that the fleet starts, and how its processes reach
+        it; the password follows from the secret, and without one anybody is a user (None)."""
+        if self.secret_file is None:
+            return None
+        users, credentials = self.path / "redis.users", self.path / "redis.credentials"
+        password = FleetSecret.read(self.secret_file).derive("redis").hex()
+        rights = "~* -@all +@read +@write +@scripting +@connection"
+        for path, text in (
+            (users, f"user default off\nuser effuse on >{password} {rights}\n"),
+            (credentials, f"effuse:{password}\n"),
+        ):
+            path.touch(0o600)
+            path.write_text(text)
+        self.redis_access = RedisAccess(credentials=credentials)
+        return users
+
+    def ready_file(self, name: str) -> Path:
+        """Where a process says that it is ready."""
+        return self.path / f"{name}.ready.json"
+
+    def told(self, name: str) -> dict[str, str]:
+        """What a process that is ready has said, its address as host:port among it."""
+        said = json.loads(self.ready_file(name).read_text())
+        return {key: str(value) for key, value in said.items()}
+
+    def live_workers(self, router: str) -> tuple[int, int]:
+        """Prefill and decode workers that a router knows, by its word."""
+        ready = self.ready_file(router)
+        if not ready.exists():  # it is being replaced
+            return 0, 0
+        told = json.loads(ready.read_text())
+        return int(told["prefill"]), int(told["decode"])
+
+    def remove(self) -> None:
+        """The fleet has ended."""
+        shutil.rmtree(self.path, ignore_errors=True)

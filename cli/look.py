@@ -1,0 +1,93 @@
+"""One look after the other at a running fleet: its workers, what runs, and how far answers are.
+
+What `effuse top` draws and the page shows. Goes on by itself when the router was away.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.json_format import MessageToDict
+
+from effuse.cli.watch import MASK
+from effuse.client.client import Client
+from effuse.client.credentials import Credentials
+from effuse.protos.errors import EffuseError
+from effuse.v1 import model_pb2, monitor_pb2
+
+WRITTEN = "\u2588"
+_WORKERS_S = 1.0  # between looks at the workers, who report no more often
+_TIMEOUT_S = 5.0
+_AGAIN_S = 1.0
+
+_NOTHING = Credentials()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A fleet at one moment, or why nothing is known of it."""
+
+    workers: Sequence[model_pb2.Worker] = ()
+    requests: monitor_pb2.WatchRequestsResponse | None = None
+    error: str = ""
+
+
+def looks(target: str, interval_s: float, shown: Credentials = _NOTHING) -> Iterator[Look]:
+    """Looks every `interval_s` seconds, without end; the first one at once."""
+    while True:
+        try:
+            with Client(
+                target,
+                timeout_s=_TIMEOUT_S,
+                max_attempts=1,
+                tls=shown.tls,
+                token=shown.token,
+            ) as client:
+                yield from _looks(client, interval_s)
+        except EffuseError as error:
+            yield Look(error=f"{error.code.name}: {error}")
+        time.sleep(_AGAIN_S)
+
+
+def _looks(client: Client, interval_s: float) -> Iterator[Look]:
+    looked_at, workers = time.monotonic(), client.workers()
+    for requests in client.watch_requests(interval_s):
+        if time.monotonic() - looked_at > _WORKERS_S:
+            looked_at, workers = time.monotonic(), client.workers()
+        yield Look(workers=workers, requests=requests)
+
+
+def cells(block: monitor_pb2.RunningBlock) -> str:
+    """A block in flight, a character for each of its tokens: written, or a mask."""
+    masks = block.masks
+    return "".join(
+        MASK if at // 8 < len(masks) and masks[at // 8] >> at % 8 & 1 else WRITTEN
+        for at in range(max(0, -block.token_offset), block.num_tokens)
+    )
+
+
+def as_json(look: Look) -> str:
+    """The look as one JSON object, on one line."""
+    told: dict[str, object] = {"error": look.error}
+    told["workers"] = [
+        MessageToDict(
+            one, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        for one in look.workers
+    ]
+    running = look.requests or monitor_pb2.WatchRequestsResponse()
+    told["num_running"], told["num_waiting"] = running.num_running, running.num_waiting
+    told["requests"] = [_request(one) for one in running.requests]
+    return json.dumps(told)
+
+
+def _request(request: monitor_pb2.RunningRequest) -> dict[str, object]:
+    names = (
+        *("name", "model", "state", "prefill_worker", "decode_worker", "attempt", "age_s"),
+        *("prompt_tokens", "max_tokens", "num_tokens", "block_size", "prompt", "text"),
+    )
+    return {
+        **{name: getattr(request, name) for name in names},
+        "blocks": [cells(block) for block in request.blocks],
+    }

@@ -1,0 +1,142 @@
+"""A read-only page about a running fleet, on loopback: workers, and requests as they are denoised.
+
+One file without anything from elsewhere, which the browser is told to hold it to. Answers GET
+alone, and no other site: a page from elsewhere whose name points here is refused by its Host.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Final
+
+from effuse.cli.look import as_json, looks
+
+HOST: Final = "127.0.0.1"
+_INTERVAL_S: Final = 0.25
+_MOST_VIEWERS: Final = 8  # at once; each has a thread and a stream of the router
+_REQUEST_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PageSource:
+    """What the page shows: the fleet that answers at `target`, host:port of a router; and where its
+    processes serve metrics now, host:port by name."""
+
+    target: str
+    metrics: Callable[[], Mapping[str, str]]
+    viewers: threading.BoundedSemaphore = field(
+        default_factory=lambda: threading.BoundedSemaphore(_MOST_VIEWERS)
+    )
+
+
+@contextmanager
+def served(source: PageSource, port: int) -> Iterator[str]:
+    """Serves the page; port 0 takes a free one. Gives its address. Raises OSError."""
+    handler = type("Handler", (PageHandler,), {"source": source})
+    server = ThreadingHTTPServer((HOST, port), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="page", daemon=True)
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_port}/"
+    finally:
+        server.socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, which looks twice a second
+        server.shutdown()
+        server.server_close()
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """Answers one connection of a browser."""
+
+    source: PageSource
+    timeout = _REQUEST_S
+    server_version, sys_version = "effuse", ""
+
+    def do_GET(self) -> None:
+        """The page, its events, and what programs read."""
+        if not _is_ours(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "not a name of this page")
+            return
+        path = self.path.split("?")[0]
+        if path == "/":
+            self._answer("text/html; charset=utf-8", PAGE)
+        elif path == "/events":
+            self._stream()
+        elif path == "/fleet.json":
+            self._answer("application/json", as_json(next(looks(self.source.target, 1.0))).encode())
+        elif path == "/targets.json":
+            self._answer("application/json", _targets(self.source.metrics()))
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: who looks is nobody's business."""
+
+    def end_headers(self) -> None:
+        """Adds what holds for every answer."""
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-store")
+        super().end_headers()
+
+    def _answer(self, kind: str, body: bytes) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _stream(self) -> None:
+        """Server-sent events, until the browser goes away."""
+        if not self.source.viewers.acquire(blocking=False):
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "enough people look already")
+            return
+        try:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.close_connection = True
+            with suppress(OSError):
+                for look in looks(self.source.target, _INTERVAL_S):
+                    self.wfile.write(f"data: {as_json(look)}\n\n".encode())
+        finally:
+            self.source.viewers.release()
+
+
+def _is_ours(host: str) -> bool:
+    name = host.rsplit(":", 1)[0]
+    return name in (HOST, "localhost")
+
+
+def _targets(metrics: Mapping[str, str]) -> bytes:
+    """As Prometheus discovers them over HTTP."""
+    listed = [{"targets": [at], "labels": {"process": name}} for name, at in metrics.items()]
+    return json.dumps(listed).encode()
+
+
+def _policy(page: bytes) -> str:
+    """What the browser may do: run the page's own script and style, and ask where it is from."""
+
+    def digest(tag: str) -> str:
+        (found,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page.decode(), re.DOTALL)
+        return base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
+
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest('script')}'; "
+        f"style-src 'sha256-{digest('style')}'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+PAGE: Final = (files("effuse.cli") / "page.html").read_bytes()
+POLICY: Final = _policy(PAGE)

@@ -1,0 +1,54 @@
+"""`effuse token`: a new token for a client, and the line by which routers know it.
+
+The token goes to standard output and is kept nowhere; the line goes into the file that routers were
+given as `--keys`, which take it within a call or two.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from effuse.cli.arguments import command, whole
+from effuse.router.keys import Tenant, line_of, make_token
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = command("token", "Make a token for a client, and the line by which routers know it.")
+    add = parser.add_argument
+    add("tenant", metavar="TENANT", help="whom it is for; letters, digits, dots, hyphens")
+    add("--requests", type=whole(1, 10**9 - 1), metavar="N",
+
+        help="requests that the tenant may have at once, waiting ones included "
+        "(default: no limit)")  # fmt: skip
+    add("--tokens-per-minute", type=whole(1, 10**12 - 1), metavar="N",
+
+        help="tokens of prompts and answers that the tenant may have a minute "
+        "(default: no limit)")  # fmt: skip
+    add("--keys", type=Path, metavar="FILE",
+        help="append the line to this file (default: print it)")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit status."""
+    parser = make_parser()
+    asked = parser.parse_args(argv)
+    token = make_token()
+    tenant = Tenant(asked.tenant, asked.requests, asked.tokens_per_minute)
+    try:
+        line = line_of(token, tenant)
+    except ValueError:
+        parser.error(f"expected a name of letters, digits, dots and hyphens, got {asked.tenant!r}")
+    print(token)
+    if asked.keys is None:
+        print(line, file=sys.stderr)
+        return 0
+    try:
+        with asked.keys.open("a") as file:
+            print(line, file=file)
+    except OSError as error:
+        print(f"effuse token: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,82 @@
+"""What a client shows a router, and by what it knows one: a token, certificates, or nothing.
+
+Not here: deadlines and retries (`options.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from effuse.protos.metadata_channel import MetadataChannel
+from effuse.protos.tls import ChannelTls, TlsFiles
+
+AUTHORIZATION: Final = "authorization"
+TOKEN_VARIABLE: Final = "EFFUSE_TOKEN"
+
+Arguments = Sequence[tuple[str, str | int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """Of one client. Without `tls` all goes in plain text, the token too: for loopback alone."""
+
+    tls: TlsFiles | None = None  # none of its files given: the system's authorities
+    token: str | None = field(default=None, repr=False)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call carries."""
+        return () if self.token is None else ((AUTHORIZATION, f"Bearer {self.token}"),)
+
+    def channel(self, target: str, arguments: Arguments) -> grpc.Channel:
+        """A blocking channel, whose calls carry `metadata`. Raises OSError for certificates that
+        cannot be used."""
+        if self.tls is None:
+            channel = grpc.insecure_channel(target, arguments)
+        else:
+            channel = grpc.secure_channel(target, ChannelTls(self.tls).credentials, arguments)
+        shown = self.metadata()
+        return grpc.intercept_channel(channel, _Shower(shown)) if shown else channel
+
+    def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
+        """The same for asyncio; its calls carry `metadata`. Raises OSError."""
+        if self.tls is None:
+            channel = grpc.aio.insecure_channel(target, arguments)
+        else:
+            channel = grpc.aio.secure_channel(target, ChannelTls(self.tls).credentials, arguments)
+        return MetadataChannel(channel, self.metadata())
+
+
+class _Shower(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+):
+    """Adds metadata to each call."""
+
+    def __init__(self, shown: tuple[tuple[str, str], ...]) -> None:
+        self._shown = shown
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        """One answer."""
+        return continuation(self._with_metadata(details), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        """Many answers."""
+        return continuation(self._with_metadata(details), request)
+
+    def _with_metadata(self, details: Any) -> Any:
+        return details._replace(metadata=(*(details.metadata or ()), *self._shown))
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file, else in the environment's EFFUSE_TOKEN; None without either. Raises
+    OSError."""
+    if path is not None:
+        return path.read_text().strip()
+    return os.environ.get(TOKEN_VARIABLE) or None

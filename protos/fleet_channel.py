@@ -1,0 +1,108 @@
+"""Channels between the processes of a fleet: what each shows the other before it is told anything.
+
+With certificates both ends show theirs as they connect. With a secret every call carries a digest
+of it, and `prove` asks the other end for one. Not here: what a server lets in (`gate.py`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from effuse.protos import rpc
+from effuse.protos.errors import PeerLost
+from effuse.protos.fleet_secret import NONCE_BYTES, TOKEN_KEY, FleetSecret
+from effuse.protos.metadata_channel import MetadataChannel
+from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
+from effuse.protos.stubs import proof_stub
+from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
+from effuse.v1 import proof_pb2
+
+FLEET_NAME: Final = "effuse-fleet"
+"""DNS name that every certificate of a fleet holds; addresses of pods are in none."""
+PROVE_S: Final = 2.0
+
+
+class FleetAccess:
+    """How a process shows that it belongs to the fleet, and knows who does; by default not at
+    all."""
+
+    def __init__(self, tls: TlsFiles | None = None, secret: FleetSecret | None = None) -> None:
+        """Raises OSError where certificates cannot be used."""
+        self.secret = secret
+        self._files = tls
+        self._tls = None if tls is None else ChannelTls(tls)
+
+    @classmethod
+    def read(
+        cls, cert: Path | None, key: Path | None, ca: Path | None, secret: Path | None
+    ) -> FleetAccess:
+        """What these files hold. Raises OSError where they cannot be used."""
+        tls = None if cert is None else TlsFiles(cert=cert, key=key, ca=ca)
+        return cls(tls, None if secret is None else FleetSecret.read(secret))
+
+    def server_tls(self) -> ServerTls | None:
+        """Of a server that answers none but the fleet."""
+        return None if self._files is None else ServerTls(self._files)
+
+    def look(self) -> int:
+        """Looks for new certificates; returns how often there were any. Channels that were made
+        before have the old ones."""
+        if self._tls is None:
+            return 0
+        self._tls.look()
+        return self._tls.version
+
+    def connect(
+        self, address: str, *, keepalive: Keepalive | None = FLEET_KEEPALIVE
+    ) -> FleetChannel:
+        """A channel to the process announced as `address`; it connects at the first call."""
+        if self._tls is None:
+            channel = rpc.connect(address, keepalive=keepalive)
+        else:
+            self._tls.look()
+            options = rpc.channel_options(keepalive, FLEET_LIMITS.max_message_bytes)
+            channel = grpc.aio.secure_channel(
+                address,
+                self._tls.credentials,
+                [*options, ("grpc.ssl_target_name_override", FLEET_NAME)],
+            )
+        return FleetChannel(channel, address, self.secret)
+
+
+OPEN: Final = FleetAccess()
+"""Of a fleet whose processes take anybody's calls."""
+
+
+class FleetChannel(MetadataChannel):
+    """A channel whose calls carry the fleet's token, where there is a secret."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, secret: FleetSecret | None) -> None:
+        super().__init__(channel, [] if secret is None else [(TOKEN_KEY, secret.token(address))])
+        self._address = address
+        self._secret = secret
+        self._is_proven = False
+
+    async def prove(self) -> None:
+        """Returns once who answers at the address has shown that it knows the secret, which it does
+        once in each connection. Raises `PeerLost` where it has not."""
+        is_connected = self.get_state() is grpc.ChannelConnectivity.READY
+        if self._secret is None or (self._is_proven and is_connected):
+            return
+        self._is_proven = False
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        stub = proof_stub(self._channel)
+        try:
+            request = proof_pb2.ProveRequest(nonce=nonce)
+            answer = await stub.Prove(request, timeout=PROVE_S)
+        except grpc.aio.AioRpcError as error:
+            text = f"{self._address} did not show that it belongs to the fleet"
+            raise PeerLost(f"{text}: {error.code().name}") from error
+        if not hmac.compare_digest(answer.digest, self._secret.proof(self._address, nonce)):
+            raise PeerLost(f"{self._address} does not belong to the fleet")
+        self._is_proven = True

@@ -1,0 +1,137 @@
+"""Clients' keys: a file of hashes, read again when it changes, and who a call's token belongs to.
+
+A line is `tenant sha256 [requests=N] [tokens_per_minute=N]`, as `effuse token` writes it; a tenant
+may have several, of which the first one with limits sets them. A hash of a token of 256 random bits
+cannot be guessed back, so the file opens nothing to who reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from effuse.protos.errors import Unauthenticated
+from effuse.protos.gate import CALLER, TOLD
+
+LOG: Final = logging.getLogger(__name__)
+AUTHORIZATION: Final = "authorization"
+SCHEME: Final = "bearer "
+LONGEST_TOKEN: Final = 512
+_LINE: Final = re.compile(
+    r"(?P<tenant>[A-Za-z0-9][A-Za-z0-9._-]{0,63})\s+(?P<digest>[0-9a-f]{64})"
+    r"(?:\s+requests=(?P<requests>[1-9]\d{0,8}))?"
+    r"(?:\s+tokens_per_minute=(?P<tokens>[1-9]\d{0,11}))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who owns keys, and what it may have at once; None is no limit of its own."""
+
+    name: str
+    max_requests: int | None = None  # queued or on workers
+    tokens_per_minute: int | None = None  # of prompts and answers
+
+
+NOBODY: Final = Tenant("")
+"""Whoever asks a router that knows no keys."""
+
+
+def make_token() -> str:
+    """A new token, of 256 random bits."""
+    return f"effuse-{secrets.token_urlsafe(32)}"
+
+
+def line_of(token: str, tenant: Tenant) -> str:
+    """The line by which a router knows a token. Raises ValueError for a tenant's name that is
+    none."""
+    limits = (("requests", tenant.max_requests), ("tokens_per_minute", tenant.tokens_per_minute))
+    told = [f" {name}={limit}" for name, limit in limits if limit is not None]
+    line = f"{tenant.name} {_digest(token).hex()}{''.join(told)}"
+    parse_keys(line)
+    return line
+
+
+def parse_keys(text: str) -> dict[bytes, Tenant]:
+    """Tenants by the digests of their tokens. Raises ValueError naming the line at fault."""
+    found: dict[bytes, Tenant] = {}
+    tenants: dict[str, Tenant] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not (said := line.partition("#")[0].strip()):
+            continue
+        match = _LINE.fullmatch(said)
+        if match is None:
+            raise ValueError(
+                f"line {number}: expected `tenant sha256 [requests=N] [tokens_per_minute=N]`"
+            )
+        limits = [None if one is None else int(one) for one in match.group("requests", "tokens")]
+        name = match["tenant"]
+        before = tenants.get(name, Tenant(name))
+        if before == Tenant(name):
+            tenants[name] = Tenant(name, *limits)
+        found[bytes.fromhex(match["digest"])] = tenants[name]
+    return {digest: tenants[tenant.name] for digest, tenant in found.items()}
+
+
+class KeyRing:
+    """The keys in one file; lets in who shows a token of one. Implements `gate.Doorkeeper`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where the file cannot be used."""
+        self._path = path
+        self._stamp = self._look()
+        try:
+            self._tenants = parse_keys(path.read_text())
+        except ValueError as error:
+            raise OSError(f"--keys: {path}: {error}") from error
+
+    def tenant(self, name: str) -> Tenant:
+        """What a tenant may have; of one that is gone from the file by now no limit is known."""
+        return next((one for one in self._tenants.values() if one.name == name), Tenant(name))
+
+    def admit(self, shown: dict[str, str | bytes]) -> None:
+        """Notes whose call it is; raises `Unauthenticated`."""
+        given = shown.get(AUTHORIZATION)
+        if not (isinstance(given, str) and given[: len(SCHEME)].lower() == SCHEME):
+            raise Unauthenticated(TOLD)
+        tenant = self.find(given[len(SCHEME) :].strip())
+        if tenant is None:
+            raise Unauthenticated(TOLD)
+        CALLER.set(tenant.name)
+
+    def find(self, token: str) -> Tenant | None:
+        """Whose token it is. Takes as long for any that is none."""
+        if len(token) > LONGEST_TOKEN:
+            return None
+        self._renew()
+        digest, found = _digest(token), None
+        for known, tenant in self._tenants.items():
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+    def _renew(self) -> None:
+        try:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            self._tenants = parse_keys(self._path.read_text())
+        except (OSError, ValueError) as error:
+            LOG.warning("keeping the keys that were read before: %s", error)
+        else:
+            LOG.info("took %d keys from %s", len(self._tenants), self._path)
+
+    def _look(self) -> tuple[int, int, int]:
+        state = self._path.stat()
+        return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "replace")).digest()

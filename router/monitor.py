@@ -1,0 +1,151 @@
+"""What is at work now, for people who look: every request that has not ended, and its blocks.
+
+Costs a request nothing while nobody watches; then decode workers are asked for drafts of those that
+begin. Not here: what is told of workers (`catalogue.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, cast
+
+import grpc.aio
+
+from effuse.protos.errors import InvalidRequest, Overloaded, Unavailable
+from effuse.router.request import Request
+from effuse.v1 import monitor_pb2 as pb
+from effuse.v1 import monitor_pb2_grpc, worker_pb2
+
+if TYPE_CHECKING:
+    from effuse.router.router import Router
+
+MOST_WATCHERS: Final = 16
+MOST_SHOWN: Final = 100
+MOST_CHARACTERS: Final = 2000
+MOST_TOKENS: Final = 1000
+DEFAULT_INTERVAL_S: Final = 0.25
+STALLED_S: Final = 30.0
+"""A watcher that takes nothing for so long is gone."""
+
+StreamContext = grpc.aio.ServicerContext[pb.WatchRequestsRequest, pb.WatchRequestsResponse]
+
+
+class Monitor:
+    """Who watches, and the drafts that came of it. One per router."""
+
+    def __init__(self) -> None:
+        self.num_watchers = 0
+        self.is_over = asyncio.Event()
+        """Set once the router drains."""
+        self._drafts: dict[str, dict[int, worker_pb2.BlockState]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts somebody who watches; raises `Overloaded` where there are enough."""
+        if self.num_watchers >= MOST_WATCHERS:
+            raise Overloaded(f"{MOST_WATCHERS} watch already", retry_after_s=1.0)
+        self.num_watchers += 1
+        try:
+            yield
+        finally:
+            self.num_watchers -= 1
+
+    def note_draft(self, request: Request, draft: worker_pb2.DecodeDraft) -> None:
+        """A block in flight is so now."""
+        if self.num_watchers:
+            self._drafts.setdefault(request.id, {})[draft.token_offset] = draft.block
+
+    def keep_drafts_of(self, requests: list[Request]) -> None:
+        """Forgets those of all others."""
+        ids = {request.id for request in requests}
+        self._drafts = {name: drafts for name, drafts in self._drafts.items() if name in ids}
+
+    def blocks(self, request: Request) -> list[pb.RunningBlock]:
+        """Its blocks in flight, as far as they are known: those of the last commit, and drafts."""
+        size, first = request.asked.model.block_size, len(request.token_ids)
+        offsets = accumulate([size] * len(request.frontier), initial=first)
+        known = dict(zip(offsets, request.frontier, strict=False))
+        for offset, block in self._drafts.get(request.id, {}).items():
+            earlier = known.get(offset)
+            if offset + size > first and (
+                earlier is None or block.denoise_count >= earlier.denoise_count
+            ):
+                known[offset] = block
+        return [
+            pb.RunningBlock(token_offset=at, num_tokens=len(one.token_ids), masks=one.masks)
+            for at, one in sorted(known.items())
+        ]
+
+
+class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
+    """MonitorService."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def WatchRequests(  # type: ignore[override]  # the stub knows only generators
+        self, request: pb.WatchRequestsRequest, context: StreamContext
+    ) -> None:
+        """What runs, every so often; ends with the router. Its life is its caller's."""
+        interval_s = _interval(request.interval_s)
+        monitor = self._router.monitor
+        over = monitor.is_over
+        with monitor.watching():
+            while not over.is_set():
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await cast(Awaitable[None], context.write(self._snapshot()))
+                except TimeoutError:
+                    raise Unavailable("nothing was read for too long") from None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s):
+                        await over.wait()
+
+    def _snapshot(self) -> pb.WatchRequestsResponse:
+        router = self._router
+        requests = router.requests.running_now()
+        router.monitor.keep_drafts_of(requests)
+        return pb.WatchRequestsResponse(
+            router=router.id,
+            num_running=router.admission.num_running,
+            num_waiting=router.admission.num_waiting,
+            requests=[self._describe(request) for request in requests[:MOST_SHOWN]],
+        )
+
+    def _describe(self, request: Request) -> pb.RunningRequest:
+        router, asked = self._router, request.asked
+        told = pb.RunningRequest(
+            name=hashlib.sha256(request.id.encode()).hexdigest()[:12],
+            model=asked.model.name,
+            state=request.state.value,
+            prefill_worker=request.prefill_worker,
+            decode_worker=request.decode_worker,
+            attempt=request.num_attempts,
+            age_s=router.now() - request.arrived,
+            prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.max_tokens,
+            num_tokens=len(request.token_ids),
+            block_size=asked.model.block_size,
+            blocks=router.monitor.blocks(request),
+        )
+        if router.config.show_requests:
+            told.name = request.id
+            told.prompt = (asked.prompt or "")[:MOST_CHARACTERS]
+            tail = [
+                one for one in request.token_ids[-MOST_TOKENS:] if router.tokenizer.is_text(one)
+            ]
+            told.text = router.tokenizer.decode(tail)[-MOST_CHARACTERS:]
+        return told
+
+
+def _interval(interval_s: float) -> float:
+    if interval_s == 0:
+        return DEFAULT_INTERVAL_S
+    if not 0.05 <= interval_s <= 60:  # NaN too
+        text = f"expected 0.05 to 60 seconds, got {interval_s:g}"
+        raise InvalidRequest.of("interval_s", text)
+    return interval_s

@@ -1,0 +1,107 @@
+"""A request's spans across processes, by OpenTelemetry; nothing where nobody asked for them.
+
+The router's span of a request is the parent of its attempts, and an attempt that of what each
+worker does for it: the W3C context goes along as gRPC metadata. What happens in an engine's process
+comes with the engine's events as seconds, and becomes a span when it is heard of. OpenTelemetry is
+the extra `traces`; without it, and without an endpoint, a span costs a function call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+
+Carrier = Iterable[tuple[str, str | bytes]]
+Attribute = str | int | float
+_KEYS: Final = ("traceparent", "tracestate")
+
+
+class TracesUnavailable(Exception):
+    """Traces were asked for where OpenTelemetry is not installed."""
+
+
+class Traces:
+    """Where a process leaves its spans; off without a `provider`."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+        self._tracer = None if provider is None else provider.get_tracer("effuse")
+
+    @classmethod
+    def to(cls, endpoint: str | None, role: str) -> Self:
+        """Sends spans over OTLP/gRPC to `endpoint`, such as http://127.0.0.1:4317; off without one.
+        Raises TracesUnavailable."""
+        if endpoint is None:
+            return cls()
+        try:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise TracesUnavailable(
+                "--otlp-traces-endpoint: OpenTelemetry is not installed here; "
+                "install effuse with the extra `traces`"
+            ) from error
+        provider = TracerProvider(resource=Resource.create({"service.name": f"effuse-{role}"}))
+        exporter = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"))
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        return cls(provider)
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        parent: Carrier | None = None,
+        attributes: Mapping[str, Attribute] | None = None,
+    ) -> Iterator[None]:
+        """What is done within it. `parent`: metadata of the call that asked for it; else the span
+        that is open here, if any. An exception is recorded, and passes."""
+        if self._tracer is None:
+            yield
+            return
+        context = None if parent is None else _context_of(parent)
+        with self._tracer.start_as_current_span(name, context, attributes=attributes):
+            yield
+
+    def record(self, name: str, seconds: float) -> None:
+        """A span within the open one that has just ended, and took so long."""
+        if self._tracer is not None:
+            now_ns = time.time_ns()
+            started = self._tracer.start_span(name, start_time=now_ns - round(seconds * 1e9))
+            started.end(now_ns)
+
+    def annotate(self, attributes: Mapping[str, Attribute]) -> None:
+        """Adds to the open span what turned out."""
+        if self._tracer is not None:
+            from opentelemetry.trace import get_current_span
+
+            get_current_span().set_attributes(attributes)
+
+    def carrier(self) -> tuple[tuple[str, str], ...]:
+        """The open span, as metadata for a call; empty where traces are off."""
+        if self._tracer is None:
+            return ()
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        told: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(told)
+        return tuple(told.items())
+
+    def close(self) -> None:
+        """Sends what is left; waits for that as long as the exporter does."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def _context_of(metadata: Carrier) -> Context:
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    told = {key: value for key, value in metadata if key in _KEYS and isinstance(value, str)}
+    return TraceContextTextMapPropagator().extract(told)

@@ -1,0 +1,49 @@
+"""Certificates for tests, made by openssl: an authority, and what it signs."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from effuse.protos.tls import TlsFiles
+
+_EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """An authority in a directory of its own."""
+
+    home: Path
+
+    @property
+    def cert(self) -> Path:
+        return self.home / "ca.pem"
+
+    @classmethod
+    def make(cls, home: Path) -> Authority:
+        home.mkdir(parents=True)
+        made = cls(home)
+        _openssl("req", "-x509", *_EC, "-subj", "/CN=test", "-keyout", made._key, "-out", made.cert)
+        return made
+
+    @property
+    def _key(self) -> Path:
+        return self.home / "ca.key"
+
+    def sign(self, name: str, *dns: str) -> TlsFiles:
+        """A pair of files `name`.pem and .key for these DNS names, written anew if they exist."""
+        cert, key, partial = (self.home / f"{name}.{end}" for end in ("pem", "key", "partial"))
+        names = ",".join([*(f"DNS:{one}" for one in dns), "IP:127.0.0.1"])
+        _openssl(
+            "req", "-x509", *_EC, "-subj", f"/CN={name}", "-addext", f"subjectAltName={names}",
+            "-addext", "basicConstraints=critical,CA:FALSE",
+            "-CA", self.cert, "-CAkey", self._key, "-keyout", key, "-out", partial,
+        )  # fmt: skip
+        partial.replace(cert)
+        return TlsFiles(cert=cert, key=key, ca=self.cert)
+
+
+def _openssl(*words: object) -> None:
+    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True, timeout=30)

@@ -1,0 +1,117 @@
+"""The page about a fleet, by its endpoints."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
+
+import pytest
+from cli.looked_at import REQUEST, router
+
+from effuse.cli.page import PAGE, PageSource, served
+
+METRICS = {"router": "127.0.0.1:9000", "decode-0": "127.0.0.1:9001"}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with router() as target, served(PageSource(target, lambda: METRICS), 0) as address:
+        yield address
+
+
+def get(
+    address: str, path: str, method: str = "GET", headers: Mapping[str, str] | None = None
+) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+    connection.request(method, path, headers=dict(headers or {}))
+    return connection.getresponse()
+
+
+def test_it_is_one_file_that_takes_nothing_from_elsewhere(address: str) -> None:
+    answer = get(address, "/")
+    body, policy = answer.read(), answer.headers["Content-Security-Policy"]
+    assert (answer.status, body) == (200, PAGE)
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    text = body.decode()
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert not re.findall(r"https?:|src=|href=|innerHTML|\son\w+=", text)
+
+
+def test_what_is_at_work_as_json(address: str) -> None:
+    told = json.loads(get(address, "/fleet.json").read())
+    assert (told["error"], told["num_running"]) == ("", 1)
+    (worker,) = told["workers"]
+    assert (worker["worker_id"], worker["state"]) == ("prefill-0", "WORKER_STATE_READY")
+    assert worker["links"][0]["transport"] == "cma"
+    (request,) = told["requests"]
+    assert (request["name"], request["blocks"]) == (REQUEST.name, ["█░░█"])
+
+
+def test_events_show_a_block_filling_in(address: str) -> None:
+    answer = get(address, "/events")
+    assert answer.headers["Content-Type"] == "text/event-stream"
+    shown: list[list[str]] = []
+    while len(shown) < 4:
+        line = answer.readline().decode()
+        if line.startswith("data: "):
+            fleet = json.loads(line.removeprefix("data: "))
+            shown.append([blocks for one in fleet["requests"] for blocks in one["blocks"]])
+    answer.close()
+    assert shown == [["█░░█"], ["█░██"], ["████"], []]
+
+
+def test_where_prometheus_finds_the_metrics(address: str) -> None:
+    targets = json.loads(get(address, "/targets.json").read())
+    assert targets == [
+        {"targets": [at], "labels": {"process": name}} for name, at in METRICS.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "headers", "status"),
+    [
+        ("/etc/passwd", "GET", {}, 404),
+        ("/", "POST", {}, 501),
+        ("/", "GET", {"Host": "evil.example"}, 421),
+        ("/events", "GET", {"Host": "evil.example:80"}, 421),
+        ("/?a=b", "GET", {"Host": "localhost"}, 200),
+    ],
+)
+def test_nothing_else_is_answered(
+    address: str, path: str, method: str, headers: Mapping[str, str], status: int
+) -> None:
+    answer = get(address, path, method, headers)
+    assert answer.status == status
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+def test_a_fleet_that_does_not_answer_is_said_so() -> None:
+    with served(PageSource("127.0.0.1:1", dict), 0) as address:
+        told = json.loads(get(address, "/fleet.json").read())
+    assert told["error"].startswith("UNAVAILABLE") and told["workers"] == []
+
+
+def test_more_viewers_than_it_takes_are_refused() -> None:
+    with router() as target:
+        source = PageSource(target, dict)
+        while source.viewers.acquire(blocking=False):
+            pass
+        with served(source, 0) as address:
+            assert get(address, "/events").status == 503
+
+
+def test_its_port_is_free_afterwards() -> None:
+    with served(PageSource("127.0.0.1:1", dict), 0) as address:
+        port = urlsplit(address).port
+        assert port
+    with socket.create_server(("127.0.0.1", port)):
+        pass

@@ -1,0 +1,79 @@
+"""One trace holds what all processes did for a request, the handoff of its pages included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+from checkpoints import write_tiny_checkpoint
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.v1 import generation_pb2, generation_pb2_grpc
+
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector(otlp_grpc.TraceServiceServicer):  # type: ignore[misc]  # it comes without types
+    """Keeps each span with the service that sent it."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Span]] = []
+
+    def Export(self, request: otlp.ExportTraceServiceRequest, context: object) -> object:
+        for group in request.resource_spans:
+            service = {a.key: a.value.string_value for a in group.resource.attributes}
+            self.spans += [
+                (service["service.name"], span) for one in group.scope_spans for span in one.spans
+            ]
+        return otlp.ExportTraceServiceResponse()
+
+
+@contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(4))
+    otlp_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait(10)
+
+
+def test_a_request_is_one_trace_across_all_processes(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model", "sdar")
+    with collecting() as (collector, endpoint):
+        flags = ("--otlp-traces-endpoint", endpoint)
+        config = FleetConfig(
+            model=model, router_flags=(*flags, "--prefill", "remote"), worker_flags=flags
+        )
+        with Fleet(config) as fleet, fleet.channel() as channel:
+            request = generation_pb2.GenerateRequest(
+                prompt_token_ids=generation_pb2.TokenIds(ids=range(40, 60)),
+                stopping=generation_pb2.StoppingParams(max_tokens=8),
+            )
+            answer = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+                request, timeout=60, metadata=(("traceparent", f"00-{TRACE}-{CLIENT}-01"),)
+            )
+    spans = {span.name: (service, span) for service, span in collector.spans}
+    assert {name: service for name, (service, _) in spans.items()} == {
+        **dict.fromkeys(("generate", "queue", "attempt"), "effuse-router"),
+        **dict.fromkeys(("prefill", "compute", "push"), "effuse-prefill"),
+        **dict.fromkeys(("decode", "handoff"), "effuse-decode"),
+    }
+    assert {span.trace_id.hex() for _, span in spans.values()} == {TRACE}
+    parents = {
+        "generate": None, "queue": "generate", "attempt": "generate", "prefill": "attempt",
+        "compute": "prefill", "push": "prefill", "decode": "attempt", "handoff": "decode",
+    }  # fmt: skip
+    for name, parent in parents.items():
+        expected = CLIENT if parent is None else spans[parent][1].span_id.hex()
+        assert spans[name][1].parent_span_id.hex() == expected, name
+    told = {a.key: a.value for a in spans["generate"][1].attributes}
+    assert told["gen_ai.usage.output_tokens"].int_value == answer.usage.completion_tokens > 0

@@ -1,0 +1,84 @@
+"""The dashboard and the alert rules ask for metrics that there are, and reach the processes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from every_metric import router_metrics, sample_names, worker_metrics
+from k8s.composed import deployments, overlay
+from k8s.monitoring import MONITORING, alerts, dashboard, dashboard_queries, names_in
+
+from effuse.cli.commands import value_of
+
+QUERIES = [*dashboard_queries(), *(rule["expr"] for rule in alerts())]
+
+
+def test_every_metric_that_is_asked_for_is_served() -> None:
+    families = [*router_metrics().families(), *worker_metrics().families()]
+    served = {name for family in families for name in sample_names(family)}
+    asked = names_in(QUERIES)
+    assert len(asked) > 25
+    assert not asked - served
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_brackets_and_quotes_are_closed(query: str) -> None:
+    bare = re.sub(r'"[^"]*"', "", query)
+    assert '"' not in bare
+    for one, other in ("()", "[]", "{}"):
+        assert bare.count(one) == bare.count(other)
+
+
+def test_a_histogram_is_asked_by_its_bounds_and_a_counter_by_its_growth() -> None:
+    for query in QUERIES:
+        for name in names_in([query]):
+            grows = name.endswith(("_total", "_sum", "_count", "_bucket"))
+            assert (re.search(rf"(rate|increase)\({name}\b", query) is not None) == grows, query
+            assert name.endswith("_bucket") <= ("histogram_quantile" in query and "le" in query)
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_an_alert_says_how_bad_it_is_and_what_it_means() -> None:
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names) > 10
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert len(rule["annotations"]["summary"]) > 20
+
+
+def test_the_component_takes_every_file_of_its_folder() -> None:
+    text = (MONITORING / "kustomization.yaml").read_text()
+    assert not [path.name for path in MONITORING.iterdir() if path.name not in text
+                and path.name != "kustomization.yaml"]  # fmt: skip
+    generated = yaml.safe_load(text)["configMapGenerator"]
+    assert {one["name"] for one in generated} == {"effuse-dashboard", "effuse-alerts"}
+
+
+def test_every_process_of_a_monitored_overlay_serves_metrics_where_prometheus_may_read_them() -> (
+    None
+):
+    monitored = deployments("monitored-1p1d")
+    for name in ("router", "prefill", "decode"):
+        template = monitored[name]["spec"]["template"]
+        (container,) = template["spec"]["containers"]
+        (port,) = [one for one in container["ports"] if one["name"] == "metrics"]
+        assert value_of(container["args"], "--metrics-port") == str(port["containerPort"])
+        assert value_of(container["args"], "--metrics-host") == "0.0.0.0"
+        assert template["metadata"]["annotations"]["prometheus.io/port"] == "9464"
+    policy = overlay("monitored-1p1d")["NetworkPolicy", "metrics"]["spec"]
+    assert policy["ingress"][0]["ports"] == [{"port": "metrics"}]
+    (peer,) = policy["ingress"][0]["from"]
+    assert peer["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}

@@ -1,0 +1,128 @@
+"""Pages over encrypted ZMQ: they pass between who has the fleet's keys, and nobody else gets in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from kvtransfer.fixtures import SMALL, boundary, filled, next_event, print_of, reservation
+from zmq.utils.monitor import recv_monitor_message
+
+from effuse.kvtransfer.connector import Arrived, Connector, ConnectorEvent, PushFailed
+from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.thread import ThreadConnector
+from effuse.kvtransfer.zmq_curve import CurveKeys
+from effuse.kvtransfer.zmq_listener import ZmqListener
+from effuse.kvtransfer.zmq_transport import ZmqTransport
+
+LARGEST = 1 << 16
+OURS, THEIRS = CurveKeys.of(b"o" * 32), CurveKeys.of(b"t" * 32)
+
+
+@contextmanager
+def connector(memory: PageMemory, name: str, keys: CurveKeys | None) -> Iterator[Connector]:
+    made = ThreadConnector(ZmqTransport(memory, keys=keys), memory, name, print_of(memory.layout))
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def push(sender_keys: CurveKeys | None, receiver_keys: CurveKeys | None) -> list[ConnectorEvent]:
+    """What comes of a push at its sender and, where it arrives, at its receiver."""
+    source, target = filled(SMALL, 2), PageMemory(SMALL, 4)
+    with (
+        connector(target, "decode-1", receiver_keys) as receiver,
+        connector(source, "prefill-1", sender_keys) as sender,
+    ):
+        reserved = reservation(target, receiver.describe(), (PageRef(1, 1),), number=1)
+        receiver.expect(reserved, "prefill-1")
+        sender.push_pages(reserved, [0], 0)
+        sender.finish(reserved, lambda: boundary(9))
+        events = [next_event(sender, reserved.transfer_id)]
+        if not isinstance(events[0], PushFailed):
+            events.append(next_event(receiver, reserved.transfer_id))
+            assert target.bytes_at(1) == source.bytes_at(0)
+        else:
+            assert target.bytes_at(1) != source.bytes_at(0)
+        return events
+
+
+def test_pages_pass_between_who_has_the_keys() -> None:
+    assert isinstance(push(OURS, OURS)[-1], Arrived)
+
+
+@pytest.mark.parametrize("keys", [None, OURS], ids=["plain", "encrypted"])
+def test_the_largest_frames_pass_and_are_counted_to_the_byte(keys: CurveKeys | None) -> None:
+    """Who sends much is not taken for who never ends a message, however long a connection lasts."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=LARGEST, queued=2, keys=keys)
+    sender = context.socket(zmq.DEALER)
+    if keys is not None:
+        keys.ask(sender)
+    sender.connect(f"tcp://127.0.0.1:{listener.port}")
+    ahead = []
+    for size in (LARGEST, 1, 255, 256):
+        for _ in range(20):
+            sender.send(bytes(size))
+            until_received(listener)
+        (connection,) = listener._connections.values()
+        ahead.append(connection.num_received() - connection.num_taken)
+    listener.close()
+    context.destroy(linger=0)
+    assert ahead == [ahead[0]] * 4, "it grows with what is sent"
+
+
+def until_received(listener: ZmqListener) -> None:
+    poller = zmq.Poller()
+    poller.register(listener.socket, zmq.POLLIN)
+    while not listener.receive():
+        assert poller.poll(20_000), "nothing came"
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver"),
+    [(None, OURS), (THEIRS, OURS), (OURS, THEIRS), (OURS, None)],
+    ids=["plain", "other-keys", "stranger-receives", "plain-receives"],
+)
+def test_strangers_neither_push_nor_are_pushed_to(
+    sender: CurveKeys | None, receiver: CurveKeys | None
+) -> None:
+    assert isinstance(push(sender, receiver)[0], PushFailed)
+
+
+def test_to_know_the_public_key_is_not_enough() -> None:
+    """ZMQ itself would take any key of a client."""
+    with connector(PageMemory(SMALL, 4), "decode-1", OURS) as receiver:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.CURVE_SERVERKEY, OURS.public)
+        stranger.setsockopt(zmq.CURVE_PUBLICKEY, THEIRS.public)
+        stranger.setsockopt(zmq.CURVE_SECRETKEY, THEIRS.secret)
+        told = stranger.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        stranger.connect(receiver.describe().endpoint)
+        assert told.poll(20_000)
+        assert recv_monitor_message(told)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        stranger.disable_monitor()
+        context.destroy(linger=0)
+
+
+def test_no_key_is_shown() -> None:
+    assert OURS.secret.decode() not in repr(OURS)
+    with pytest.raises(ValueError, match="expected 32 bytes, got 3"):
+        CurveKeys.of(b"abc")
+
+
+def test_no_thread_is_left() -> None:
+    before = set(threading.enumerate())
+    with connector(PageMemory(SMALL, 4), "decode-1", OURS):
+        pass
+    assert set(threading.enumerate()) == before

@@ -1,0 +1,103 @@
+"""Redis with users and with TLS: who may, who may not, and what nobody is told."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from certificates import Authority
+from redis_server import running
+
+from effuse.placement.redis_access import VARIABLE, RedisAccess
+from effuse.placement.store import Store, StoreUnavailable
+from effuse.protos.tls import TlsFiles
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of a server that takes one user."""
+    with running() as server:
+        with redis.Redis.from_url(server.connection_url) as admin:
+            admin.acl_setuser("fleet", enabled=True, passwords=["+pass:word"], keys="*",
+                              commands=["+@all"])  # fmt: skip
+            admin.acl_setuser("default", enabled=False)
+        yield server.connection_url
+
+
+async def workers(url: str, access: RedisAccess) -> list[tuple[bytes, float]]:
+    async with Store(url, "blue", access=access, timeout_s=20.0) as store:
+        return await store.workers()
+
+
+def test_a_file_or_the_environment_names_the_user(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "credentials"
+    path.write_text("fleet:pass:word\n")
+    assert asyncio.run(workers(url, RedisAccess(credentials=path))) == []
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(workers(url, RedisAccess()))
+    monkeypatch.setenv(VARIABLE, "fleet:pass:word")
+    assert asyncio.run(workers(url, RedisAccess())) == []
+
+
+def test_a_new_password_counts_without_a_restart_and_none_is_told(url: str, tmp_path: Path) -> None:
+    path = tmp_path / "credentials"
+    path.write_text("fleet:wrong-word")
+
+    async def main() -> None:
+        async with Store(
+            url, "blue", access=RedisAccess(credentials=path), timeout_s=20.0
+        ) as store:
+            with pytest.raises(StoreUnavailable) as caught:
+                await store.workers()
+            assert "wrong-word" not in str(caught.value)
+            path.write_text("fleet:pass:word")
+            store.circuit.succeeded()  # does not wait for its pause
+            assert await store.workers() == []
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def tls_before(url: str, files: TlsFiles) -> AsyncIterator[str]:
+    """A server that speaks TLS and passes on what it hears: the one for tests cannot."""
+    assert files.cert is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert, files.key)
+    port = int(url.rpartition(":")[2].partition("/")[0])
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, back), copy(there, writer), return_exceptions=True)
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+
+
+def test_tls_trusts_the_authority_that_it_is_given(url: str, tmp_path: Path) -> None:
+    ours, theirs = Authority.make(tmp_path / "ours"), Authority.make(tmp_path / "theirs")
+    path = tmp_path / "credentials"
+    path.write_text("fleet:pass:word")
+
+    async def main() -> None:
+        async with tls_before(url, ours.sign("redis")) as sealed:
+            access = RedisAccess(credentials=path, ca=ours.cert)
+            assert await workers(sealed, access) == []
+            for ca in (theirs.cert, None):
+                with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+                    await workers(sealed, RedisAccess(credentials=path, ca=ca))
+
+    asyncio.run(main())

@@ -1,0 +1,121 @@
+"""Certificates: both ends show theirs, new files count from the next connection on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from certificates import Authority
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from effuse.protos import rpc
+from effuse.protos.fleet_channel import FLEET_NAME, FleetAccess
+from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
+
+ASK = health_pb2.HealthCheckRequest()
+SERVING = health_pb2.HealthCheckResponse.SERVING
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("ours") / "ca")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("theirs") / "ca")
+
+
+@asynccontextmanager
+async def serving(access: FleetAccess) -> AsyncIterator[str]:
+    server = rpc.RpcServer(rpc.FLEET_LIMITS, tls=access.server_tls())
+    port = await server.start("127.0.0.1:0", [])
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def status(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    """How a call over a new connection ends."""
+    async with channel:
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(ASK, timeout=20)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        assert answer.status == SERVING
+        return grpc.StatusCode.OK
+
+
+def test_a_fleet_answers_its_own_certificates_alone(ours: Authority, theirs: Authority) -> None:
+    member = FleetAccess(ours.sign("member", FLEET_NAME))
+    stranger = theirs.sign("stranger", FLEET_NAME)
+
+    async def main() -> None:
+        async with serving(member) as address:
+            assert await status(member.connect(address)) is grpc.StatusCode.OK
+            impostor = TlsFiles(cert=stranger.cert, key=stranger.key, ca=ours.cert)
+            assert await status(FleetAccess(impostor).connect(address)) is UNAVAILABLE
+            assert await status(FleetAccess(TlsFiles(ca=ours.cert)).connect(address)) is UNAVAILABLE
+            assert await status(rpc.connect(address)) is UNAVAILABLE
+
+    asyncio.run(main())
+
+
+def test_a_stranger_at_a_workers_address_is_told_nothing(
+    ours: Authority, theirs: Authority
+) -> None:
+    """Neither one of another authority, nor one of ours that is not of the fleet."""
+    member = FleetAccess(ours.sign("member", FLEET_NAME))
+    ca_bundle = theirs.sign("stranger", FLEET_NAME)
+    others = (
+        TlsFiles(cert=ca_bundle.cert, key=ca_bundle.key, ca=ours.cert),
+        ours.sign("web", "www.example.com"),
+    )
+
+    async def main() -> None:
+        for stranger in others:
+            async with serving(FleetAccess(stranger)) as address:
+                assert await status(member.connect(address)) is UNAVAILABLE
+
+    asyncio.run(main())
+
+
+def test_new_files_count_without_a_restart(tmp_path: Path) -> None:
+    """Of the whole fleet: once all have certificates of another authority, the old ones are out."""
+    old, new = Authority.make(tmp_path / "old"), Authority.make(tmp_path / "new")
+    files = old.sign("member", FLEET_NAME)
+    member, behind = FleetAccess(files), FleetAccess(old.sign("behind", FLEET_NAME))
+
+    async def main() -> None:
+        async with serving(member) as address:
+            assert await status(behind.connect(address)) is grpc.StatusCode.OK
+            assert member.look() == 0
+            fresh = new.sign("member", FLEET_NAME)
+            for source, target in ((fresh.key, files.key), (new.cert, files.ca)):
+                assert source is not None and target is not None
+                source.replace(target)
+            # Key and certificate do not belong together yet: what was there goes on.
+            assert member.look() == 0
+            assert fresh.cert is not None and files.cert is not None
+            fresh.cert.replace(files.cert)
+            assert member.look() == 1
+            assert await status(member.connect(address)) is grpc.StatusCode.OK
+            assert await status(behind.connect(address)) is UNAVAILABLE
+
+    asyncio.run(main())
+
+
+def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
+    ours = Authority.make(tmp_path / "ca")
+    one, two = ours.sign("one"), ours.sign("two")
+    for kind in (ServerTls, ChannelTls):
+        with pytest.raises(OSError, match=r"certificates \(.*one.pem.*\) cannot be used"):
+            kind(TlsFiles(cert=one.cert, key=two.key))
+        with pytest.raises(OSError, match="No such file"):
+            kind(TlsFiles(cert=tmp_path / "none", key=two.key))

@@ -1,0 +1,80 @@
+"""Turns among tenants: the same share of tokens for each, whatever the others do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from effuse.router.fair_queue import QUANTUM, FairQueue
+
+
+def test_one_tenant_is_served_in_its_order() -> None:
+    queue = FairQueue[int]()
+    costs = [5000, 1, 300, 0, QUANTUM]
+    for at, cost in enumerate(costs):
+        queue.push("a", cost, at)
+    assert [queue.pop() for _ in costs] == list(range(len(costs)))
+    assert len(queue) == 0
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_places_order_a_tenants_own_and_nobody_elses() -> None:
+    queue = FairQueue[str]()
+    for item, place in (("late", 9.0), ("early", 1.0), ("again", 1.0)):
+        queue.push("a", QUANTUM, item, place)
+    queue.push("b", QUANTUM, "other", 99.0)
+    served = [queue.pop() for _ in range(4)]
+    assert [one for one in served if one != "other"] == ["early", "again", "late"]
+    assert served.index("other") < 3
+
+
+def test_who_comes_late_does_not_wait_behind_a_flood() -> None:
+    queue = FairQueue[str]()
+    for _ in range(1000):
+        queue.push("flood", 256, "flood")
+    queue.push("late", 256, "late")
+    served = [queue.pop() for _ in range(10)]
+    assert served.count("late") == 1
+
+
+def test_shares_are_of_tokens_and_not_of_requests() -> None:
+    queue = FairQueue[tuple[str, int]]()
+    costs = {"short": 64, "long": 4096}
+    for tenant, cost in costs.items():
+        for _ in range(4000):
+            queue.push(tenant, cost, (tenant, cost))
+    spent = dict.fromkeys(costs, 0)
+    for _ in range(2000):
+        tenant, cost = queue.pop()
+        spent[tenant] += cost
+    assert abs(spent["short"] - spent["long"]) <= 4096 + 2 * QUANTUM
+
+
+def test_nothing_is_lost_and_nothing_comes_twice() -> None:
+    """Against a plain list of what is in it, through random pushes, pops and removals."""
+    draw = random.Random(7)
+    for _ in range(200):
+        queue, held = FairQueue[object](), list[tuple[str, object]]()
+        for _ in range(60):
+            what = draw.random()
+            if what < 0.5 or not held:
+                entry = (draw.choice("abc"), object())
+                queue.push(entry[0], draw.randrange(3000), entry[1])
+                held.append(entry)
+            elif what < 0.7:
+                item = queue.pop()
+                held.remove(next(one for one in held if one[1] is item))
+            elif what < 0.85:
+                entry = held.pop(draw.randrange(len(held)))
+                queue.remove(*entry)
+                queue.remove(*entry)  # which is not there any more
+            else:
+                tenant = queue.longest()
+                newest = [one for one in held if one[0] == tenant][-1]
+                assert queue.pop_last(tenant) is newest[1]
+                held.remove(newest)
+            assert len(queue) == len(held)
+            for tenant in "abc":
+                assert queue.length_of(tenant) == sum(one[0] == tenant for one in held)

@@ -1,0 +1,112 @@
+"""Clients' keys: the file's form, who a token belongs to, and limits by tenant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from effuse.cli import token as command
+from effuse.protos.errors import Overloaded, Unauthenticated
+from effuse.protos.gate import CALLER
+from effuse.router.keys import KeyRing, Tenant, line_of, make_token, parse_keys
+from effuse.router.quotas import Quotas
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> tuple[KeyRing, Path, str]:
+    path, token = tmp_path / "keys", make_token()
+    path.write_text(f"# ours\n\n{line_of(token, Tenant('acme', 2, 600))}\n")
+    return KeyRing(path), path, token
+
+
+def test_a_line_says_whose_token_it_is_and_its_limits(ring: tuple[KeyRing, Path, str]) -> None:
+    keys, path, token = ring
+    assert keys.find(token) == keys.tenant("acme") == Tenant("acme", 2, 600)
+    assert token not in path.read_text()
+    for wrong in ("", token[:-1], token + "x", "x" * 100_000, "\ud800"):
+        assert keys.find(wrong) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["acme", "acme abc", "a b " + "0" * 64, "acme " + "0" * 64 + " requests=0",
+     "acme " + "0" * 64 + " tokens=5", "-x " + "0" * 64],
+)  # fmt: skip
+def test_a_line_of_another_form_is_named(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 2: expected `tenant sha256"):
+        parse_keys(f"# first\n{line}\n")
+    (tmp_path / "keys").write_text(line)
+    with pytest.raises(OSError, match=r"--keys: .*line 1"):
+        KeyRing(tmp_path / "keys")
+
+
+def test_several_tokens_of_a_tenant_have_one_limit() -> None:
+    lines = [
+        line_of(make_token(), tenant) for tenant in (Tenant("a"), Tenant("a", 3), Tenant("a", 9))
+    ]
+    assert set(parse_keys("\n".join(lines)).values()) == {Tenant("a", 3)}
+
+
+def test_the_file_is_read_again_when_it_changes(ring: tuple[KeyRing, Path, str]) -> None:
+    keys, path, old = ring
+    new = make_token()
+    path.write_text(line_of(new, Tenant("other")))
+    assert (keys.find(old), keys.find(new)) == (None, Tenant("other"))
+    path.write_text("nonsense of another length")
+    assert keys.find(new) == Tenant("other")  # what was known is known
+    path.unlink()
+    assert keys.find(new) == Tenant("other")
+
+
+def test_calls_show_their_token(ring: tuple[KeyRing, Path, str]) -> None:
+    keys, _, token = ring
+    for shown in ({}, {"authorization": token}, {"authorization": "Basic x"},
+                  {"authorization": "Bearer wrong"}, {"authorization": b"Bearer"}):  # fmt: skip
+        with pytest.raises(Unauthenticated):
+            keys.admit(dict(shown))
+    assert CALLER.get() == ""
+    keys.admit({"authorization": f"bearer  {token}"})
+    assert CALLER.get() == "acme"
+    CALLER.set("")
+
+
+def test_the_command_appends_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys"
+    assert command.main(["acme", "--requests", "4", "--keys", str(path)]) == 0
+    token = capsys.readouterr().out.strip()
+    assert KeyRing(path).find(token) == Tenant("acme", 4)
+    with pytest.raises(SystemExit):
+        command.main(["not a name"])
+    assert "got 'not a name'" in capsys.readouterr().err
+
+
+def test_requests_at_once_are_limited() -> None:
+    quotas, tenant = Quotas(lambda: 0.0), Tenant("a", max_requests=1)
+    quotas.check(tenant)
+    with quotas.running(tenant):
+        with pytest.raises(Overloaded, match="1 requests of this key's tenant"):
+            quotas.check(tenant)
+        quotas.check(Tenant("b", max_requests=1))
+    quotas.check(tenant)
+
+
+def test_tokens_a_minute_are_limited() -> None:
+    now = [0.0]
+    quotas, tenant = Quotas(lambda: now[0]), Tenant("a", tokens_per_minute=60)
+    with quotas.running(tenant) as spend:
+        quotas.check(tenant)
+        spend(90)
+    with pytest.raises(Overloaded, match="60 tokens a minute") as caught:
+        quotas.check(tenant)
+    assert caught.value.retry_after_s == 31
+    now[0] = 30.0
+    with pytest.raises(Overloaded):
+        quotas.check(tenant)
+    now[0] = 31.0
+    quotas.check(tenant)
+    now[0] = 1000.0  # nobody saves tokens up
+    with quotas.running(tenant) as spend:
+        spend(61)
+    with pytest.raises(Overloaded):
+        quotas.check(tenant)

@@ -1,0 +1,159 @@
+"""A router with keys in front of fake workers: who is let in, and that a flood starves nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from router.asking import failure, request
+from router.fake_workers import holds
+from router.fakes import FakeFleet, run, until
+
+from effuse.client.credentials import Credentials
+from effuse.protos.errors import NotFound, Overloaded, Unauthenticated
+from effuse.protos.metadata_channel import MetadataChannel
+from effuse.protos.stubs import generation_stub, model_stub
+from effuse.router.keys import Tenant, line_of, make_token
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import generation_pb2_grpc, model_pb2
+
+TOKENS = {name: make_token() for name in ("flood", "quiet")}
+Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
+
+
+def stub_of(fleet: FakeFleet, tenant: str) -> Stub:
+    shown = Credentials(token=TOKENS[tenant]).metadata()
+    return generation_stub(MetadataChannel(fleet.channel, shown))
+
+
+def served(
+    path: Path, body: Callable[[FakeFleet], Awaitable[None]], *, requests: int | None = None,
+    **settings: object,
+) -> None:  # fmt: skip
+    """Runs a router that knows both tokens, with a limit for each."""
+    keys = path / "keys"
+    lines = [line_of(token, Tenant(name, requests)) for name, token in TOKENS.items()]
+    keys.write_text("\n".join(lines))
+    run(body, keys=keys, **settings)  # type: ignore[arg-type]
+
+
+def test_without_a_token_nothing_is_told(tmp_path: Path) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        error = await failure(fleet.generation.Generate(request(), timeout=30))
+        assert isinstance(error, Unauthenticated) and error.labels == {}
+        channel: Any = fleet.channel
+        calls: list[Awaitable[object]] = [
+            fleet.models.ListWorkers(model_pb2.ListWorkersRequest(), timeout=30),
+            fleet.generation.GetRequest(pb.GetRequestRequest(request_id="x"), timeout=30),
+            channel.unary_unary("/no.such.Service/Method")(b"", timeout=30),
+            channel.unary_unary(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo")(
+                b"", timeout=30
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert caught.value.details() == error.message
+        health = health_pb2_grpc.HealthStub(fleet.channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert not fleet.decode[0].served
+
+    served(tmp_path, body)
+
+
+def test_with_a_token_all_is_served_and_counted(tmp_path: Path) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        answer = await stub_of(fleet, "quiet").Generate(request(), timeout=30)
+        assert answer.text == "the answer is three"
+        models = model_stub(MetadataChannel(fleet.channel, [
+            ("authorization", f"Bearer {TOKENS['quiet']}")
+        ]))  # fmt: skip
+        assert (await models.ListModels(model_pb2.ListModelsRequest(), timeout=30)).models
+        await until(lambda: ended(fleet, "quiet", "OK") == 1)
+        spent = fleet.metric("effuse_tenant_tokens_total", tenant="quiet")
+        assert spent == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert ended(fleet, "flood", "OK") is None
+
+    served(tmp_path, body)
+
+
+def ended(fleet: FakeFleet, tenant: str, status: str) -> float | None:
+    return fleet.metric("effuse_tenant_requests_total", tenant=tenant, status=status)
+
+
+def test_nobody_reads_anothers_answer(tmp_path: Path) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await stub_of(fleet, "quiet").Generate(request(request_id="mine"), timeout=30)
+        await fleet.idle()
+        look = pb.GetRequestRequest(request_id="mine")
+        found = await stub_of(fleet, "quiet").GetRequest(look, timeout=30)
+        assert found.answer.text == "the answer is three"
+        with_other = stub_of(fleet, "flood").GetRequest(look, timeout=30)
+        assert isinstance(await failure(with_other), NotFound)
+        # Nor by asking the same under the same id: that runs once more, for who asks.
+        before = len(fleet.decode[0].served)
+        await stub_of(fleet, "flood").Generate(request(request_id="mine"), timeout=30)
+        assert len(fleet.decode[0].served) == before + 1
+        assert isinstance(
+            await failure(stub_of(fleet, "quiet").GetRequest(look, timeout=30)), NotFound
+        )
+
+    served(tmp_path, body)
+
+
+def test_a_tenant_beyond_its_limit_is_refused_and_others_are_not(tmp_path: Path) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        held, release = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["start"] = holds(release, held)
+        flood, quiet = stub_of(fleet, "flood"), stub_of(fleet, "quiet")
+        first = asyncio.create_task(_generate(flood))
+        await held.wait()
+        error = await failure(flood.Generate(request(), timeout=30))
+        assert isinstance(error, Overloaded) and error.retry_after_s
+        assert ended(fleet, "flood", "RESOURCE_EXHAUSTED") == 1
+        release.set()
+        assert (await quiet.Generate(request(), timeout=30)).text
+        assert (await first).text
+
+    served(tmp_path, body, requests=1)
+
+
+async def _generate(stub: Stub) -> pb.GenerateResponse:
+    return await stub.Generate(request(), timeout=30)
+
+
+def test_who_floods_the_queue_gives_way(tmp_path: Path) -> None:
+    """The queue is full of one tenant's requests: another one's gets in, and soon has its turn."""
+
+    async def body(fleet: FakeFleet) -> None:
+        held, release = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["start"] = holds(release, held)
+        flood, quiet = stub_of(fleet, "flood"), stub_of(fleet, "quiet")
+        order: list[str] = []
+
+        async def one(stub: Stub, name: str) -> None:
+            await stub.Generate(request(), timeout=30)
+            order.append(name)
+
+        floods = [asyncio.create_task(one(flood, "flood")) for _ in range(9)]
+        await held.wait()
+        await until(lambda: fleet.router.admission.num_waiting == 8)
+        late = asyncio.create_task(one(quiet, "quiet"))
+        (refused,), _ = await asyncio.wait(floods, return_when=asyncio.FIRST_COMPLETED)
+        assert isinstance(await failure(refused), Overloaded)
+        release.set()
+        await late
+        assert len(order) <= 4, order
+        floods.remove(refused)
+        await asyncio.gather(*floods)
+
+    served(tmp_path, body, max_concurrent_requests=1, max_queue=8)
