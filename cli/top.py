@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the flags say; exits with status 2 on bad ones."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = command("top", "Watch a fleet's workers and running requests, until Ctrl-C.")
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
@@ -49,6 +49,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
     add("--once", action="store_true", help="draw once, as where nobody sits at a terminal")
     add_credentials(parser)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """What the flags say; exits with status 2 on bad ones."""
+    parser = make_parser()
     found = parser.parse_args(argv)
     found.credentials = credentials_of(parser, found)
     return found
