@@ -101,7 +101,9 @@ load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `ef
 
 .PHONY: clients
 clients: ## Install other people's clients into .tools; make test uses those that are there
-	for client in $(CLIENTS); do .ci/tool "$$client"; done
+	@missing=
+	for client in $(CLIENTS); do .ci/tool "$$client" || missing="$$missing $$client"; done
+	[ -z "$$missing" ] || { echo "could not be installed:$$missing" >&2; exit 1; }
 
 .PHONY: test-clients
 test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each

@@ -12,11 +12,14 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self, TextIO
 
 from effuse.cli.arguments import command, directory, whole
+from effuse.cli.commands import new_name
+from effuse.cli.fleet import FleetConfig
 from effuse.cli.process import LogFollower, last_lines, with_name
 
 KEPT: Final = 10
@@ -115,3 +118,17 @@ def _is_in_use(where: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
+    """Has the logs be kept where `effuse logs` finds them, unless a directory was named; where none
+    can be made they end with the fleet."""
+    if config.log_dir is not None:
+        return config
+    name = config.name or new_name()
+    try:
+        kept = stack.enter_context(KeptLogs(logs_home(), name, time.time()))
+    except (OSError, RuntimeError) as error:  # the latter without a home
+        print(f"effuse up: logs are not kept: {error}", file=sys.stderr)
+        return config
+    return replace(config, name=name, log_dir=kept.directory)

@@ -40,14 +40,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the flags say; exits with status 2 on bad ones."""
-    parser = make_parser()
-    found = parser.parse_args(argv)
-    found.credentials = credentials_of(parser, found)
-    return found
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     parser = command("top", "Watch a fleet's workers and running requests, until Ctrl-C.")
@@ -58,6 +50,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--once", action="store_true", help="draw once, as where nobody sits at a terminal")
     add_credentials(parser)
     return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """What the flags say; exits with status 2 on bad ones."""
+    parser = make_parser()
+    found = parser.parse_args(argv)
+    found.credentials = credentials_of(parser, found)
+    return found
 
 
 def draw(look: Look) -> RenderableType:

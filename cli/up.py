@@ -11,20 +11,19 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.commands import LOOPBACK, new_name, value_of
+from effuse.cli.commands import LOOPBACK, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.greeting import asks_who_calls, greeting, scraped, taken
 from effuse.cli.keeper import LOG, Rolling, watch_over
-from effuse.cli.logs import KeptLogs, logs_home
+from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_port
 from effuse.cli.process import LogFollower
 from effuse.config.file import add_config_flag, with_file
@@ -122,20 +121,6 @@ def refuse_early(config: FleetConfig) -> None:
     check_port(config.host, config.port)
     metrics_host = value_of(config.router_flags, "--metrics-host") or RouterConfig().metrics_host
     check_port(metrics_host, int(value_of(config.router_flags, "--metrics-port") or 0))
-
-
-def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
-    """Has the logs be kept where `effuse logs` finds them, unless a directory was named; where none
-    can be made they end with the fleet."""
-    if config.log_dir is not None:
-        return config
-    name = config.name or new_name()
-    try:
-        kept = stack.enter_context(KeptLogs(logs_home(), name, time.time()))
-    except (OSError, RuntimeError) as error:  # the latter without a home
-        print(f"effuse up: logs are not kept: {error}", file=sys.stderr)
-        return config
-    return replace(config, name=name, log_dir=kept.directory)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -14,12 +14,14 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
 from effuse.router.fair_queue import FairQueue
 from effuse.router.shedding import HoldTimes
+from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
 """What a request that was refused for its deadline is told to wait at least."""
@@ -36,10 +38,24 @@ AHEAD_S: Final[Mapping[Priority, float]] = {"low": -30.0, "normal": 0.0, "high":
 waits for the difference goes before all of its tenant that come then."""
 
 
-def place_of(arrived: float, priority: Priority) -> float:
-    """The place in the queue of a request that arrived then: the time at which it counts as having
-    come."""
-    return arrived - AHEAD_S[priority]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotNeed:
+    """What a request needs a slot for."""
+
+    place: float = 0.0  # the time of coming, or what counts as such; smaller ones go first
+    tenant: str = ""
+    size: int = 1  # tokens of the answer at most
+    left_s: float = math.inf  # until its deadline
+
+    @classmethod
+    def of(cls, asked: Asked, tenant: str, arrived: float, left_s: float) -> SlotNeed:
+        """That of a client's request, which counts as having come earlier or later by its class."""
+        place = arrived - AHEAD_S[asked.priority]
+        return cls(place=place, tenant=tenant, size=asked.most_tokens, left_s=left_s)
+
+
+ANY: Final = SlotNeed()
+"""A request that takes whatever time there is."""
 
 
 class Admission:
@@ -82,41 +98,36 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(
-        self, place: float = 0.0, tenant: str = "", *, left_s: float = math.inf, size: int = 1
-    ) -> AsyncIterator[None]:
-        """Holds a slot for a request of `size` tokens at most that has `left_s` seconds. Waits in
-        the queue, before those of the same tenant of a larger `place`: the time of coming, or what
-        counts as such. The caller bounds how long.
+    async def slot(self, need: SlotNeed = ANY) -> AsyncIterator[None]:
+        """Holds a slot. Waits in the queue, before those of the same tenant of a larger place; the
+        caller bounds how long.
 
-        Raises `Overloaded` before anything is held: at once, or as it waits, where the queue is
-        full and another tenant has less in it, or where its deadline cannot be met any more."""
-        self.check(place, tenant, left_s=left_s, size=size)
-        deadline = self._now() + left_s
-        has_waited = await self._take_slot(place, tenant, size)
+        Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full
+        and another tenant has less in it; at its turn, if its deadline cannot be met any more."""
+        self.check(need)
+        deadline = self._now() + need.left_s
+        has_waited = await self._take_slot(need)
         began, is_answered = self._now(), False
         try:
             if has_waited:
-                self._check_turn(deadline - began, size)
+                self._check_turn(deadline - began, need.size)
             yield
             is_answered = True
         finally:
-            self.holds.add(self._now() - began, size, is_answered=is_answered)
+            self.holds.add(self._now() - began, need.size, is_answered=is_answered)
             self._free_slot()
 
-    def check(
-        self, place: float = 0.0, tenant: str = "", *, left_s: float = math.inf, size: int = 1
-    ) -> None:
-        """Raises where a request of `size` tokens at most that has `left_s` seconds would be
-        refused now; costs nothing."""
+    def check(self, need: SlotNeed = ANY) -> None:
+        """Raises where a request would be refused now; costs nothing."""
         if self._running < self.max_running and not self._waiting:
             return
-        if len(self._waiting) >= self.max_waiting and not self._may_displace(tenant):
+        is_full = self._running >= self.max_running and len(self._waiting) >= self.max_waiting
+        if is_full and not self._may_displace(need.tenant):
             raise self._refusal()
-        ahead = self._waiting.num_before(tenant, place)
-        late_s = self.holds.late_s(left_s, size, ahead, self.max_running)
+        ahead = self._waiting.ahead_of(need.tenant, need.place)
+        late_s = self.holds.late_s(need.left_s, need.size, ahead, self.max_running)
         if late_s > 0:
-            raise self._shed(f"{ahead} requests wait before it", left_s, late_s)
+            raise self._shed(f"{ahead} requests wait before it", need.left_s, late_s)
 
     def _check_turn(self, left_s: float, size: int) -> None:
         """Raises where a request whose turn has come has too little time left for it."""
@@ -147,24 +158,24 @@ class Admission:
         waiting = self._waiting
         return waiting.length_of(waiting.longest()) > waiting.length_of(tenant) + 1
 
-    async def _take_slot(self, place: float, tenant: str, size: int) -> bool:
+    async def _take_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
         if self._running < self.max_running and not self._waiting:
             self._running += 1
             return False
-        if len(self._waiting) >= self.max_waiting and self._may_displace(tenant):
+        if len(self._waiting) >= self.max_waiting and self._may_displace(need.tenant):
             refused = self._waiting.pop_last(self._waiting.longest())
             if not refused.done():
                 refused.set_exception(self._refusal())
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.push(tenant, size, turn, place)
+        self._waiting.push(need.tenant, need.size, turn, need.place)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._free_slot()  # its turn came in the same moment
             else:
-                self._waiting.remove(tenant, turn)
+                self._waiting.remove(need.tenant, turn)
             raise
         return True
 

@@ -8,7 +8,7 @@ without I/O and without a clock.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
@@ -54,14 +54,13 @@ class FairQueue(Generic[Item]):
         line = self._lines.get(tenant)
         return 0 if line is None else len(line.waiting)
 
-    def num_before(self, tenant: str, place: float) -> int:
-        """Items that would be taken out before one of `tenant` at this place, if all cost the same:
-        those of its own before it, and of each other tenant as many and one more, if it has them.
-        """
+    def ahead_of(self, tenant: str, place: float) -> int:
+        """Items that would be taken out before another one, where all cost the same: those of its
+        tenant with no larger place, and of each other tenant as many and one."""
         line = self._lines.get(tenant)
-        own = 0 if line is None else bisect_right(line.waiting, place, key=lambda one: one.place)
-        others = (name for name in self._lines if name != tenant)
-        return own + sum(min(self.length_of(name), own + 1) for name in others)
+        own = 0 if line is None else sum(entry.place <= place for entry in line.waiting)
+        others = (len(one.waiting) for name, one in self._lines.items() if name != tenant)
+        return own + sum(min(count, own + 1) for count in others)
 
     def longest(self) -> str:
         """The tenant with most items; of an empty queue there is none (ValueError)."""

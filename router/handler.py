@@ -27,7 +27,7 @@ from effuse.protos.errors import (
     InvalidRequest,
     Unavailable,
 )
-from effuse.router.admission import place_of
+from effuse.router.admission import SlotNeed
 from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient, events_of, finished_of
 from effuse.router.detokenizer import AnswerText
@@ -82,14 +82,14 @@ def accept(
             router.count_seats()
         tenant = router.tenant()
         router.quotas.check(tenant)
-        router.admission.check(tenant=tenant.name)
+        router.admission.check(SlotNeed(tenant=tenant.name))
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
+        # grpcio's types hide that there may be none
         time_left: float | None = context.time_remaining()
         limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
-        at = place_of(router.now(), asked.priority)
-        router.admission.check(at, tenant.name, left_s=limit_s, size=asked.most_tokens)
+        router.admission.check(SlotNeed.of(asked, tenant.name, router.now(), limit_s))
     except EffuseError as error:
         router.metrics.count_refusal(router.tenant().name, error.code.name)
         raise
@@ -144,10 +144,9 @@ class Handler:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
         request = self._request
-        place = place_of(request.arrived, request.asked.priority)
         left_s = request.deadline - asyncio.get_running_loop().time()
-        size, tenant = request.asked.most_tokens, request.tenant.name
-        async with self._router.admission.slot(place, tenant, left_s=left_s, size=size):
+        need = SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
+        async with self._router.admission.slot(need):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -334,8 +333,8 @@ class Handler:
         finished = request.finished(reason, self._router.now())
         request.status = "OK"
         # Told once the answer is on its way.
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._router.note_end, request, "OK", finished.stats)
+        told = self._router.note_end
+        asyncio.get_running_loop().call_soon(told, request, "OK", finished.stats)
         return finished
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from effuse.cli.fleet import FleetConfig
-from effuse.cli.logs import KEPT, KeptLogs, latest, logs_home, main, show
-from effuse.cli.up import keep_logs
+from effuse.cli.logs import KEPT, KeptLogs, keep_logs, latest, logs_home, main, show
 
 
 @pytest.fixture

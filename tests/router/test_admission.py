@@ -9,13 +9,13 @@ import pytest
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import AHEAD_S, Admission
+from effuse.router.admission import AHEAD_S, Admission, SlotNeed
 
 
 async def hold(
     admission: Admission, release: asyncio.Event, order: list[int], at: int, place: float = 0.0
 ) -> None:
-    async with admission.slot(place):
+    async with admission.slot(SlotNeed(place=place)):
         order.append(at)
         await release.wait()
 

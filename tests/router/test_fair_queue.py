@@ -86,7 +86,7 @@ def test_how_many_go_first_is_told_but_for_whose_turn_it_is(seed: int) -> None:
     for number in range(draw.randrange(30)):
         queue.push(draw.choice("abcd"), QUANTUM, f"{number}", draw.random())
     place = draw.random()
-    told = queue.num_before("a", place)
+    told = queue.ahead_of("a", place)
     queue.push("a", QUANTUM, "mine", place)
     served = [queue.pop() for _ in range(len(queue))]
     assert told - 3 <= served.index("mine") <= told  # three other tenants

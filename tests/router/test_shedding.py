@@ -13,7 +13,7 @@ import pytest
 from router.virtual_time import run_virtually
 
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import Admission
+from effuse.router.admission import Admission, SlotNeed
 from effuse.router.shedding import LEAST_HOLDS, HoldTimes
 
 SLOTS = 8
@@ -33,7 +33,10 @@ def _goodput(load: float, *, is_known: bool, count: int = 1500, spread: float = 
             nonlocal answered
             left_s = DEADLINE_S if is_known else math.inf
             try:
-                async with asyncio.timeout(DEADLINE_S), admission.slot(left_s=left_s, size=64):
+                async with (
+                    asyncio.timeout(DEADLINE_S),
+                    admission.slot(SlotNeed(left_s=left_s, size=64)),
+                ):
                     await asyncio.sleep(takes_s)
                     answered += 1
             except (TimeoutError, Overloaded):
@@ -123,12 +126,14 @@ def test_a_refusal_says_when_to_come_back_and_holds_nothing() -> None:
                 await asyncio.sleep(1.0)
         async with admission.slot():
             with pytest.raises(Overloaded, match=r"1\.5 s after its deadline") as refused:
-                async with admission.slot(left_s=0.5):
+                async with admission.slot(SlotNeed(left_s=0.5)):
                     pass
             assert refused.value.retry_after_s == pytest.approx(1.5)
             assert (admission.num_running, admission.num_waiting, admission.num_shed) == (1, 0, 1)
-            admission.check(left_s=2.5)  # one that has the time may wait
-        async with admission.slot(left_s=0.5):  # and where nobody has to wait, nobody is refused
+            admission.check(SlotNeed(left_s=2.5))  # one that has the time may wait
+        async with admission.slot(
+            SlotNeed(left_s=0.5)
+        ):  # and where nobody has to wait, nobody is refused
             pass
 
     run_virtually(main())
@@ -140,7 +145,7 @@ def test_one_whose_turn_comes_too_late_is_not_begun() -> None:
         admission, begun = Admission(1, 10, loop.time), []
 
         async def late() -> None:
-            async with admission.slot(left_s=2.5):
+            async with admission.slot(SlotNeed(left_s=2.5)):
                 begun.append(1)
 
         for _ in range(LEAST_HOLDS):
@@ -166,15 +171,17 @@ def test_only_those_who_go_first_count_as_ahead() -> None:
                 await asyncio.sleep(1.0)
 
         async def wait() -> None:
-            async with admission.slot(place=5.0):
+            async with admission.slot(SlotNeed(place=5.0)):
                 pass
 
         async with admission.slot():
             waiting = [asyncio.create_task(wait()) for _ in range(4)]
             await asyncio.sleep(0)
-            admission.check(place=4.0, left_s=2.5)
+            admission.check(SlotNeed(place=4.0, left_s=2.5))
             with pytest.raises(Overloaded, match="4 requests wait before it"):
-                admission.check(place=5.0, left_s=2.5)
+                admission.check(SlotNeed(place=5.0, left_s=2.5))
+            # Of another tenant's it is one, by turns.
+            admission.check(SlotNeed(place=5.0, tenant="other", left_s=3.5))
         await asyncio.gather(*waiting)
 
     run_virtually(main())
