@@ -17,6 +17,7 @@ COMMANDS = {
     "status": ("status", "show a fleet's workers, their load and their links"),
     "top": ("top", "watch a fleet's workers and running requests"),
     "token": ("token", "make a token for a client of a fleet"),
+    "logs": ("logs", "show what a fleet's processes have written"),
     "bench": ("bench", "measure a fleet on a dataset"),
     "check-ghz": ("check_ghz", "judge what ghz measured"),
     "eval": ("evaluate", "measure the bundled model's accuracy"),

@@ -101,18 +101,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tell(job: BenchJob, runs: Sequence[Run]) -> None:
-    """Prints the figures, and writes the files that were asked for."""
-    print(table(runs))
-    how = f"{job.concurrency} at a time" if job.rate is None else "as they arrive"
-    print(f"{len(job.traffic.prompts)} prompts, {how}; {RULE}")
-    if job.sweep:
-        print(verdict([run for run in runs if not math.isnan(run.rate)]))
+    """Writes the files that were asked for, and prints the figures."""
     if job.json is not None:
         job.json.write_text(json.dumps(as_json(runs), indent=1) + "\n")
     if job.plot is not None:
         from effuse.cli.plots import plot  # brings matplotlib
 
         plot(runs, job.plot)
+    print(table(runs))
+    how = f"{job.concurrency} at a time" if job.rate is None else "as they arrive"
+    print(f"{len(job.traffic.prompts)} prompts, {how}; {RULE}")
+    if job.sweep:
+        print(verdict([run for run in runs if not math.isnan(run.rate)]))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -257,8 +257,8 @@ def _measure(job: BenchJob, progress: Progress, runs: list[Run], name: str, rate
         asyncio.run(load)
     finally:
         runs.append(tally.run(name, job.goals, rate))
-        for failure, count in sorted(tally.failures.items()):
-            print(f"effuse bench: {count} x {failure}", file=sys.stderr)
+        for line in tally.tell_failures():
+            print(f"effuse bench: {line}", file=sys.stderr)
 
 
 def load_baseline(job: BenchJob) -> "Baseline":

@@ -6,6 +6,7 @@ Functions of the fleet's config; each process checks its own flags. Not here: st
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Surroundings:
     ready_file: Callable[[str], Path]  # by process
     secret_file: Path | None = None
     redis_credentials: Path | None = None
+
+
+def new_name() -> str:
+    """A name for a fleet that has none."""
+    return f"fleet-{secrets.token_hex(4)}"
 
 
 def router_names(config: FleetConfig) -> list[str]:

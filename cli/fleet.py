@@ -5,7 +5,6 @@ the benchmarks use. Nothing is left behind: no process, no file, unless starting
 """
 
 import contextlib
-import secrets
 import signal
 import socket
 import time
@@ -24,12 +23,14 @@ from effuse.cli.commands import (
     longest_start_s,
     longest_worker_end_s,
     member_commands,
+    new_name,
     redis_command,
     router_names,
     value_of,
 )
 from effuse.cli.gpus import VARIABLE, Assignment, assign
 from effuse.cli.home import Home
+from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.placement.redis_access import RedisAccess
 
@@ -41,7 +42,14 @@ _QUIET = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class FleetError(Exception):
-    """The fleet could not start, or one of its processes ended when it should not have."""
+    """The fleet could not start, or one of its processes ended when it should not have.
+
+    `why` says so without the end of the log of the process at fault, which the text adds."""
+
+    def __init__(self, why: str, process: Process | None = None) -> None:
+        tail = "" if process is None else f"; its log ends:\n{process.tail()}"
+        super().__init__(f"{why}{tail}")
+        self.why = why
 
 
 class ProcessEnded(FleetError):
@@ -115,7 +123,7 @@ class Fleet:
     def __init__(self, config: FleetConfig) -> None:
         """Raises OSError where there can be no log directory."""
         self.config = config
-        self.name = config.name or f"fleet-{secrets.token_hex(4)}"
+        self.name = config.name or new_name()
         self.redis_url = config.redis_url or ""
         self.processes: dict[str, Process] = {}
         self.gpus = config.assignments()  # by worker; empty where the environment decides
@@ -166,7 +174,7 @@ class Fleet:
         try:
             if self.config.has_secret:
                 self._home.make_secret()
-            self._port = _hold_port(self.config.host, self.config.port)
+            self._port = self._hold_port()
             self._start_redis(deadline)
             members = member_commands(self.config, self._surroundings(self._port))
             self._commands.update(members)
@@ -236,8 +244,7 @@ class Fleet:
         """
         self.begin_restart(name)
         if not self._wait(time.monotonic() + timeout_s, lambda: self.is_back(name), name):
-            process = self.processes[name]
-            raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
+            raise FleetError(f"{name} did not become ready", self.processes[name])
 
     def begin_restart(self, name: str) -> None:
         """Start it again and wait for nothing; `is_back` tells when it is ready."""
@@ -279,8 +286,8 @@ class Fleet:
         if not self._wait(time.monotonic() + timeout_s, enough):
             raise FleetError(
                 f"a router sees {seen[0]} prefill and {seen[1]} decode workers after "
-                f"{timeout_s:.0f} s, not {prefill} and {decode}; the first one's log ends:\n"
-                + self.processes[router_names(self.config)[0]].tail()
+                f"{timeout_s:.0f} s, not {prefill} and {decode}",
+                self.processes[router_names(self.config)[0]],
             )
 
     def _wait(self, deadline: float, done: Callable[[], bool], only: str | None = None) -> bool:
@@ -288,7 +295,7 @@ class Fleet:
         or `only` this one."""
         while not done():
             if dead := [one for one in self.dead() if only in (None, one.name)]:
-                raise ProcessEnded(f"{dead[0].ending()}; its log ends:\n{dead[0].tail()}")
+                raise ProcessEnded(dead[0].ending(), dead[0])
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
@@ -322,13 +329,12 @@ class Fleet:
     def _await_ready(self, name: str, deadline: float, only: str | None = None) -> dict[str, str]:
         ready = self._home.ready_file(name)
         if not self._wait(deadline, ready.exists, only):
-            process = self.processes[name]
-            raise FleetError(f"{name} did not become ready; its log ends:\n{process.tail()}")
+            raise FleetError(f"{name} did not become ready", self.processes[name])
         return self._home.told(name)
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
-            port = _free_port()
+            port = free_port()
             self.redis_url = f"redis://{LOOPBACK}:{port}/0"
             users = self._home.make_redis_user()
             self._commands["redis"] = redis_command(port, self._home.path, users)
@@ -339,6 +345,12 @@ class Fleet:
         with self._redis() as client:
             if not self._wait(deadline, lambda: _answers(client), only):
                 raise FleetError(f"no Redis answers at {self.redis_url}")
+
+    def _hold_port(self) -> socket.socket:
+        try:
+            return hold_port(self.config.host, self.config.port)
+        except OSError as error:
+            raise FleetError(str(error)) from error
 
     def _surroundings(self, port: socket.socket) -> Surroundings:
         return Surroundings(
@@ -354,33 +366,6 @@ class Fleet:
 
 def _role_of(name: str) -> str:
     return name.split("-")[0]
-
-
-def _hold_port(host: str, port: int) -> socket.socket:
-    """A socket that keeps a port for this fleet's routers, whichever of them live; 0 is a free one.
-
-    It never listens. The routers share the port with it, and so does nobody who asks for it alone.
-    Raises FleetError where somebody has it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    holder = socket.socket(family)
-    try:
-        with socket.create_server((host, port), family=family) as alone:
-            address = alone.getsockname()
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of an earlier fleet
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(address)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    except OSError as error:
-        holder.close()
-        raise FleetError(f"cannot listen on {host}:{port}: {error}") from error
-    return holder
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _answers(client: redis.Redis) -> bool:

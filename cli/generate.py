@@ -199,13 +199,18 @@ def _read_line() -> str:
 async def _show_answer(
     stub: "GenerationServiceAsyncStub", job: GenerateJob, prompt: Prompt
 ) -> Answer:
-    request = make_request(prompt, job.params, request_id=job.request_id, drafts=job.watch)
+    wants_ids = job.params.logprobs is not None
+    request = make_request(
+        prompt, job.params, request_id=job.request_id, token_ids=wants_ids, drafts=job.watch
+    )
     if job.watch:
         with watch(Console(), indent=0) as show:
             answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show)
     else:
         answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=_print_text)
         print()
+    for line in logprob_lines(answer):
+        print(line, file=sys.stderr)
     if job.stats:
         print(figures(answer), file=sys.stderr)
     return answer
@@ -236,8 +241,18 @@ async def ask(
 
 
 def _print_text(event: Event) -> None:
+    if event.HasField("echo"):
+        print(event.echo.text, end="", flush=True)
     if event.HasField("commit"):
         print(event.commit.text, end="", flush=True)
+
+
+def logprob_lines(answer: Answer) -> list[str]:
+    """A line for each token: its id, its log-probability, and those of the likeliest ids."""
+    return [
+        f"{token:>7} {told.logprob:9.4f}" + "".join(f"  {i}: {own:.4f}" for i, own in told.top)
+        for token, told in zip(answer.token_ids, answer.logprobs, strict=False)
+    ]
 
 
 def figures(answer: Answer) -> str:

@@ -83,8 +83,9 @@ class Rolling:
         LOG.info("all were replaced")
 
 
-def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
-    """Report each process that ends and start it again, side by side, until interrupted."""
+def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> NoReturn:
+    """Report each process that ends, with the end of its log unless that `shows` anyhow, and start
+    it again, side by side, until interrupted."""
     restarts = Restarts()
     starting: set[str] = set()
     while True:
@@ -93,7 +94,7 @@ def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
             starting.discard(process.name)
             pause_s = restarts.ended(process.name, now)
             if pause_s is not None:
-                _report(process, pause_s)
+                _report(process, pause_s, "" if shows_logs else process.tail())
         for name in restarts.due(now):
             fleet.begin_restart(name)
             starting.add(name)
@@ -105,6 +106,7 @@ def watch_over(fleet: Fleet, rolling: Rolling) -> NoReturn:
         time.sleep(_POLL_S)
 
 
-def _report(process: Process, pause_s: float) -> None:
+def _report(process: Process, pause_s: float, tail: str) -> None:
     again = f"it is started again in {pause_s:.0f} s" if pause_s else "it is started again"
-    LOG.warning("%s; %s; its log ends:\n%s", process.ending(), again, process.tail())
+    end = f"; its log ends:\n{tail}" if tail else ""
+    LOG.warning("%s; %s%s", process.ending(), again, end)

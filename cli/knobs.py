@@ -23,6 +23,7 @@ from effuse.config.decoding import (
     ENTROPY,
     EPS,
     FACTOR,
+    LOGPROBS,
     MAX_TOKENS,
     MIN_P,
     MIN_TOKENS,
@@ -60,6 +61,9 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         help="tokens before which the answer does not stop (default: 0)")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None,
         help="go on past the end of sequence (default: off)")  # fmt: skip
+    add("--logprobs", type=within(LOGPROBS), metavar="N",
+        help="log-probabilities of tokens, and of the N likeliest (default: none)")  # fmt: skip
+    add("--echo", action="store_true", default=None, help="begin with the prompt (default: off)")
     add(
         "--priority",
         choices=PRIORITIES,
@@ -222,6 +226,8 @@ def params_from(found: argparse.Namespace) -> Params:
         eps=found.eps,
         alg_temp=found.alg_temp,
         cache=found.cache,
+        logprobs=found.logprobs,
+        echo=found.echo,
         priority=found.priority,
         parse_special_tokens=found.parse_special_tokens,
     )

@@ -60,6 +60,17 @@ class Tally:
             self.failures[result] += 1
         self._on_done()
 
+    def tell_failures(self) -> list[str]:
+        """A line for each status, with the text that came most often."""
+        by_status: dict[str, Counter[str]] = {}
+        for text, count in self.failures.items():
+            by_status.setdefault(text.partition(":")[0], Counter())[text] += count
+        return [
+            f"{texts.total()} x {texts.most_common(1)[0][0]}"
+            + (f"; {len(texts) - 1} other texts" if len(texts) > 1 else "")
+            for _, texts in sorted(by_status.items())
+        ]
+
     def run(self, name: str, goals: ServiceGoals, rate: float = float("nan")) -> Run:
         """The figures until now."""
         total_s, failed = self._now() - self._began, self.failures.total()

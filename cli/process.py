@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self, TextIO
 
 _TAIL_BYTES = 1 << 16
+_LINE_BYTES = 256
 _POLL_S = 0.1
 _LOOK_S = 0.02
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
@@ -68,13 +69,8 @@ class Process:
         self._child.wait(10)
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of its log, for an error message; of a log that may be very long."""
-        if not self.log.exists():
-            return ""
-        with self.log.open("rb") as log:
-            log.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
-            text = log.read(_TAIL_BYTES).decode(errors="replace")
-        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+        """The last lines of its log, for an error message."""
+        return "\n".join(f"  {line}" for line in last_lines(self.log, lines))
 
     def ending(self) -> str:
         """How it ended, in words."""
@@ -84,6 +80,15 @@ class Process:
         if code < 0:
             return f"{self.name} (pid {self.pid}) was ended by {signal.Signals(-code).name}"
         return f"{self.name} (pid {self.pid}) exited with status {code}"
+
+
+def last_lines(log: Path, lines: int) -> list[str]:
+    """The last lines of a log, which may be very long or not there."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - max(_TAIL_BYTES, lines * _LINE_BYTES)))
+        return file.read().decode(errors="replace").splitlines()[-lines:]
 
 
 class Spawner:
@@ -139,15 +144,18 @@ def stop_all(
 
 
 class LogFollower:
-    """Copies what is appended to `*.log` in a directory to `out`, until the context ends; each line
-    is led by its process's name or, `as_json`, an object that says it."""
+    """Copies what is appended to logs in a directory to `out`, until the context ends; each line is
+    led by its process's name or, `as_json`, an object that says it."""
 
-    def __init__(self, directory: Path, out: TextIO, *, as_json: bool = False) -> None:
+    def __init__(
+        self, directory: Path, out: TextIO, process: str = "*", *, as_json: bool = False
+    ) -> None:
         self._directory = directory
         self._out = out
-        self._lead = _as_object if as_json else _with_name
+        self._logs = f"{process}.log"
+        self._lead = _as_object if as_json else with_name
         # What an earlier fleet has left there is not shown again.
-        self._read = {log: log.stat().st_size for log in directory.glob("*.log")}
+        self._read = {log: log.stat().st_size for log in directory.glob(self._logs)}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs")
 
@@ -161,7 +169,7 @@ class LogFollower:
 
     def copy_new(self) -> None:
         """Copy every whole line that was added since the last time."""
-        for log in sorted(self._directory.glob("*.log")):
+        for log in sorted(self._directory.glob(self._logs)):
             with log.open("rb") as file:
                 file.seek(self._read.get(log, 0))
                 whole, newline, _ = file.read().rpartition(b"\n")
@@ -177,7 +185,8 @@ class LogFollower:
         self.copy_new()
 
 
-def _with_name(name: str, line: str) -> str:
+def with_name(name: str, line: str) -> str:
+    """A log line led by the name of its process."""
     return f"{name:<10} | {line}"
 
 

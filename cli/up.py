@@ -11,34 +11,35 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, redis_url, whole
-from effuse.cli.commands import LOOPBACK, value_of
+from effuse.cli.commands import LOOPBACK, new_name, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
+from effuse.cli.greeting import asks_who_calls, greeting, scraped, taken
 from effuse.cli.keeper import LOG, Rolling, watch_over
+from effuse.cli.logs import KeptLogs, logs_home
+from effuse.cli.ports import check_port
 from effuse.cli.process import LogFollower
-from effuse.cli.status import taken_defaults
-from effuse.client.client import Client
 from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
 from effuse.decode_worker.config import DecodeConfig
 from effuse.models.defaults import refuse_unserved
+from effuse.models.preflight import check_checkpoint
 from effuse.prefill_worker.config import PrefillConfig
-from effuse.protos.errors import EffuseError
 from effuse.router.config import RouterConfig
+from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
 from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 
-_ASK_S = 5.0  # the longest that the router may take to describe its models
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
-# Both have it, but workers on one machine cannot share a port.
 _ROUTERS_ALONE = {"metrics_port", "metrics_host"}
 
 Config = WorkerConfig | RouterConfig
@@ -81,31 +82,60 @@ def main(argv: Sequence[str]) -> int:
     config, view = parse(argv)
     try:
         refuse_early(config)
-    except ValueError as error:
+    except (ValueError, TokenizerError, OSError) as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 2
     # SIGTERM ends the fleet exactly as Ctrl-C does, also while it starts.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        fleet = Fleet(config)
-    except OSError as error:
-        print(f"effuse up: {error}", file=sys.stderr)
-        return 2
-    form = value_of(config.router_flags, "--log-format")
-    if form == "json":
-        logs.set_up("up", "info", "json")
-    else:
-        logging.basicConfig(level="INFO", format="effuse up: %(message)s")
-    if view.quiet:
-        return run(fleet, view)
-    with LogFollower(fleet.log_dir, sys.stderr, as_json=form == "json"):
+    with ExitStack() as stack:
+        config = keep_logs(config, stack)
+        try:
+            fleet = Fleet(config)
+        except OSError as error:
+            print(f"effuse up: {error}", file=sys.stderr)
+            return 2
+        form = value_of(config.router_flags, "--log-format")
+        if form == "json":
+            logs.set_up("up", "info", "json")
+        else:
+            logging.basicConfig(level="INFO", format="effuse up: %(message)s")
+        if not view.quiet:
+            follower = LogFollower(fleet.log_dir, sys.stderr, as_json=form == "json")
+            stack.enter_context(follower)
         return run(fleet, view)
 
 
 def refuse_early(config: FleetConfig) -> None:
-    """Raises ValueError for a checkpoint that cannot be served, before any process is started."""
-    if config.model is not None:
-        refuse_unserved(config.model)
+    """Raises ValueError or TokenizerError for a checkpoint that cannot be served, and OSError for a
+    port that is taken, before any process is started. Needs no torch, so it takes no second."""
+    directory, flags = config.model or bundled_directory(), config.worker_flags
+    block_size = value_of(flags, "--block-size")
+    check_checkpoint(
+        directory,
+        adapter=config.adapter,
+        # On a CPU weights are computed in float32, whatever they are stored as.
+        dtype=value_of(flags, "--dtype") or "auto" if config.assignments() else "float32",
+        block_size=int(block_size) if block_size else None,
+    )
+    refuse_unserved(directory)
+    read_backend(directory)
+    check_port(config.host, config.port)
+    metrics_host = value_of(config.router_flags, "--metrics-host") or RouterConfig().metrics_host
+    check_port(metrics_host, int(value_of(config.router_flags, "--metrics-port") or 0))
+
+
+def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
+    """Has the logs be kept where `effuse logs` finds them, unless a directory was named; where none
+    can be made they end with the fleet."""
+    if config.log_dir is not None:
+        return config
+    name = config.name or new_name()
+    try:
+        kept = stack.enter_context(KeptLogs(logs_home(), name, time.time()))
+    except (OSError, RuntimeError) as error:  # the latter without a home
+        print(f"effuse up: logs are not kept: {error}", file=sys.stderr)
+        return config
+    return replace(config, name=name, log_dir=kept.directory)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -211,7 +241,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="keep one log file a process here (default: none is kept)",
+        help="keep one log file a process here (default: where `effuse logs` looks)",
     )
     add("--page-port", type=whole(0, 65535), default=0, metavar="N",
         help="port of the page about the fleet; 0 is any free one (default: 0)")  # fmt: skip
@@ -313,8 +343,11 @@ def run(fleet: Fleet, view: UpView) -> int:
             print(
                 "\n".join([greeting(fleet), *looked_at, *scraped(fleet), *taken(fleet)]), flush=True
             )
-            watch_over(fleet, rolling)
-    except (FleetError, OSError) as error:
+            watch_over(fleet, rolling, shows_logs=not view.quiet)
+    except FleetError as error:
+        LOG.error("%s", error if view.quiet else error.why)
+        return 1
+    except OSError as error:
         LOG.error("%s", error)
         return 1
     except KeyboardInterrupt:
@@ -332,46 +365,14 @@ def stop(fleet: Fleet) -> None:
     fleet.stop(is_told_again.is_set)
 
 
-def taken(fleet: Fleet) -> list[str]:
-    """A line for each source of what requests take by default, if the router tells it in time; one
-    that answers none but its clients is not asked."""
-    if _asks_who_calls(fleet):
-        return []
-    with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
-        return [line for model in client.models() for line in taken_defaults(model)]
-    return []
-
-
-def _asks_who_calls(fleet: Fleet) -> bool:
-    """Whether its routers answer none but clients that they know, or by TLS alone."""
-    return any(value_of(fleet.config.router_flags, flag) for flag in ("--tls-cert", "--keys"))
-
-
 @contextmanager
 def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
     """Serves the page about it; gives the line that says where. Raises OSError.
 
     Whoever reaches the page may look, so there is none of a fleet that asks who calls."""
-    if view.page_port is None or _asks_who_calls(fleet):
+    if view.page_port is None or asks_who_calls(fleet):
         yield []
         return
     source = page.PageSource(fleet.address, fleet.metrics)
     with page.served(source, view.page_port) as address:
         yield [f"look at it on {address} or with `effuse top --target {fleet.address}`"]
-
-
-def scraped(fleet: Fleet) -> list[str]:
-    """The line that says where metrics are."""
-    served = [f"{name} {at}" for name, at in fleet.metrics().items()]
-    return [f"metrics are on {', '.join(served)}"] if served else []
-
-
-def greeting(fleet: Fleet) -> str:
-    """The line that says that the fleet is ready, and where."""
-    config = fleet.config
-    places = "".join(f", {name} on {gpu}" for name, gpu in fleet.gpus.items())
-    return (
-        f"effuse is ready on {fleet.address} after {fleet.ready_s:.1f} s: {config.prefill} prefill "
-        f"and {config.decode} decode workers{places}, {config.connector}, "
-        f"Redis at {fleet.redis_url}"
-    )

@@ -82,6 +82,7 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]  # empty where they were not asked for
     logprobs: tuple[Logprob, ...]  # one for each token, where asked for
+    prompt: str | None  # as the model got it, where asked for
     # (tokens, forward passes) of the answer so far, at each commit; empty of a unary call.
     commits: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
@@ -102,6 +103,7 @@ class Answer:
             text=response.text,
             token_ids=tuple(response.token_ids),
             logprobs=tuple(map(Logprob.of, response.logprobs)),
+            prompt=response.echo.text if response.HasField("echo") else None,
             commits=(),
             finish_reason=_REASONS.get(response.finish_reason, "unknown"),
             usage=response.usage,
@@ -139,6 +141,7 @@ class Gathering:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[Logprob] = []
+        self._prompt: str | None = None
         self._commits: list[tuple[int, int]] = []
         self._finished: Event | None = None
 
@@ -146,6 +149,8 @@ class Gathering:
         """Takes an event in; the text that it adds to the answer."""
         if event.HasField("finished"):
             self._finished = event
+        if event.HasField("echo"):
+            self._prompt = event.echo.text
         if not event.HasField("commit"):
             return ""
         if self._first_block_s is None:
@@ -167,6 +172,7 @@ class Gathering:
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
+            prompt=self._prompt,
             commits=tuple(self._commits),
             finish_reason=_REASONS.get(finished.finish_reason, "unknown"),
             usage=finished.usage,

@@ -100,6 +100,7 @@ class Params:
     factor: float | None = None  # writes by rank instead of the threshold (Fast-dLLM)
     cache: Cache | None = None  # what is not computed again within a block (Fast-dLLM)
     logprobs: int | None = None  # of each token, with so many of the likeliest ones
+    echo: bool | None = None  # the prompt, too, as the model gets it
     priority: Priority | None = None  # in a router's queue
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
@@ -123,17 +124,7 @@ def make_request(
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
         parse_special_tokens=params.parse_special_tokens,
         priority=_named("priority", params.priority, PRIORITIES),
-        sampling=pb.SamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=params.logit_bias,
-            seed=params.seed,
-        ),
+        sampling=_sampling(params),
         stopping=pb.StoppingParams(
             max_tokens=params.max_tokens,
             stop=params.stop,
@@ -142,7 +133,9 @@ def make_request(
             min_tokens=params.min_tokens,
         ),
         decoding=_decoding(params),
-        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts, logprobs=params.logprobs),
+        output=pb.OutputOptions(
+            token_ids=token_ids, drafts=drafts, logprobs=params.logprobs, echo=params.echo
+        ),
     )
 
 
@@ -181,6 +174,20 @@ def make_tokenize_request(
         prompt=prompt if isinstance(prompt, str) else None,
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
         parse_special_tokens=parse_special_tokens,
+    )
+
+
+def _sampling(params: Params) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
     )
 
 

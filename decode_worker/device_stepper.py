@@ -21,6 +21,7 @@ from effuse.decode_worker.device_buckets import (
 )
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.kernels.step_slots import Column, SlotLayout, Status
+from effuse.models.progress import ProgressLog
 
 _ROWS_THAT_SPLIT = 512
 _COPIES = 8  # host copies of records that may be in use at a time
@@ -133,11 +134,20 @@ class DeviceStepper:
         """
         if not self._uses_graphs:
             return
-        for count in sorted({self._row_bucket(count) for count in rows}, reverse=True):
-            for bound in {self._context_class(count, each) for each in context_classes(contexts)}:
+        classes = context_classes(contexts)
+        row_graphs = [
+            (count, bound)
+            for count in sorted({self._row_bucket(count) for count in rows}, reverse=True)
+            for bound in {self._context_class(count, each) for each in classes}
+        ]
+        counts = sorted({bucket(count) for count in candidates}, reverse=True)
+        with ProgressLog("graphs of steps", len(row_graphs) + len(counts)) as progress:
+            for count, bound in row_graphs:
                 self._row_graph(count, bound)
-        for count in sorted({bucket(count) for count in candidates}, reverse=True):
-            self._candidate_graph(count)
+                progress.add()
+            for count in counts:
+                self._candidate_graph(count)
+                progress.add()
 
     def _row_bucket(self, count: int) -> int:
         return min(bucket(count), self._step.buffers.rows.token_ids.shape[0])

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from effuse.models.checkpoint import Shape, TensorFiles, open_tensors
 from effuse.models.config_keys import CheckpointError, ConfigKeys
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -64,9 +66,10 @@ class Adapter:
 
 @contextmanager
 def open_adapter(
-    directory: Path, base: Mapping[str, Shape], device: torch.device
+    directory: Path, base: Mapping[str, Shape], device: torch.device | None
 ) -> Iterator[Adapter]:
-    """Open an adapter for a model whose tensors have the names and shapes of `base`.
+    """Open an adapter for a model whose tensors have the names and shapes of `base`; without a
+    device to be checked, not merged.
 
     Raises CheckpointError naming a target module that the model lacks, a missing, wrongly
     shaped or leftover factor, or an option that is not supported.

@@ -1,7 +1,7 @@
 """The released tensor names and shapes of each family, and reading them from safetensors files.
 
-Single or sharded files; every tensor is accounted for. Which products are merged for speed is
-`weights.py`; nothing is ever unpickled.
+Single or sharded files; every tensor is accounted for. Headers are read without torch. Which
+products are merged for speed is `weights.py`; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from effuse.models.config import ModelConfig
 from effuse.models.config_experts import ExpertConfig
-from effuse.models.config_keys import CheckpointError, read_json_object
+from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' own
+_STORED_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+DTYPE_NAMES: Final = tuple(_STORED_NAMES.values())
+"""Dtypes that weights may be stored and computed in."""
 
 Shape = tuple[int, ...]
 
@@ -208,21 +212,33 @@ class TensorFiles:
         _, file = self.locations[name]
         return tuple(file.get_slice(name).get_shape())
 
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(
+            math.prod(self.shape(name)) * _STORED_BYTES.get(file.get_slice(name).get_dtype(), 0)
+            for name, (_, file) in self.locations.items()
+        )
+
     def take(self, name: str) -> Tensor:
         """Read one tensor on the device that the files were opened for, in its stored dtype."""
+        self.check_dtype(name)
+        return self.locations[name][1].get_tensor(name)
+
+    def check_dtype(self, name: str) -> None:
+        """Raise CheckpointError where a tensor is stored in a dtype that is not supported."""
         path, file = self.locations[name]
-        tensor = file.get_tensor(name)
-        if tensor.dtype not in _FLOATS:
+        stored = file.get_slice(name).get_dtype()
+        if stored not in _STORED_NAMES:
             raise CheckpointError(
-                f"{path}: tensor {name} has dtype {tensor.dtype}; "
-                f"expected one of {', '.join(map(str, _FLOATS))}"
+                f"{path}: tensor {name} has dtype {stored}; "
+                f"expected one of {', '.join(_STORED_NAMES)}"
             )
-        return tensor
 
 
 @contextmanager
-def open_tensors(paths: list[Path], device: torch.device) -> Iterator[TensorFiles]:
-    """Open files together; a tensor that two of them hold is an error."""
+def open_tensors(paths: list[Path], device: torch.device | None) -> Iterator[TensorFiles]:
+    """Open files together, to be read on `device`, or without torch for their headers alone; a
+    tensor that two of them hold is an error."""
     locations: dict[str, tuple[Path, SafeFile]] = {}
     with ExitStack() as stack:
         for path in paths:
@@ -236,11 +252,14 @@ def open_tensors(paths: list[Path], device: torch.device) -> Iterator[TensorFile
         yield TensorFiles(locations)
 
 
-def _open(path: Path, device: torch.device) -> AbstractContextManager[SafeFile]:
+def _open(path: Path, device: torch.device | None) -> AbstractContextManager[SafeFile]:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     try:
-        opened = safe_open(path, framework="pt", device=str(device))
+        if device is None:
+            opened = safe_open(path, framework="np")
+        else:
+            opened = safe_open(path, framework="pt", device=str(device))
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
     return cast("AbstractContextManager[SafeFile]", opened)
@@ -259,11 +278,25 @@ def stored_dtype(directory: Path) -> str:
     """What most of a checkpoint's elements are stored as: float32, bfloat16, float16, or another
     dtype as safetensors call it. Reads no tensor. Raises CheckpointError."""
     counts: Counter[str] = Counter()
-    with open_tensors(weight_files(directory), torch.device("cpu")) as files:
+    with open_tensors(weight_files(directory), None) as files:
         for name, (_, file) in files.locations.items():
             counts[file.get_slice(name).get_dtype()] += math.prod(files.shape(name))
     most = max(counts, key=lambda dtype: counts[dtype], default="F32")
     return _STORED_NAMES.get(most, most)
+
+
+def dtype_name(name: str, directory: Path) -> str:
+    """`name`, one of DTYPE_NAMES; for `auto` what the checkpoint's config.json states, or else what
+    most of its weights are stored as. Raises CheckpointError for any other name."""
+    if name == "auto":
+        keys = ConfigKeys.read(directory / "config.json")
+        stated = [keys.values[key] for key in ("dtype", "torch_dtype") if keys.values.get(key)]
+        name = str(stated[0]) if stated else stored_dtype(directory)
+    if name not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"dtype {name!r} is not supported; accepted: auto, {', '.join(DTYPE_NAMES)}"
+        )
+    return name
 
 
 def weight_map(directory: Path) -> dict[str, str]:

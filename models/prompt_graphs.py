@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import Integers, PackedParts
 from effuse.models.part import Part
+from effuse.models.progress import ProgressLog
 from effuse.models.transformer import LayerKV, Transformer
 
 MOST_ROWS = 2048
@@ -61,10 +63,13 @@ class PromptGraphs:
     @torch.inference_mode()
     def prepare(self) -> None:
         """Captures all graphs; one that is missing is captured when it is needed first."""
-        if self._uses_graphs:
-            for rows in range(MOST_ROWS, 0, -ROWS_APART):
-                self._graph(rows, MOST_SEQUENCES)
-                self._graph(rows, 1)
+        if not self._uses_graphs:
+            return
+        sizes = range(MOST_ROWS, 0, -ROWS_APART)
+        with ProgressLog("graphs of prompts", 2 * len(sizes)) as progress:
+            for rows, num_seqs in product(sizes, (MOST_SEQUENCES, 1)):
+                self._graph(rows, num_seqs)
+                progress.add()
 
     def run(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
         """Hidden rows [kept boundaries, H], to be read before the next call; stores K and V."""

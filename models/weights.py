@@ -27,14 +27,15 @@ from effuse.models.checkpoint import (
     TensorFiles,
     check_index,
     check_tensors,
+    dtype_name,
     module_names,
     open_tensors,
-    stored_dtype,
     tensor_shapes,
     weight_files,
 )
 from effuse.models.config import ModelConfig
-from effuse.models.config_keys import CheckpointError, ConfigKeys
+from effuse.models.config_keys import CheckpointError
+from effuse.models.progress import ProgressLog
 from effuse.models.transformer import Attend, LayerWeights, ModelWeights, Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,7 +69,9 @@ def load_model(
         merged = None
         if adapter is not None:
             merged = stack.enter_context(open_adapter(Path(adapter), shapes, device))
-        weights = _Loader(files, merged, dtype, device).model(config, module_names(config))
+        with ProgressLog("weights", files.num_bytes(), unit="GB", per_unit=1e9) as progress:
+            loader = _Loader(files, merged, dtype, device, progress)
+            weights = loader.model(config, module_names(config))
     return Transformer(config, weights, attend)
 
 
@@ -78,15 +81,7 @@ def select_dtype(name: str, path: Path | str) -> torch.dtype:
 
     Raises CheckpointError for any other name.
     """
-    if name == "auto":
-        keys = ConfigKeys.read(Path(path) / "config.json")
-        stated = [keys.values[key] for key in ("dtype", "torch_dtype") if keys.values.get(key)]
-        name = str(stated[0]) if stated else stored_dtype(Path(path))
-    if name not in DTYPES:
-        raise CheckpointError(
-            f"dtype {name!r} is not supported; accepted: auto, {', '.join(DTYPES)}"
-        )
-    return DTYPES[name]
+    return DTYPES[dtype_name(name, Path(path))]
 
 
 def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
@@ -137,6 +132,7 @@ class _Loader:
     adapter: Adapter | None
     dtype: torch.dtype
     device: torch.device
+    progress: ProgressLog
 
     def model(self, config: ModelConfig, names: ModelNames) -> ModelWeights:
         embedding = self.matrix(names.embedding)
@@ -162,7 +158,7 @@ class _Loader:
             down=down,
             router=None if names.router is None else self.matrix(names.router),
             router_bias=(
-                None if names.router_bias is None else self.files.take(names.router_bias).float()
+                None if names.router_bias is None else self.read(names.router_bias).float()
             ),
         )
 
@@ -185,14 +181,19 @@ class _Loader:
 
     def matrix(self, module: str) -> Tensor:
         """A module's weight with its adapter merged."""
-        weight = self.files.take(f"{module}.weight")
+        weight = self.read(f"{module}.weight")
         delta = None if self.adapter is None else self.adapter.delta(module)
         if delta is not None:
             weight = weight.float() + delta
         return weight.to(self.dtype)
 
     def take(self, name: str) -> Tensor:
-        return self.files.take(name).to(self.dtype)
+        return self.read(name).to(self.dtype)
+
+    def read(self, name: str) -> Tensor:
+        tensor = self.files.take(name)
+        self.progress.add(tensor.nbytes)
+        return tensor
 
 
 def _drop_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -> TensorFiles:

@@ -153,7 +153,9 @@ class LLM:
             num_logprobs=asked.num_logprobs,
             writer=None,
         )
-        return _Running(asked, start, AnswerText(self._tokenizer, asked.stops, asked.min_tokens))
+        text = AnswerText(self._tokenizer, asked.stops, asked.min_tokens)
+        prompt_text = asyncio.run(self._tokenizer.text_of(ids)) if asked.wants_echo else ""
+        return _Running(asked, start, text, prompt_text)
 
     def _step(self) -> None:
         while not self._core.step() and self._core.is_working():
@@ -192,6 +194,7 @@ class _Running:
     asked: Asked
     start: StartDecode
     text: AnswerText
+    prompt: str
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -237,6 +240,7 @@ class _Running:
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids[:tokens]),
             logprobs=tuple(self.logprobs[:tokens]),
+            prompt=self.prompt if self.asked.wants_echo else None,
             commits=tuple(self.commits),
             finish_reason="length" if is_length else "stop",
             usage=pb.Usage(

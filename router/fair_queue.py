@@ -8,7 +8,7 @@ without I/O and without a clock.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
@@ -53,6 +53,15 @@ class FairQueue(Generic[Item]):
         """Items of one tenant."""
         line = self._lines.get(tenant)
         return 0 if line is None else len(line.waiting)
+
+    def num_before(self, tenant: str, place: float) -> int:
+        """Items that would be taken out before one of `tenant` at this place, if all cost the same:
+        those of its own before it, and of each other tenant as many and one more, if it has them.
+        """
+        line = self._lines.get(tenant)
+        own = 0 if line is None else bisect_right(line.waiting, place, key=lambda one: one.place)
+        others = (name for name in self._lines if name != tenant)
+        return own + sum(min(self.length_of(name), own + 1) for name in others)
 
     def longest(self) -> str:
         """The tenant with most items; of an empty queue there is none (ValueError)."""

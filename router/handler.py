@@ -27,7 +27,7 @@ from effuse.protos.errors import (
     InvalidRequest,
     Unavailable,
 )
-from effuse.router.admission import AHEAD_S
+from effuse.router.admission import place_of
 from effuse.router.attempt import Attempt, Unfinished
 from effuse.router.client import ClientGone, Recipient, events_of, finished_of
 from effuse.router.detokenizer import AnswerText
@@ -82,15 +82,17 @@ def accept(
             router.count_seats()
         tenant = router.tenant()
         router.quotas.check(tenant)
-        router.admission.check(tenant.name)
+        router.admission.check(tenant=tenant.name)
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
+        time_left: float | None = context.time_remaining()
+        limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
+        at = place_of(router.now(), asked.priority)
+        router.admission.check(at, tenant.name, left_s=limit_s, size=asked.most_tokens)
     except EffuseError as error:
         router.metrics.count_refusal(router.tenant().name, error.code.name)
         raise
-    time_left: float | None = context.time_remaining()  # grpcio's types hide that there may be none
-    limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
     router.retry_budget.add_request(router.now())
     return Request(
         id=request_id,
@@ -141,10 +143,11 @@ class Handler:
     async def _answer(self) -> pb.Finished:
         if (kept := await self._shared.claim()) is not None:
             return await self._repeat(kept)
-        asked, tenant = self._request.asked, self._request.tenant
-        place = self._request.arrived - AHEAD_S[asked.priority]
-        cost = asked.max_tokens or asked.model.defaults.max_tokens
-        async with self._router.admission.slot(place, tenant.name, cost):
+        request = self._request
+        place = place_of(request.arrived, request.asked.priority)
+        left_s = request.deadline - asyncio.get_running_loop().time()
+        size, tenant = request.asked.most_tokens, request.tenant.name
+        async with self._router.admission.slot(place, tenant, left_s=left_s, size=size):
             await self._encode_prompt()
             reason = await self._run_attempts()
             finished = self._finish(reason)
@@ -331,8 +334,8 @@ class Handler:
         finished = request.finished(reason, self._router.now())
         request.status = "OK"
         # Told once the answer is on its way.
-        told = self._router.note_end
-        asyncio.get_running_loop().call_soon(told, request, "OK", finished.stats)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._router.note_end, request, "OK", finished.stats)
         return finished
 
     def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:

@@ -26,8 +26,10 @@ REASON: Final = "finish_reason"
 FINAL: Final = "triton_final_response"
 _ASKS_FOR_FINAL: Final = "triton_enable_empty_final_response"  # the end is always told
 _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+# What the model is named by, what no parameter can hold, and what no tensor tells.
+_ELSEWHERE: Final = {"model", "logit_bias", "stop_token_ids", "logprobs", "echo"}
 _SETTINGS: Final[Mapping[str, Any]] = {
-    name: kind for name, kind in get_type_hints(Params).items() if name != "model"
+    name: kind for name, kind in get_type_hints(Params).items() if name not in _ELSEWHERE
 }
 
 

@@ -72,8 +72,8 @@ def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) ->
     """What a request asks of an engine, as 32 hexadecimal digits: equal for equal requests."""
     model, stops = asked.model.name, asked.stop_token_ids
     sampling = asked.seeded(0).sampling  # a seed that was drawn says nothing of what is asked
-    lengths = (asked.min_tokens, max_tokens)
-    told = (model, prompt_token_ids, lengths, stops, sampling, asked.settings)
+    extent = (asked.min_tokens, max_tokens, asked.num_logprobs)
+    told = (model, prompt_token_ids, extent, stops, sampling, asked.settings)
     return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).hexdigest()
 
 

@@ -72,7 +72,7 @@ class Router:
             self.view, config.prefill, now, seats=self.others.seats, access=_access(config)
         )
         self.catalogue = Catalogue(self.fleet)
-        self.admission = Admission(config.max_concurrent_requests, config.max_queue)
+        self.admission = Admission(config.max_concurrent_requests, config.max_queue, now)
         self.keys = None if config.keys is None else KeyRing(config.keys)
         self.quotas = Quotas(now)
         self.requests = KnownRequests(store, now)
@@ -235,6 +235,7 @@ class Router:
         ):  # fmt: skip
             self.metrics.read_gauge(gauge, text, read)
         for counter, text, read in (
+            ("requests_shed", "Requests refused for their deadline", lambda: admission.num_shed),
             ("retries", "Attempts after losses", lambda: self.num_retries),
             ("aborts", "Attempts ended on workers", lambda: cleanup.num_aborts),
             ("calls_ended_late", "Calls cut off at their end", lambda: cleanup.num_late),

@@ -40,6 +40,19 @@ class TokenizerError(Exception):
     """A checkpoint directory has no tokenizer that can be used here."""
 
 
+def read_backend(directory: Path) -> tokenizers.Tokenizer:
+    """`tokenizer.json` of a checkpoint directory; raises `TokenizerError`."""
+    path = directory / FILE
+    if not path.is_file():
+        raise TokenizerError(
+            f"{directory} has no {FILE}; make one with `effuse convert-tokenizer {directory}`, once"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
 class Tokenizer:
     """A checkpoint's tokenizer. Usable from one event loop; `close` ends its threads."""
 
@@ -77,16 +90,7 @@ class Tokenizer:
     def load(cls, directory: Path, *, threads: int = 2) -> Tokenizer:
         """Reads `tokenizer.json` of a checkpoint directory, and its chat template where it has one
         that can be used; raises `TokenizerError`."""
-        path = directory / FILE
-        if not path.is_file():
-            raise TokenizerError(
-                f"{directory} has no {FILE}; make one with "
-                f"`effuse convert-tokenizer {directory}`, once"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
+        backend = read_backend(directory)
         try:
             chat_template = ChatTemplate.load(directory)
         except ChatTemplateError as error:

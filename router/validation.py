@@ -75,13 +75,8 @@ THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activa
 KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
     "d2f": {"window", "score", *THRESHOLDS},
     "block_diffusion": {
-        "score",
-        "remasking",
-        "denoising_steps",
-        "confidence_threshold",
-        "entropy_bound",
-        "editing_threshold",
-        "max_post_steps",
+        "score", "remasking", "denoising_steps", "confidence_threshold", "entropy_bound",
+        "editing_threshold", "max_post_steps",
     },
     "llada": {
         "remasking",
@@ -94,7 +89,7 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
     "dream": {"steps", "alg", "eps", "alg_temp"},
     "fast_dllm": {"confidence_threshold", "factor", "block_length", "cache"},
     "fast_dllm_v2": {"confidence_threshold", "block_length"},
-}
+}  # fmt: skip
 """Fields of DecodingParams that each algorithm uses."""
 ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
     "block_diffusion": (
@@ -130,6 +125,11 @@ class Asked:
     wants_drafts: bool
     num_logprobs: int | None  # likeliest ids beside each token's; None sends none
     wants_echo: bool
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the answer may have, in a context that has room for them."""
+        return self.model.defaults.max_tokens if self.max_tokens is None else self.max_tokens
 
     def seeded(self, fresh: int) -> Asked:
         """The same with the seed `fresh`, a uint64, where the client set none."""

@@ -8,11 +8,10 @@ messages mean (`vllm_requests.py`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import io
 import zipfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,8 +21,8 @@ import grpc.aio
 
 from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
-from effuse.protos.errors import Cancelled, NotFound
-from effuse.router.client import AnswerStream
+from effuse.protos.errors import NotFound
+from effuse.router.client import AnswerStream, WholeAnswer
 from effuse.router.handler import Handler, accept
 from effuse.router.request import Request
 from effuse.router.router import Router
@@ -47,17 +46,17 @@ class EngineAnswer:
         self._request = request
         self._stream = stream
         self._is_stream = is_stream
-        self._token_ids: list[int] = []
+        self._whole = WholeAnswer()
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
         """Tells new tokens; raises `ClientGone`. Text is the gateway's own matter."""
-        self._token_ids += event.commit.token_ids
+        self._whole.take(event)
         if self._is_stream and event.commit.token_ids:
             await self._stream.send(chunk_of(event.commit, len(self._request.prompt_token_ids)))
 
     def end(self, finished: pb.Finished) -> engine.GenerateResponse:
         """The last message."""
-        return complete_of(finished, self._token_ids)
+        return complete_of(self._whole.response(self._request.id, finished))
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -66,7 +65,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(self, router: Router) -> None:
         self._router = router
         self._began = router.now()
-        self._running: dict[str, asyncio.Task[None]] = {}
         self._archive: bytes | None = None
 
     async def Generate(  # type: ignore[override]  # the stub knows only generators
@@ -79,27 +77,17 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         accepted = accept(self._router, asked, context, is_stream=request.stream)
         stream = AnswerStream(context)
         answer = EngineAnswer(accepted, stream, is_stream=request.stream)
-        served = Handler(self._router, accepted, answer).serve()
-        task = asyncio.create_task(stream.finish(served, answer.end))
-        with self._abortable(accepted.id, task):
-            try:
-                await task  # its own deadline ends it; with us it is cancelled
-            except asyncio.CancelledError:
-                here = asyncio.current_task()
-                if here is None or here.cancelling():
-                    raise
-                await stream.settle()
-                raise Cancelled("the request was aborted by its id") from None
+        await stream.finish(Handler(self._router, accepted, answer).serve(), answer.end)
 
     async def Abort(
         self,
         request: engine.AbortRequest,
         context: grpc.aio.ServicerContext[engine.AbortRequest, engine.AbortResponse],
     ) -> engine.AbortResponse:
-        """Ends what runs here of these requests."""
+        """Ends what runs here of these requests, as far as they are the caller's own."""
+        tenant = self._router.tenant().name
         for request_id in request.request_ids:
-            if (task := self._running.get(request_id)) is not None:
-                task.cancel()
+            self._router.requests.cancel(request_id, tenant)
         return engine.AbortResponse()
 
     async def HealthCheck(
@@ -179,15 +167,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 data=whole[at : at + PIECE_BYTES],
                 sha256=hashlib.sha256(whole).hexdigest() if is_last else "",
             )
-
-    @contextlib.contextmanager
-    def _abortable(self, request_id: str, task: asyncio.Task[None]) -> Iterator[None]:
-        held = self._running.setdefault(request_id, task)
-        try:
-            yield
-        finally:
-            if held is task:
-                del self._running[request_id]
 
 
 def archive(directory: Path) -> bytes:

@@ -18,17 +18,7 @@ from effuse.v1 import generation_pb2 as pb
 
 SEEDS: Final = 1 << 64
 _FINISH_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-_WITHOUT_EFFECT: Final = {
-    "min_p": (0.0,),
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "repetition_penalty": (0.0, 1.0),
-    "min_tokens": (0,),
-    "n": (0, 1),
-    "include_stop_str_in_output": (False,),
-}
-"""Scalars that are refused but for these values."""
-_PRESENCE: Final = ("logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_PRESENCE: Final = ("prompt_logprobs", "truncate_prompt_tokens")
 _INPUTS: Final = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 
 
@@ -48,15 +38,25 @@ def request_of(
             temperature=params.temperature if params.HasField("temperature") else None,
             top_p=None if params.top_p in (0.0, 1.0) else params.top_p,
             top_k=params.top_k or None,
+            min_p=params.min_p or None,
+            presence_penalty=params.presence_penalty or None,
+            frequency_penalty=params.frequency_penalty or None,
+            repetition_penalty=(
+                None if params.repetition_penalty in (0.0, 1.0) else params.repetition_penalty
+            ),
+            logit_bias=params.logit_bias,
             seed=params.seed % SEEDS if params.HasField("seed") else None,
         ),
         stopping=pb.StoppingParams(
             max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+            min_tokens=params.min_tokens or None,
             stop=params.stop,
             stop_token_ids=sorted(stop_ids),
             ignore_eos=params.ignore_eos or None,
         ),
-        output=pb.OutputOptions(token_ids=True),
+        output=pb.OutputOptions(
+            token_ids=True, logprobs=params.logprobs if params.HasField("logprobs") else None
+        ),
     )
     if asked.HasField("tokenized"):
         request.prompt_token_ids.ids.extend(asked.tokenized.input_ids)
@@ -71,24 +71,40 @@ def chunk_of(commit: pb.BlockCommit, prompt_tokens: int) -> engine.GenerateRespo
         token_ids=commit.token_ids,
         prompt_tokens=prompt_tokens,
         completion_tokens=commit.token_offset + commit.num_tokens,
+        output_logprobs=_logprobs_of(commit),
     )
     return engine.GenerateResponse(chunk=chunk)
 
 
-def complete_of(finished: pb.Finished, token_ids: Collection[int]) -> engine.GenerateResponse:
-    """The end of an answer of these tokens."""
+def complete_of(answer: pb.GenerateResponse) -> engine.GenerateResponse:
+    """A whole answer as what ends it."""
     complete = engine.GenerateComplete(
-        output_ids=token_ids,
-        finish_reason=_FINISH_REASONS[finished.finish_reason],
-        prompt_tokens=finished.usage.prompt_tokens,
-        completion_tokens=finished.usage.completion_tokens,
+        output_ids=answer.token_ids,
+        finish_reason=_FINISH_REASONS[answer.finish_reason],
+        prompt_tokens=answer.usage.prompt_tokens,
+        completion_tokens=answer.usage.completion_tokens,
+        output_logprobs=_logprobs_of(answer),
     )
-    match finished.WhichOneof("matched_stop"):
+    match answer.WhichOneof("matched_stop"):
         case "end_token_id":
-            complete.matched_token_id = finished.end_token_id
+            complete.matched_token_id = answer.end_token_id
         case "stop_string":
-            complete.matched_stop_str = finished.stop_string
+            complete.matched_stop_str = answer.stop_string
     return engine.GenerateResponse(complete=complete)
+
+
+def _logprobs_of(said: pb.BlockCommit | pb.GenerateResponse) -> engine.OutputLogProbs | None:
+    """Those of its tokens; None where they were not asked for."""
+    if not said.logprobs:
+        return None
+    return engine.OutputLogProbs(
+        token_logprobs=[one.logprob for one in said.logprobs],
+        token_ids=said.token_ids,
+        top_logprobs=[
+            engine.TopLogProbs(values=one.top_logprobs, token_ids=one.top_token_ids)
+            for one in said.logprobs
+        ],
+    )
 
 
 def describe_model(model: ModelInfo) -> engine.GetModelInfoResponse:
@@ -113,15 +129,17 @@ def describe_model(model: ModelInfo) -> engine.GetModelInfoResponse:
 
 def _check(asked: engine.GenerateRequest) -> None:
     findings, params = Findings(), asked.sampling_params
-    for name, neutral in _WITHOUT_EFFECT.items():
-        value = getattr(params, name)
-        if value not in neutral:
-            form = " or ".join(f"{one:g}" for one in neutral)
-            findings.add(f"sampling_params.{name}", f"{form}, as effuse has no other", f"{value:g}")
+    if params.n > 1:
+        findings.add("sampling_params.n", "1, as effuse gives one answer a request", params.n)
+    if params.logprobs < 0:
+        findings.add("sampling_params.logprobs", "a count from 0 on", params.logprobs)
+    if strange := [token_id for token_id in params.logit_bias if token_id < 0]:
+        findings.add("sampling_params.logit_bias", "ids from 0 on", strange[0])
     given = [f"sampling_params.{name}" for name in _PRESENCE if params.HasField(name)]
     constraint = params.WhichOneof("constraint")
     given += [f"sampling_params.{constraint}"] if constraint else []
-    given += ["sampling_params.logit_bias"] if params.logit_bias else []
+    if params.include_stop_str_in_output:
+        given.append("sampling_params.include_stop_str_in_output")
     given += [name for name in _INPUTS if asked.HasField(name)]
     given += ["extra_mm_inputs"] if asked.extra_mm_inputs else []
     given += ["data_parallel_rank"] if asked.data_parallel_rank else []

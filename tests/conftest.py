@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,14 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
 _RULE = "only tests marked gpu or client may be skipped"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where fleets of tests keep their logs: not among those of the person who runs the tests."""
+    home = tmp_path_factory.mktemp("state")
+    os.environ["XDG_STATE_HOME"] = str(home)
+    return home
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -149,13 +149,13 @@ class Injector:
         began = time.monotonic()
         victim.suspend()
         try:
-            stops = self._wait(lambda: _is_stopped(victim), SEEN_S)
+            stops = _stops(victim)
             is_deaf = fault.kind is not Kind.REDIS_PAUSED or not self._subject.redis_answers()
-            self._wait(lambda: not victim.is_running(), fault.hold_s)
+            self._wait(lambda: _has_ended(victim), fault.hold_s)
             told = f"pid {victim.pid} stood still for {time.monotonic() - began:.1f} s"
             if stops and is_deaf and _is_stopped(victim):
                 return told
-            is_replaced = fault.kind is Kind.ENGINE_PAUSED and not victim.is_running()
+            is_replaced = fault.kind is Kind.ENGINE_PAUSED and _has_ended(victim)
             return f"{told} and was ended" if stops and is_replaced else ""
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -184,3 +184,20 @@ def _is_stopped(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_STOPPED
     return False
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Also where nobody has taken note of its end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _stops(process: psutil.Process) -> bool:
+    """Whether it stands still soon. Looked at often, as its front may end it for that."""
+    deadline = time.monotonic() + SEEN_S
+    while not _is_stopped(process):
+        if _has_ended(process) or time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True

@@ -38,11 +38,14 @@ def test_every_flag_reaches_its_field() -> None:
         *("--alg", "entropy", "--eps", "0.25", "--alg-temp", "0.5", "--cache", "dual"),
         *("--parse-special-tokens", "--min-tokens", "5", "--min-p", "0.25"),
         *("--presence-penalty", "-0.5", "--frequency-penalty", "1", "--repetition-penalty", "1.5"),
-        *("--logit-bias", "7=-100", "--logit-bias", "8=0.5"),
+        *("--logit-bias", "7=-100", "--logit-bias", "8=0.5", "--logprobs", "3", "--echo"),
+        *("--priority", "high"),
     )
     request = make_request("p", knobs, request_id="r", drafts=True)
     assert (request.model, request.request_id, request.output.drafts) == ("m", "r", True)
     assert request.parse_special_tokens
+    assert (request.output.logprobs, request.output.echo) == (3, True)
+    assert request.priority == generation_pb2.PRIORITY_HIGH
     assert request.stopping == generation_pb2.StoppingParams(
         max_tokens=9, stop=["a", "b"], stop_token_ids=[3], ignore_eos=True, min_tokens=5
     )

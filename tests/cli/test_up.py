@@ -7,13 +7,16 @@ import io
 import re
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from checkpoints import write_tiny_checkpoint
 
 from effuse.cli.commands import (
     Surroundings,
@@ -22,9 +25,11 @@ from effuse.cli.commands import (
     longest_worker_end_s,
     member_commands,
 )
-from effuse.cli.fleet import Fleet, FleetConfig, FleetError
-from effuse.cli.keeper import Restarts, Rolling, watch_over
-from effuse.cli.up import UpView, greeting, main, parse
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
+from effuse.cli.greeting import greeting
+from effuse.cli.keeper import Rolling, watch_over
+from effuse.cli.process import Process
+from effuse.cli.up import UpView, main, parse
 from effuse.config.flags import flag_of
 from effuse.decode_worker.config import DecodeConfig
 from effuse.prefill_worker.config import PrefillConfig
@@ -272,47 +277,11 @@ def test_a_log_directory_that_cannot_be_is_one_line(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert main(["--log-dir", str(tmp_path / "taken")]) == 2
+        assert main(["--port", "0", "--log-dir", str(tmp_path / "taken")]) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
     assert "File exists" in capsys.readouterr().err
     assert [left.name for left in tmp_path.iterdir()] == ["taken"]
-
-
-def test_a_process_is_started_again_at_once_and_then_ever_more_slowly() -> None:
-    restarts = Restarts()
-    now, pauses = 0.0, []
-    for _ in range(9):
-        pause_s = restarts.ended("decode-0", now)
-        assert pause_s is not None
-        assert restarts.ended("decode-0", now) is None  # it is waited for already
-        pauses.append(pause_s)
-        if pause_s:
-            assert restarts.due(now + 0.99 * pause_s) == []
-        now += pause_s
-        assert restarts.due(now) == ["decode-0"]
-        assert restarts.due(now) == []
-        restarts.back("decode-0", now)
-        now += 1.0
-    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-
-
-def test_a_process_that_was_well_for_a_minute_has_a_fresh_start() -> None:
-    restarts = Restarts()
-    for at in (0.0, 10.0, 20.0):
-        restarts.ended("router", at)
-        restarts.due(at + 5.0)
-    restarts.back("router", 25.0)
-    assert restarts.ended("router", 86.0) == 0
-
-
-def test_each_process_is_judged_by_itself() -> None:
-    restarts = Restarts()
-    for _ in range(5):
-        restarts.ended("decode-0", 0.0)
-        restarts.due(100.0)
-    assert restarts.ended("decode-1", 0.0) == 0
-    assert restarts.due(0.0) == ["decode-1"]
 
 
 def test_a_port_that_somebody_has_is_refused() -> None:
@@ -321,6 +290,40 @@ def test_a_port_that_somebody_has_is_refused() -> None:
         fleet = Fleet(FleetConfig(port=taken.getsockname()[1]))
         with pytest.raises(FleetError, match=r"cannot listen on 127\.0\.0\.1:"):
             fleet.start()
+
+
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+def test_a_port_that_is_taken_is_told_before_anything_starts(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("effuse.cli.up.Fleet", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--port", "0", flag, port]) == 2
+    assert f"effuse up: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_served_are_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("effuse.cli.up.Fleet", None)
+    path = write_tiny_checkpoint(tmp_path / "model", "sdar")
+    (path / "tokenizer.json").write_text("{}")
+    for told in ("cannot be read as a tokenizer", "neither model.safetensors nor"):
+        assert main(["--port", "0", "--model", str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("effuse up: ") and told in line
+        (path / "model.safetensors").unlink(missing_ok=True)
+
+
+def test_the_end_of_a_log_that_is_shown_anyhow_is_not_told_again() -> None:
+    child = subprocess.Popen(["false"])
+    child.wait(10)
+    with tempfile.NamedTemporaryFile("w") as log:
+        print("the reason", file=log, flush=True)
+        ended = ProcessEnded("decode-0 has ended", Process("decode-0", child, Path(log.name)))
+    assert str(ended) == "decode-0 has ended; its log ends:\n  the reason"
+    assert ended.why == "decode-0 has ended"
 
 
 def test_a_fleet_without_decode_workers_is_refused() -> None:

@@ -19,6 +19,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.logs import main as logs
 
 DEADLINE_S = 90
 GREETING = "effuse is ready on|look at it on|metrics are on|took |effuse up: ends once"
@@ -84,7 +85,9 @@ def up(model: Path) -> Iterator[Up]:
         up.end()
 
 
-def test_what_is_replaced_and_what_dies_is_started_again(up: Up) -> None:
+def test_what_is_replaced_and_what_dies_is_started_again(
+    up: Up, capsys: pytest.CaptureFixture[str]
+) -> None:
     ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
     up.wait_for("^took algorithm block_diffusion, .* from SDAR's generate.py$")
     assert int(ready[1]) > 0
@@ -112,6 +115,9 @@ def test_what_is_replaced_and_what_dies_is_started_again(up: Up) -> None:
     processes += up.processes()
     assert up.end() == 0
     assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
+    assert logs(["decode-0", "--lines", "100000"]) == 0
+    kept = capsys.readouterr().out
+    assert kept.count("weights: all ") == 3  # once in each life
 
 
 def test_every_gpu_of_the_machine_is_used(

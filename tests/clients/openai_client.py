@@ -42,6 +42,7 @@ def hang_up() -> bool:
 
 whole = chat(temperature=0)
 stopped = chat(temperature=0, stop=["\n"])
+likely = chat(temperature=0, logprobs=True, top_logprobs=2, presence_penalty=0.1)
 completed = client.completions.create(model="bundled", prompt=question, max_tokens=8)
 print(
     json.dumps(
@@ -54,7 +55,11 @@ print(
             "streamed": streamed(),
             "completion_tokens": completed.usage.completion_tokens,
             "too_long": failure(max_tokens=100_000),
-            "penalty": failure(presence_penalty=1.0),
+            "schema": failure(response_format={"type": "json_object"}),
+            "logprobs": [
+                [one.token, one.logprob, len(one.top_logprobs)]
+                for one in likely.choices[0].logprobs.content
+            ],
             "hung_up": hang_up(),
         }
     )

@@ -32,7 +32,9 @@ def test_openai_through_a_gateway(tool: Tool, fleet: Up, tmp_path: Path) -> None
     assert (streamed["reason"], streamed["completion_tokens"]) == ("stop", found["usage"][1])
     assert found["completion_tokens"] == 8
     assert found["too_long"].startswith("400:") and "stopping.max_tokens" in found["too_long"]
-    assert found["penalty"].startswith("400:") and "presence_penalty" in found["penalty"]
+    assert found["schema"].startswith("400:") and "sampling_params.json" in found["schema"]
+    tokens, logprobs, tops = zip(*found["logprobs"], strict=True)
+    assert "".join(tokens).strip() and max(logprobs) <= 0.0 and set(tops) == {2}
     assert found["hung_up"] and fleet.held() == []
 
 

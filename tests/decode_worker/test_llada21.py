@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -80,6 +81,20 @@ def test_preempted_requests_give_the_same_answers(checkpoint: Path) -> None:
     assert rig.engine.counters.preemptions > 0
     for run, answer in zip(runs, found, strict=True):
         assert answer.token_ids == run.answer, run
+
+
+def test_log_probabilities_are_those_of_the_forward_that_wrote_or_edited(checkpoint: Path) -> None:
+    torch.set_num_threads(1)
+    rig = Rig(load_model(checkpoint, block_size=8), num_pages=512)
+    runs = [run for run in of_size(8) if not run.sampling and run.edits][:6]
+    found = [
+        rig.start(msgspec.structs.replace(request(str(number), run), num_logprobs=1))
+        for number, run in enumerate(runs)
+    ]
+    rig.run()
+    for run, answer in zip(runs, found, strict=True):
+        told = [one for commit in answer.commits for one in commit.logprobs]
+        assert tuple(one.top_token_ids[0] for one in told) == answer.token_ids == run.answer
 
 
 def test_requests_that_edit_run_beside_those_in_slots_of_a_device(checkpoint: Path) -> None:

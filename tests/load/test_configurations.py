@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message_factory import GetMessageClass
 
-def test_the_configurations_call_what_exists() -> None:
-    folder = Path(__file__).parent
-    calls = {
-        json.loads((folder / f"{name}.json").read_text())["call"] for name in ("unary", "stream")
-    }
-    service = "effuse.v1.GenerationService"
-    assert calls == {f"{service}.Generate", f"{service}.GenerateStream"}
+from effuse.v1 import generation_pb2  # noqa: F401  registers the messages
+
+
+@pytest.mark.parametrize("name", ["unary", "stream"])
+def test_the_configurations_call_what_exists(name: str) -> None:
+    told = json.loads((Path(__file__).parent / f"{name}.json").read_text())
+    method = descriptor_pool.Default().FindMethodByName(told["call"])
+    assert method.server_streaming == (name == "stream")
+    for data in told["data"]:
+        assert ParseDict(data, GetMessageClass(method.input_type)()).ByteSize()

@@ -10,6 +10,7 @@ from decoding.published import published_runs, write_published
 
 import effuse
 from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.client.answer import Logprob
 from effuse.models.config_keys import CheckpointError
 from effuse.problems.problem import problem
 from effuse.protos.errors import InvalidRequest, NotFound
@@ -20,7 +21,11 @@ PARAMS = [
     effuse.Params(max_tokens=20, temperature=0.8, top_p=0.9, seed=7),
     effuse.Params(algorithm="block_diffusion", denoising_steps=4, stop=("answer",)),
     effuse.Params(max_tokens=9, ignore_eos=True, stop_token_ids=(200,)),
-]
+    effuse.Params(
+        max_tokens=24, min_tokens=20, temperature=0.7, seed=3, min_p=0.05, logit_bias={300: 4.0},
+        repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2, echo=True,
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,18 @@ def test_answers_are_those_of_a_fleet(llm: effuse.LLM) -> None:
                 assert answer.usage == theirs.usage
                 assert answer.stats.forward_passes == theirs.stats.forward_passes
                 assert answer.model == theirs.model
+                assert answer.prompt == theirs.prompt
+                assert (answer.prompt is None) == (params.echo is None)
+                assert answer.stopped_by == theirs.stopped_by
+                assert _close(answer.logprobs, theirs.logprobs)
+                assert len(answer.token_ids) >= (params.min_tokens or 0)
             assert answers[0].commits == client.stream(QUESTIONS[0], params).answer.commits != ()
+
+
+def _close(ours: tuple[Logprob, ...], theirs: tuple[Logprob, ...]) -> bool:
+    """The same ids; the wire has single precision."""
+    ids = [[i for i, _ in one.top] for one in ours] == [[i for i, _ in one.top] for one in theirs]
+    return ids and [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs])
 
 
 def test_progress_is_told_answer_by_answer(llm: effuse.LLM) -> None:

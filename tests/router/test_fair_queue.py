@@ -78,3 +78,15 @@ def test_nothing_is_lost_and_nothing_comes_twice() -> None:
             assert len(queue) == len(held)
             for tenant in "abc":
                 assert queue.length_of(tenant) == sum(one[0] == tenant for one in held)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_how_many_go_first_is_told_but_for_whose_turn_it_is(seed: int) -> None:
+    draw, queue = random.Random(seed), FairQueue[str]()
+    for number in range(draw.randrange(30)):
+        queue.push(draw.choice("abcd"), QUANTUM, f"{number}", draw.random())
+    place = draw.random()
+    told = queue.num_before("a", place)
+    queue.push("a", QUANTUM, "mine", place)
+    served = [queue.pop() for _ in range(len(queue))]
+    assert told - 3 <= served.index("mine") <= told  # three other tenants

@@ -81,6 +81,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "outputs[0].name",
     ),
     "name": ({"parameters": {"heat": param(double_param=1.0)}}, "parameters['heat']"),
+    "what no tensor tells": (
+        {"parameters": {"logprobs": param(int64_param=1)}}, "parameters['logprobs']",
+    ),
     "kind": ({"parameters": {"top_k": param(string_param="7")}}, "parameters['top_k']"),
     "choice": ({"parameters": {"score": param(string_param="x")}}, "parameters['score']"),
     "range": ({"parameters": {"max_tokens": param(int64_param=-1)}}, "parameters"),

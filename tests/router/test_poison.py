@@ -185,8 +185,11 @@ def test_the_digest_is_of_what_an_engine_is_asked() -> None:
         digest(sampling=pb.SamplingParams(seed=1)),
         digest(decoding=pb.DecodingParams(window=2)),
         digest(stopping=pb.StoppingParams(stop_token_ids=[5])),
+        digest(stopping=pb.StoppingParams(min_tokens=1)),
+        digest(sampling=pb.SamplingParams(logit_bias={5: 1})),
+        digest(output=pb.OutputOptions(logprobs=0)),
     ]
-    assert len({same, *others}) == 6
+    assert len({same, *others}) == 9
     asked = validate(pb.GenerateRequest(prompt="any"), model_info(), is_stream=True)
     elsewhere = replace(asked, model=model_info("another"))
     assert digest_of(elsewhere, (1, 2), 8) != digest_of(asked, (1, 2), 8)

@@ -13,6 +13,7 @@ from router.fakes import FakeFleet, run, until
 from effuse.placement.records import Capacity, WorkerRecord
 from effuse.protos import errors
 from effuse.router.admission import count_seats
+from effuse.router.shedding import LEAST_HOLDS
 from effuse.v1 import generation_pb2 as pb
 
 
@@ -80,6 +81,32 @@ def test_what_finds_neither_a_seat_nor_room_to_wait_is_refused() -> None:
         await asyncio.gather(*asking)
 
     run(body, max_queue=1)
+
+
+def test_one_that_cannot_be_answered_in_time_is_refused_before_a_worker_is_asked() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        worker, admission = fleet.decode[0], fleet.router.admission
+        await give_seats(fleet, worker, 1)
+        for _ in range(LEAST_HOLDS):
+            admission.holds.add(5.0, 256, is_answered=True)
+        go = asyncio.Event()
+        worker.at["start"] = holds(go)
+        running = ask(fleet)
+        await until(lambda: len(worker.running) == 1)
+        waiting = ask(fleet)  # has 30 s, of which it needs 10
+        await until(lambda: admission.num_waiting == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fleet.generation.Generate(pb.GenerateRequest(prompt="?"), timeout=9)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = errors.from_rpc_error(caught.value, "router")
+        assert "after its deadline" in error.message
+        assert error.retry_after_s is not None and 5 < error.retry_after_s < 7  # of 15, less 9
+        assert (admission.num_running, admission.num_waiting, admission.num_shed) == (1, 1, 1)
+        go.set()
+        await asyncio.gather(running, waiting)
+        assert len(worker.served) == 2
+
+    run(body)
 
 
 def test_seats_that_come_are_given_to_those_who_wait() -> None:

@@ -17,7 +17,9 @@ from router.fake_workers import holds
 from router.fakes import FakeFleet, run, until
 
 from effuse.client.credentials import Credentials
-from effuse.protos.errors import NotFound, Overloaded, Unauthenticated
+from effuse.compat import vllm_engine_pb2 as engine
+from effuse.compat import vllm_engine_pb2_grpc
+from effuse.protos.errors import EndedById, NotFound, Overloaded, Unauthenticated
 from effuse.protos.metadata_channel import MetadataChannel
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.router.keys import Tenant, line_of, make_token
@@ -157,3 +159,25 @@ def test_who_floods_the_queue_gives_way(tmp_path: Path) -> None:
         await asyncio.gather(*floods)
 
     served(tmp_path, body, max_concurrent_requests=1, max_queue=8)
+
+
+def test_a_gateway_ends_its_own_tenants_requests_alone(tmp_path: Path) -> None:
+    def engine_of(fleet: FakeFleet, tenant: str) -> Any:
+        shown = Credentials(token=TOKENS[tenant]).metadata()
+        channel: Any = MetadataChannel(fleet.channel, shown)
+        return vllm_engine_pb2_grpc.VllmEngineStub(channel)
+
+    async def body(fleet: FakeFleet) -> None:
+        reached = asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(asyncio.Event(), reached)
+        asked = engine.GenerateRequest(request_id="mine", text="how many?", stream=True)
+        call = engine_of(fleet, "quiet").Generate(asked, timeout=30)
+        assert await call.read() is not grpc.aio.EOF
+        await reached.wait()
+        abort = engine.AbortRequest(request_ids=["mine"])
+        await engine_of(fleet, "flood").Abort(abort, timeout=30)
+        assert fleet.router.requests.num_running == 1 and not call.done()
+        await engine_of(fleet, "quiet").Abort(abort, timeout=30)
+        assert isinstance(await failure(call.read()), EndedById)
+
+    served(tmp_path, body)

@@ -73,7 +73,7 @@ def test_tokens_come_as_they_are_final_or_at_the_end(stream: bool) -> None:
 def test_bad_input_is_refused_before_a_worker_sees_it() -> None:
     async def body(fleet: FakeFleet) -> None:
         for request, field in (
-            (asked(logprobs=1), "sampling_params.logprobs"),
+            (asked(prompt_logprobs=1), "sampling_params.prompt_logprobs"),
             (asked(max_tokens=0), "stopping.max_tokens"),
             (engine.GenerateRequest(), "prompt"),
         ):
@@ -106,7 +106,7 @@ def test_a_request_that_is_given_up_is_aborted_on_its_workers(way: str) -> None:
         if way == "abort":
             ids = ["chatcmpl-1", "nobody's"]
             await stub_of(fleet).Abort(engine.AbortRequest(request_ids=ids), timeout=30)
-            assert isinstance(await failure(call.read()), errors.Cancelled)
+            assert isinstance(await failure(call.read()), errors.EndedById)
         else:
             call.cancel()
         await fleet.idle()

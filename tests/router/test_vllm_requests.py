@@ -10,7 +10,7 @@ from router.fake_model import EOS, model_info
 
 from effuse.compat import vllm_engine_pb2 as engine
 from effuse.protos.errors import InvalidRequest
-from effuse.router.vllm_requests import complete_of, describe_model, request_of
+from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
 from effuse.v1 import generation_pb2 as pb
 
 NEUTRAL = engine.SamplingParams(top_p=1.0, repetition_penalty=1.0, n=1, skip_special_tokens=True)
@@ -38,15 +38,18 @@ def test_what_a_gateways_client_left_out_is_the_models() -> None:
 def test_what_it_sets_is_kept() -> None:
     params = engine.SamplingParams(
         temperature=0.0, top_p=0.5, top_k=7, max_tokens=9, stop=["x"], stop_token_ids=[5],
-        ignore_eos=True, seed=-1,
+        ignore_eos=True, seed=-1, min_p=0.5, presence_penalty=1.0, frequency_penalty=-1.0,
+        repetition_penalty=1.5, min_tokens=2, logit_bias={3: 1.0}, logprobs=0,
     )  # fmt: skip
     request = request_of(asked(params), [CHAT_END])
     assert request.sampling == pb.SamplingParams(
-        temperature=0.0, top_p=0.5, top_k=7, seed=(1 << 64) - 1
-    )
+        temperature=0.0, top_p=0.5, top_k=7, seed=(1 << 64) - 1, min_p=0.5, presence_penalty=1.0,
+        frequency_penalty=-1.0, repetition_penalty=1.5, logit_bias={3: 1.0},
+    )  # fmt: skip
     assert request.stopping == pb.StoppingParams(
-        max_tokens=9, stop=["x"], stop_token_ids=[5], ignore_eos=True
+        max_tokens=9, min_tokens=2, stop=["x"], stop_token_ids=[5], ignore_eos=True
     )
+    assert request.output == pb.OutputOptions(token_ids=True, logprobs=0)
 
 
 def test_text_is_encoded_here() -> None:
@@ -55,17 +58,12 @@ def test_text_is_encoded_here() -> None:
 
 
 REFUSED = {
-    "min_p": {"min_p": 0.1},
-    "frequency_penalty": {"frequency_penalty": -1.0},
-    "presence_penalty": {"presence_penalty": 1.0},
-    "repetition_penalty": {"repetition_penalty": 1.1},
-    "min_tokens": {"min_tokens": 1},
     "n": {"n": 2},
     "include_stop_str_in_output": {"include_stop_str_in_output": True},
-    "logprobs": {"logprobs": 0},
+    "logprobs": {"logprobs": -1},
     "prompt_logprobs": {"prompt_logprobs": 0},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 5},
-    "logit_bias": {"logit_bias": {3: 1.0}},
+    "logit_bias": {"logit_bias": {-3: 1.0}},
     "regex": {"regex": ".*"},
     "json_object": {"json_object": True},
     "choice": {"choice": engine.ChoiceConstraint(choices=["a"])},
@@ -83,7 +81,7 @@ def test_every_violation_is_named_at_once() -> None:
     with pytest.raises(InvalidRequest) as caught:
         request_of(
             asked(
-                engine.SamplingParams(n=2, logprobs=1),
+                engine.SamplingParams(n=2, prompt_logprobs=1),
                 mm_inputs=engine.Media(),
                 media_refs=engine.Media(),
                 extra_mm_inputs=[engine.Media()],
@@ -93,32 +91,48 @@ def test_every_violation_is_named_at_once() -> None:
             )
         )
     assert {one.field for one in caught.value.violations} == {
-        "sampling_params.n", "sampling_params.logprobs", "mm_inputs", "media_refs",
+        "sampling_params.n", "sampling_params.prompt_logprobs", "mm_inputs", "media_refs",
         "extra_mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank",
     }  # fmt: skip
     assert request_of(asked(NEUTRAL, data_parallel_rank=0)).request_id == "mine"
 
 
 @pytest.mark.parametrize(
-    ("finished", "told"),
+    ("answer", "told"),
     [
-        (pb.Finished(finish_reason=pb.FINISH_REASON_LENGTH), {"finish_reason": "length"}),
+        (pb.GenerateResponse(finish_reason=pb.FINISH_REASON_LENGTH), {"finish_reason": "length"}),
         (
-            pb.Finished(finish_reason=pb.FINISH_REASON_STOP, end_token_id=EOS),
+            pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, end_token_id=EOS),
             {"finish_reason": "stop", "matched_token_id": EOS},
         ),
         (
-            pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_string="="),
+            pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, stop_string="="),
             {"finish_reason": "stop", "matched_stop_str": "="},
         ),
     ],
     ids=["length", "id", "string"],
 )
-def test_the_end_of_an_answer(finished: pb.Finished, told: dict[str, Any]) -> None:
-    finished.usage.CopyFrom(pb.Usage(prompt_tokens=3, completion_tokens=2))
-    assert complete_of(finished, [8, 9]).complete == engine.GenerateComplete(
+def test_the_end_of_an_answer(answer: pb.GenerateResponse, told: dict[str, Any]) -> None:
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=2)
+    answer.MergeFrom(pb.GenerateResponse(token_ids=[8, 9], usage=usage))
+    assert complete_of(answer).complete == engine.GenerateComplete(
         output_ids=[8, 9], prompt_tokens=3, completion_tokens=2, **told
     )
+
+
+def test_log_probabilities_stand_beside_their_tokens() -> None:
+    logprobs = [
+        pb.TokenLogprobs(logprob=-0.5, top_token_ids=[8, 1], top_logprobs=[-0.5, -2.0]),
+        pb.TokenLogprobs(logprob=-1.0, top_token_ids=[9, 1], top_logprobs=[-1.0, -3.0]),
+    ]
+    commit = pb.BlockCommit(token_ids=[8, 9], num_tokens=2, logprobs=logprobs)
+    told = chunk_of(commit, prompt_tokens=3).chunk.output_logprobs
+    assert (list(told.token_logprobs), list(told.token_ids)) == ([-0.5, -1.0], [8, 9])
+    assert [(list(one.token_ids), list(one.values)) for one in told.top_logprobs] == [
+        ([8, 1], [-0.5, -2.0]),
+        ([9, 1], [-1.0, -3.0]),
+    ]
+    assert not chunk_of(pb.BlockCommit(token_ids=[8]), 3).chunk.HasField("output_logprobs")
 
 
 def test_a_model_tells_its_defaults_so_that_gateways_send_them() -> None:

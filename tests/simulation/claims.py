@@ -99,8 +99,12 @@ class ClaimStore:
         kept = claims.answers.get(record.request_id)
         if kept is not None and kept[0] == digest:
             return Claim(response=kept[1])
+        held, earlier = claims.placements.get(record.request_id), None
+        is_running = held is not None and held.record.state == "running"
+        if held is not None and is_running and held.record.router_id != record.router_id:
+            earlier = encode(held.record)  # of a router that is gone
         self._put(record, lifetime_s)
-        return Claim()
+        return Claim(earlier=earlier)
 
     def _put(self, record: PlacementRecord, lifetime_s: float) -> None:
         until = self._claims.registry.clock.now + lifetime_s

@@ -52,7 +52,8 @@ class Clients:
     routers: list[Router] = field(default_factory=list)
     claims: Claims = field(init=False)
     askers: list[Asker] = field(default_factory=list)
-    runs: dict[str, Router] = field(default_factory=dict)  # the last one of each request id
+    # The last run of each request id, and its seed.
+    runs: dict[str, tuple[Router, int]] = field(default_factory=dict)
     num_routers_lost: int = 0
 
     def __post_init__(self) -> None:
@@ -116,13 +117,17 @@ class Clients:
 
         self.clock.after(self.clock.draw.uniform(0.2, 2.0), replace)
 
-    def begin_run(self, request_id: str, router: Router) -> None:
-        """Raises Violation where a router that lives runs it, or has answered it."""
-        before, self.runs[request_id] = self.runs.get(request_id), router
-        if before is not None and before.is_alive and self._can_tell:
-            raise Violation(
-                f"{request_id} runs at {router.id}, and ran at {before.id}, which lives"
-            )
+    def begin_run(self, request_id: str, router: Router, seed: int) -> None:
+        """Raises Violation where a router that lives runs it, or has answered it, and where it is
+        run anew with another seed."""
+        before, self.runs[request_id] = self.runs.get(request_id), (router, seed)
+        if before is None or not self._can_tell:
+            return
+        other, its_seed = before
+        if other.is_alive:
+            raise Violation(f"{request_id} runs at {router.id}, and ran at {other.id}, which lives")
+        if seed != its_seed:
+            raise Violation(f"{request_id} is run anew with another seed")
 
     def check(self, served: Asker) -> None:
         """Raises Violation where two were answered by two runs without a router's death."""

@@ -64,8 +64,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Ends the run. Tasks that are left when it is over are nobody's concern."""
-        if "exception" in context:
+        """Ends the run. What is left when it is over is nobody's concern."""
+        if "exception" in context and not self.is_closed():
             raise context["exception"]
 
 

@@ -30,9 +30,10 @@ from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.push import Push
 from effuse.kvtransfer.reception import Expected, Receptions
 from effuse.placement import fleet
-from effuse.placement.records import PlacementRecord
+from effuse.placement.records import MalformedRecord, PlacementRecord
 from effuse.placement.writer import PlacementWriter
 from effuse.prefill_worker.prompt import Prompt
+from effuse.router import shared_request
 from effuse.router.shared_request import SharedRequest
 from effuse.v1.generation_pb2 import Finished, GenerateStreamResponse
 from effuse.worker.messages import Committed, CoreEvent
@@ -171,6 +172,13 @@ def claimed_in_nobodys_name() -> Patch:
     return patch.object(SharedRequest, "_first_record", first_record)
 
 
+def seed_of_the_run_before_forgotten() -> Patch:
+    def decode(value: bytes) -> PlacementRecord:
+        raise MalformedRecord("planted")
+
+    return patch.object(shared_request, "decode_placement", decode)
+
+
 def answers_not_kept() -> Patch:
     return patch.object(PlacementWriter, "keep", lambda *_: None)
 
@@ -215,6 +223,7 @@ MUTANTS: Sequence[Callable[[], Patch]] = (
     freed_pages_released_again,
     ids_not_claimed,
     claimed_in_nobodys_name,
+    seed_of_the_run_before_forgotten,
     answers_not_kept,
     answers_forgotten_until_redis_has_them,
     answers_kept_without_their_last_tokens,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import cast
 
+from effuse.config.decoding import Sampling
 from effuse.placement.fleet import Snapshot, merge
 from effuse.placement.store import Store
 from effuse.placement.writer import PlacementWriter
@@ -105,7 +107,8 @@ class Router:
                 self.requests.remove(routed)
                 self.tell(routed.asker, kept.model, list(kept.token_ids))
             elif not routed.request.is_ended:
-                self._clients.begin_run(routed.request.id, self)
+                seed = routed.request.asked.sampling.seed
+                self._clients.begin_run(routed.request.id, self, seed)
                 routed.place()
                 return
         routed.shared.end(None)
@@ -195,7 +198,7 @@ class Routed:
         self.question = asker.question
         self.request = Request(
             id=self.question.id,
-            asked=cast(Asked, SimpleNamespace(model=SimpleNamespace(name=MODEL))),
+            asked=Unseeded().seeded(router.clock.draw.getrandbits(64)),
             text=cast(AnswerText, SimpleNamespace(num_tokens=0)),
             arrived=router.clock.now,
             limit_s=1e9,
@@ -291,3 +294,15 @@ def _at_once(work: Coroutine[object, object, None]) -> None:
     except StopIteration:
         return
     raise AssertionError("it waits")
+
+
+@dataclass(frozen=True, slots=True)
+class Unseeded:
+    """As much as claims look at of router/validation.py's Asked, of clients without a seed."""
+
+    model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(name=MODEL))
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def seeded(self, fresh: int) -> Asked:
+        """With this seed."""
+        return cast(Asked, replace(self, sampling=Sampling(seed=fresh)))

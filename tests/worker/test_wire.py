@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import fronts
 import msgspec
 import pytest
 
+from effuse.config.decoding import Sampling
 from effuse.protos.errors import InvalidRequest
+from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker import wire
 from effuse.worker.messages import PushTo, StartDecode, ToEngine
@@ -42,9 +46,44 @@ def test_a_wrong_reservation_never_reaches_the_engine(change: object) -> None:
 
 
 def test_a_block_survives_both_ways() -> None:
-    sent = pb.BlockState(token_ids=[5, 99], masks=b"\x02", full=True, denoise_count=3)
+    told = generation_pb2.TokenLogprobs(logprob=-0.5, top_token_ids=[5, 6], top_logprobs=[-0.5, -2])
+    sent = pb.BlockState(
+        token_ids=[5, 99], masks=b"\x02", full=True, denoise_count=3,
+        logprobs=[told, generation_pb2.TokenLogprobs()],
+    )  # fmt: skip
     (block,) = wire.resume(pb.Resume(frontier=[sent]), block_size=2).frontier
     assert wire.block_to_proto(block) == sent
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_log_probabilities_are_one_for_each_position(count: int) -> None:
+    told = [generation_pb2.TokenLogprobs()] * count
+    sent = pb.BlockState(token_ids=[5, 99], masks=b"\x02", logprobs=told)
+    with pytest.raises(InvalidRequest, match="none or 2"):
+        wire.resume(pb.Resume(frontier=[sent]), block_size=2)
+    told = [generation_pb2.TokenLogprobs(top_token_ids=[1])] * 2
+    sent = pb.BlockState(token_ids=[5, 99], masks=b"\x02", logprobs=told)
+    with pytest.raises(InvalidRequest, match="1 of them"):
+        wire.resume(pb.Resume(frontier=[sent]), block_size=2)
+
+
+def test_what_changes_logits_is_read_and_checked() -> None:
+    assert wire.sampling(pb.DecodeSampling(top_p=1)) == Sampling()
+    sent = pb.DecodeSampling(top_p=1, min_p=0.5, repetition_penalty=2, logit_bias={9: 1, 4: -2})
+    expected = Sampling(min_p=0.5, repetition_penalty=2, logit_bias=((4, -2), (9, 1)))
+    assert wire.sampling(sent) == expected
+    for wrong, field in (
+        (pb.DecodeSampling(top_p=1, repetition_penalty=0), "sampling.repetition_penalty"),
+        (pb.DecodeSampling(top_p=1, logit_bias={4: math.nan}), "sampling.logit_bias"),
+        (pb.DecodeSampling(top_p=1, logit_bias=dict.fromkeys(range(513), 1)), "513 ids"),
+    ):
+        with pytest.raises(InvalidRequest, match=field):
+            wire.sampling(wrong)
+    with pytest.raises(InvalidRequest, match="min_tokens: expected at most max_tokens 4"):
+        wire.stopping(pb.DecodeRequest(max_tokens=4, min_tokens=5))
+    with pytest.raises(InvalidRequest, match="num_logprobs"):
+        wire.num_logprobs(pb.DecodeRequest(num_logprobs=21))
+    assert wire.num_logprobs(pb.DecodeRequest(num_logprobs=0)) == 0
 
 
 def test_messages_to_the_engine_survive_its_socket() -> None:

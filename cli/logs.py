@@ -1,0 +1,117 @@
+"""`effuse logs`: what the processes of a fleet on this machine have written, also once it ended.
+
+`effuse up` keeps a directory for each fleet below `$XDG_STATE_HOME/effuse`, which is
+`~/.local/state/effuse` by default: a file for each process, of the last ten fleets and of those
+that run.
+"""
+
+import argparse
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self, TextIO
+
+from effuse.cli.arguments import command, directory, whole
+from effuse.cli.process import LogFollower, last_lines, with_name
+
+KEPT: Final = 10
+"""Fleets whose logs are kept once they have ended."""
+
+_LOCK = "in-use"  # a file in a directory, locked for as long as its fleet runs
+_POLL_S = 0.2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit status: 1 where there is no such log."""
+    found = make_parser().parse_args(argv)
+    where = found.log_dir or latest(logs_home(), found.fleet)
+    if where is None:
+        fleet = f" {found.fleet!r}" if found.fleet else ""
+        print(f"effuse logs: no logs of a fleet{fleet} in {logs_home()}", file=sys.stderr)
+        return 1
+    names = sorted(log.stem for log in where.glob("*.log"))
+    if found.process is not None and found.process not in names:
+        print(f"effuse logs: {where} has logs of {', '.join(names)}", file=sys.stderr)
+        return 1
+    show(where, found.process or "*", found.lines, sys.stdout, follow=found.follow)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = command("logs", "Show the logs of the fleet that was started last on this machine.")
+    add = parser.add_argument
+    add("process", nargs="?", metavar="NAME", help="show one process's alone, as decode-0")
+    add("--fleet", metavar="NAME", help="another fleet (default: the last one)")
+    add("--log-dir", type=directory, metavar="DIR",
+        help="where `effuse up --log-dir` put them (default: they are found)")  # fmt: skip
+    add("--lines", type=whole(1), default=100, metavar="N", help="last lines of each process")
+    add("--follow", action="store_true", help="go on with what is added, until Ctrl-C")
+    return parser
+
+
+def show(where: Path, process: str, lines: int, out: TextIO, *, follow: bool) -> None:
+    """Writes the last lines of each log that `process` matches, and then what is added."""
+    follower = LogFollower(where, out, process)
+    for log in sorted(where.glob(f"{process}.log")):
+        for line in last_lines(log, lines):
+            print(with_name(log.stem, line), file=out)
+    out.flush()
+    while follow:
+        follower.copy_new()
+        time.sleep(_POLL_S)
+
+
+def logs_home() -> Path:
+    """Where the logs of fleets are kept."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    # The specification has relative ones ignored.
+    home = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
+    return home / "effuse" / "logs"
+
+
+def latest(home: Path, fleet: str | None) -> Path | None:
+    """The directory of the fleet that was started last, of this name where one is given."""
+    found = [one for one in _started(home) if fleet is None or one.name.partition("_")[2] == fleet]
+    return found[-1] if found else None
+
+
+def _started(home: Path) -> list[Path]:
+    """All directories, in the order in which their fleets were started."""
+    return sorted(one for one in home.glob("*_*") if one.is_dir())
+
+
+class KeptLogs:
+    """A new directory for the logs of a fleet, in use until the context ends. Of fleets that have
+    ended, the last KEPT stay."""
+
+    def __init__(self, home: Path, fleet: str, now: float) -> None:
+        """now: seconds since the epoch. Raises OSError where there can be no such directory."""
+        moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+        self.directory = home / f"{moment}.{int(now * 1000) % 1000:03d}_{fleet}"
+        self.directory.mkdir(mode=0o700, parents=True)
+        self._lock = (self.directory / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        ended = [one for one in _started(home) if one != self.directory and not _is_in_use(one)]
+        for old in ended[: max(0, len(ended) - KEPT)]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.close()
+
+
+def _is_in_use(where: Path) -> bool:
+    with suppress(FileNotFoundError), (where / _LOCK).open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

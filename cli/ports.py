@@ -1,0 +1,42 @@
+"""Ports of this machine: free ones, taken ones, and one that is held for routers to share."""
+
+import socket
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises OSError, naming host and port, where nobody can listen there."""
+    try:
+        socket.create_server((host, port), family=_family(host)).close()
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+
+
+def hold_port(host: str, port: int) -> socket.socket:
+    """A socket that keeps a port for a fleet's routers, whichever of them live; 0 is a free one.
+
+    It never listens. The routers share the port with it, and so does nobody who asks for it alone.
+    Raises OSError, naming host and port, where somebody has it."""
+    holder = socket.socket(_family(host))
+    try:
+        with socket.create_server((host, port), family=_family(host)) as alone:
+            address = alone.getsockname()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of an earlier fleet
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError as error:
+        holder.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+    return holder
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,118 @@
+"""Logs outlive their fleets, a bounded number of them, and `effuse logs` finds the right ones."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from effuse.cli.fleet import FleetConfig
+from effuse.cli.logs import KEPT, KeptLogs, latest, logs_home, main, show
+from effuse.cli.up import keep_logs
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return logs_home()
+
+
+def _fleet(home: Path, name: str, at: float, **written: str) -> Path:
+    with KeptLogs(home, name, at) as kept:
+        for process, text in written.items():
+            (kept.directory / f"{process.replace('_', '-')}.log").write_text(text)
+    return kept.directory
+
+
+def test_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", "relative/is/ignored")
+    assert logs_home() == tmp_path / ".local/state/effuse/logs"
+    monkeypatch.setenv("XDG_STATE_HOME", "/var/state")
+    assert logs_home() == Path("/var/state/effuse/logs")
+
+
+def test_the_oldest_go_but_for_those_in_use(home: Path) -> None:
+    with KeptLogs(home, "running", 0.0) as running:
+        ended = [_fleet(home, f"fleet-{at}", float(at)) for at in range(1, KEPT + 4)]
+        assert running.directory.is_dir()
+        # The last one was made where KEPT others had ended.
+        assert [one.is_dir() for one in ended] == [False] * 2 + [True] * (KEPT + 1)
+    _fleet(home, "last", 100.0)
+    assert not running.directory.exists()
+
+
+def test_the_last_fleet_is_found_or_one_by_name(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([]) == 1
+    assert "no logs of a fleet in" in capsys.readouterr().err
+    first = _fleet(home, "first", 1.0, router="old\n")
+    second = _fleet(home, "second", 2.0, router="new\n", decode_0="a\nb\nc\n")
+    assert (latest(home, None), latest(home, "first"), latest(home, "none")) == (
+        second,
+        first,
+        None,
+    )
+    assert main([]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "decode-0   | a", "decode-0   | b", "decode-0   | c", "router     | new",
+    ]  # fmt: skip
+    assert main(["decode-0", "--lines", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["decode-0   | b", "decode-0   | c"]
+    assert main(["--fleet", "first", "router"]) == 0
+    assert capsys.readouterr().out == "router     | old\n"
+    assert main(["--log-dir", str(first)]) == 0
+    assert capsys.readouterr().out == "router     | old\n"
+
+
+@pytest.mark.parametrize("name", ["prefill-7", "../router", "*"])
+def test_a_process_that_was_not_there(
+    name: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fleet(home, "only", 1.0, router="x\n", decode_0="y\n")
+    assert main([name]) == 1
+    assert "has logs of decode-0, router" in capsys.readouterr().err
+
+
+def test_what_is_added_is_shown_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, out = _fleet(home, "only", 1.0, router="one\n"), io.StringIO()
+    steps: list[Callable[[], object]] = [
+        lambda: (where / "router.log").write_text("one\ntwo\n"),
+        lambda: (where / "decode-0.log").write_text("three\n"),
+        lambda: None,
+    ]
+
+    def sleep(_: float) -> None:
+        if not steps:
+            raise KeyboardInterrupt
+        steps.pop(0)()
+
+    monkeypatch.setattr("effuse.cli.logs.time.sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        show(where, "*", 10, out, follow=True)
+    assert out.getvalue().splitlines() == [
+        "router     | one", "router     | two", "decode-0   | three",
+    ]  # fmt: skip
+
+
+def test_a_fleet_keeps_its_logs_unless_told_where(home: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        named = FleetConfig(log_dir=tmp_path / "mine")
+        assert keep_logs(named, stack) is named
+        kept = keep_logs(FleetConfig(name="ours"), stack)
+        assert kept.log_dir == latest(home, "ours")
+        unnamed = keep_logs(FleetConfig(), stack)
+        assert unnamed.name and unnamed.log_dir == latest(home, unnamed.name)
+
+
+def test_where_none_can_be_kept_the_fleet_starts_all_the_same(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "effuse").write_text("a file is in the way")
+    config = FleetConfig()
+    assert keep_logs(config, ExitStack()) is config
+    assert "effuse up: logs are not kept: " in capsys.readouterr().err

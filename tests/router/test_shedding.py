@@ -1,0 +1,180 @@
+"""Under three times the load that a fleet bears it answers in time as many as it ever does.
+
+The queue is the router's own; requests that hold its slots for a while stand for the fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+
+import pytest
+from router.virtual_time import run_virtually
+
+from effuse.protos.errors import Overloaded
+from effuse.router.admission import Admission
+from effuse.router.shedding import LEAST_HOLDS, HoldTimes
+
+SLOTS = 8
+DEADLINE_S = 3.0  # of requests that take 1 s on average
+
+
+def _goodput(load: float, *, is_known: bool, count: int = 1500, spread: float = 0.5) -> float:
+    """Requests answered in time, by those that the slots can answer, where `load` times as many
+    arrive; the router is told of deadlines or it is not."""
+
+    async def offer() -> float:
+        loop, draw = asyncio.get_running_loop(), random.Random(7)
+        admission = Admission(SLOTS, count, loop.time)
+        answered = 0
+
+        async def ask(takes_s: float) -> None:
+            nonlocal answered
+            left_s = DEADLINE_S if is_known else math.inf
+            try:
+                async with asyncio.timeout(DEADLINE_S), admission.slot(left_s=left_s, size=64):
+                    await asyncio.sleep(takes_s)
+                    answered += 1
+            except (TimeoutError, Overloaded):
+                return
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                await asyncio.sleep(draw.expovariate(load * SLOTS))
+                group.create_task(ask(draw.lognormvariate(-(spread**2) / 2, spread)))
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
+        return answered / loop.time() / SLOTS
+
+    return run_virtually(offer())
+
+
+def test_goodput_at_three_times_the_load_is_that_of_the_peak() -> None:
+    peak = max(_goodput(load, is_known=True) for load in (0.7, 0.85, 1.0, 1.2, 1.5))
+    assert peak > 0.85
+    assert _goodput(2.0, is_known=True) >= 0.95 * peak
+    assert _goodput(3.0, is_known=True) >= 0.95 * peak
+
+
+def test_without_deadlines_known_it_would_collapse() -> None:
+    """What the first test shows is the shedding's doing."""
+    assert _goodput(3.0, is_known=False) < 0.4
+
+
+def test_a_fleet_that_bears_the_load_refuses_next_to_nobody() -> None:
+    assert _goodput(0.6, is_known=True) >= 0.98 * _goodput(0.6, is_known=False)
+
+
+def _known(*holds: float, size: int = 64) -> HoldTimes:
+    times = HoldTimes()
+    for held_s in holds:
+        times.add(held_s, size, is_answered=True)
+    return times
+
+
+def test_nothing_is_predicted_from_a_few() -> None:
+    few = _known(*[100.0] * (LEAST_HOLDS - 1))
+    assert few.late_s(0.001, 64, 50, 1) < 0
+    few.add(100.0, 64, is_answered=True)
+    assert few.late_s(0.001, 64, 50, 1) > 5000
+
+
+@pytest.mark.parametrize(
+    ("ahead", "slots", "size", "late_s"),
+    [
+        (0, 1, 64, 2 + 2 - 3),  # one leaves the slot, then it takes as long itself
+        (3, 1, 64, 8 + 2 - 3),
+        (3, 4, 64, 2 + 2 - 3),
+        (0, 4, 64, 0.5 + 2 - 3),
+        (0, 4, 32, 0.5 + 1 - 3),  # half as many tokens at most
+        (0, 4, 6400, 0.5 + 2 - 3),  # longer ones may end early
+    ],
+)
+def test_what_is_predicted(ahead: int, slots: int, size: int, late_s: float) -> None:
+    """Holds of 2 s that never deviate."""
+    assert _known(*[2.0] * 20).late_s(3.0, size, ahead, slots) == pytest.approx(late_s)
+
+
+def test_who_deviates_is_given_more() -> None:
+    times = _known(*[1.0, 3.0] * 40)
+    assert times.hold_s(64) == pytest.approx(2.0, abs=0.1)
+    assert times.hold_s(64, margin=2.0) == pytest.approx(4.0, abs=0.2)
+
+
+def test_one_that_was_broken_off_counts_if_it_was_long() -> None:
+    times = _known(*[2.0] * 20)
+    times.add(0.01, 64, is_answered=False)
+    assert times.hold_s(64) == 2.0
+    times.add(10.0, 64, is_answered=False)
+    assert times.hold_s(64) == pytest.approx(2.5)
+
+
+def test_the_pace_is_that_of_late() -> None:
+    times = _known(*[1.0] * 200, *[4.0] * 60)
+    assert times.hold_s(64) > 3.8
+
+
+def test_a_refusal_says_when_to_come_back_and_holds_nothing() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        admission = Admission(1, 10, loop.time)
+        for _ in range(LEAST_HOLDS):
+            async with admission.slot():
+                await asyncio.sleep(1.0)
+        async with admission.slot():
+            with pytest.raises(Overloaded, match=r"1\.5 s after its deadline") as refused:
+                async with admission.slot(left_s=0.5):
+                    pass
+            assert refused.value.retry_after_s == pytest.approx(1.5)
+            assert (admission.num_running, admission.num_waiting, admission.num_shed) == (1, 0, 1)
+            admission.check(left_s=2.5)  # one that has the time may wait
+        async with admission.slot(left_s=0.5):  # and where nobody has to wait, nobody is refused
+            pass
+
+    run_virtually(main())
+
+
+def test_one_whose_turn_comes_too_late_is_not_begun() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        admission, begun = Admission(1, 10, loop.time), []
+
+        async def late() -> None:
+            async with admission.slot(left_s=2.5):
+                begun.append(1)
+
+        for _ in range(LEAST_HOLDS):
+            async with admission.slot():
+                await asyncio.sleep(1.0)
+        async with admission.slot():
+            waiting = asyncio.create_task(late())
+            await asyncio.sleep(2.0)  # twice as long as was to be expected
+        with pytest.raises(Overloaded, match="its turn came late"):
+            await waiting
+        assert not begun and admission.num_shed == 1
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    run_virtually(main())
+
+
+def test_only_those_who_go_first_count_as_ahead() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        admission = Admission(1, 10, loop.time)
+        for _ in range(LEAST_HOLDS):
+            async with admission.slot():
+                await asyncio.sleep(1.0)
+
+        async def wait() -> None:
+            async with admission.slot(place=5.0):
+                pass
+
+        async with admission.slot():
+            waiting = [asyncio.create_task(wait()) for _ in range(4)]
+            await asyncio.sleep(0)
+            admission.check(place=4.0, left_s=2.5)
+            with pytest.raises(Overloaded, match="4 requests wait before it"):
+                admission.check(place=5.0, left_s=2.5)
+        await asyncio.gather(*waiting)
+
+    run_virtually(main())
