@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 from checkpoints import write_tiny_checkpoint
@@ -19,7 +20,7 @@ from effuse.v1 import generation_pb2, generation_pb2_grpc
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Collector(otlp_grpc.TraceServiceServicer):  # type: ignore[misc]  # it comes without types
+class Collector:
     """Keeps each span with the service that sent it."""
 
     def __init__(self) -> None:
@@ -37,7 +38,8 @@ class Collector(otlp_grpc.TraceServiceServicer):  # type: ignore[misc]  # it com
 @contextmanager
 def collecting() -> Iterator[tuple[Collector, str]]:
     collector, server = Collector(), grpc.server(ThreadPoolExecutor(4))
-    otlp_grpc.add_TraceServiceServicer_to_server(collector, server)
+    add: Any = otlp_grpc.add_TraceServiceServicer_to_server  # it comes without types
+    add(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from operators import attention, experts, rows, sampling
+from operators import attention, edits, experts, rows, sampling
 from operators.attention import Case, Row
 from operators.paths import experts_grouped, public, triton_kernels
 
@@ -16,6 +16,7 @@ from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.sampling import Candidates
+from effuse.kernels.sampling_edits import edit_logits
 from effuse.kernels.step_rows import exchange_boundaries, gather_rows
 
 pytestmark = [
@@ -235,3 +236,8 @@ def test_operators_replay_in_a_graph_with_other_inputs() -> None:
     again = step()
     assert torch.equal(replayed[0], call.out)
     assert torch.equal(replayed[1], again.token)
+
+
+@pytest.mark.parametrize("vocab_size", [300, 151_936])
+def test_logit_edits_equal_their_reference(vocab_size: int) -> None:
+    edits.check(list(edits.CASES.values()), edit_logits, CUDA, vocab_size)
