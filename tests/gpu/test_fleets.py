@@ -26,11 +26,14 @@ from oracle.decode import decode_with
 from oracle.forward import load_raw
 from tokenizers import Tokenizer
 
+import effuse
 import effuse.models
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.cli.gpus import gpus_here
 from effuse.problems.problem import problem
 from effuse.v1 import generation_pb2 as pb
+from effuse.v1.model_pb2 import WORKER_ROLE_DECODE as DECODE
+from effuse.v1.model_pb2 import WORKER_ROLE_PREFILL as PREFILL
 
 BUNDLED = Path(next(iter(effuse.models.__path__))) / "bundled"
 BLOCK = PAGE = 16
@@ -163,6 +166,8 @@ def whole_crowd(crowd: Fleet) -> Fleet:
         return _who_served(answers) == everybody
 
     wait_until(all_serve, "not everybody serves")
+    # A rehearsal holds pages, for as long as a prefill engine stands still in it.
+    wait_until(lambda: _are_measured(crowd), "a link was not measured")
     wait_until(lambda: _holds_nothing(crowd), "pages are left")
     return crowd
 
@@ -222,6 +227,16 @@ def _held(fleet: Fleet, role: str) -> int:
     """Pages that the workers of a role hold."""
     loads = [load_of(fleet.address_of(name)) for name in _workers(fleet) if name.startswith(role)]
     return sum(load.total_pages - load.free_pages for load in loads)
+
+
+def _are_measured(fleet: Fleet) -> bool:
+    """Whether each prefill worker knows its link to each decode worker that lives now."""
+    with effuse.Client(fleet.address) as client:
+        workers = client.workers()
+    lives = {(one.worker_id, one.incarnation) for one in workers if one.role == DECODE}
+    prefill = [one for one in workers if one.role == PREFILL]
+    known = [{(link.peer, link.peer_incarnation) for link in one.links} for one in prefill]
+    return len(known) == len(lives) == 2 and all(links >= lives for links in known)
 
 
 def _queued(fleet: Fleet) -> int:
