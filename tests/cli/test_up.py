@@ -343,7 +343,8 @@ def fleet() -> Iterator[Fleet]:
     code = (
         "import pathlib, sys, time; tries = pathlib.Path(sys.argv[2]); tries.open('a').write('x');"
         " sys.exit(1) if len(tries.read_text()) < int(sys.argv[3]) else None;"
-        ' pathlib.Path(sys.argv[1]).write_text(\'{"address": "a:1"}\'); time.sleep(60)'
+        ' new = pathlib.Path(sys.argv[1] + ".new"); new.write_text(\'{"address": "a:1"}\');'
+        " new.rename(sys.argv[1]); time.sleep(60)"  # never half of it
     )
     for name, tries in (("prefill-0", "3"), ("decode-0", "2")):
         ready, tried = fleet._home.ready_file(name), fleet.log_dir / f"{name}.tries"
