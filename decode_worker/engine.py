@@ -15,10 +15,10 @@ from effuse.decode_worker.rehearsal_receiver import RehearsalReceiver
 from effuse.decode_worker.request import DecodeRequest, RequestQueues
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import Arrived
+from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
-from effuse.kvtransfer.tombstones import Tombstones
 from effuse.placement.records import Load
 from effuse.worker import messages
 from effuse.worker.engine_core import KEEP_ABORTED_S, Outbox

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from effuse.kvtransfer.connector import Pushed, PushFailed
+from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.layout import Fingerprint, mismatch
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.sender import Ended, HandoffSender
-from effuse.kvtransfer.tombstones import Tombstones
 from effuse.models.config import ModelConfig
 from effuse.placement.records import Load
 from effuse.prefill_worker import scheduler

@@ -20,7 +20,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
-from effuse.kvtransfer.zmq_curve import CurveKeys
+from effuse.kvtransfer.zmq_sockets import CurveKeys
 from effuse.models.defaults import read_defaults
 from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part

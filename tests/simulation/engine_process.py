@@ -20,12 +20,12 @@ from effuse.decode_worker.executor import HostExecutor
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import ConnectorEvent, Pending
-from effuse.kvtransfer.exchange import Exchange
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
+from effuse.kvtransfer.thread import Exchange
 from effuse.kvtransfer.transport import Heard, Pace
 from effuse.models.config import ModelConfig
 from effuse.placement.records import Role
