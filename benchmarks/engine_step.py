@@ -27,12 +27,11 @@ from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
-from effuse.models.part import Part, PartResult
+from effuse.models.part import Forward, Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.problems.problem import problem
 from effuse.router.tokenizer import Tokenizer, bundled_directory
-from effuse.worker.engine_core import Forward
 from effuse.worker.messages import StartDecode
 
 REQUESTS = 16

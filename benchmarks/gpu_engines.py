@@ -23,13 +23,13 @@ from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.layer_marks import LayerMarks
+from effuse.models.part import Forward
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
-from effuse.worker.engine_core import Forward
 
 _MOST_S = 3600.0
 _NAME = "benchmark"

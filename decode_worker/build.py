@@ -22,11 +22,11 @@ from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import SlotLayout
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.models.part import Forward
 from effuse.models.transformer import LayerKV, Transformer
 from effuse.worker.assembly import Assembly, assemble
-from effuse.worker.engine_core import Forward
 from effuse.worker.engine_process import Engine, main
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 
 def build(

@@ -21,7 +21,7 @@ from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.placement.records import Load
 from effuse.worker import messages
-from effuse.worker.engine_core import KEEP_ABORTED_S, Outbox
+from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
 from effuse.worker.messages import CoreEvent, FailureCode, Reserved, StartDecode, ToEngine, Verified
 
 

@@ -20,8 +20,8 @@ from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.sampling import ScoreCode
-from effuse.models.part import Part, PartResult
-from effuse.worker.engine_core import Forward, ForwardFailed, ForwardGuard
+from effuse.models.part import Forward, Part, PartResult
+from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 
 
 @dataclass(slots=True)

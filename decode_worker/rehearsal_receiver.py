@@ -9,7 +9,7 @@ from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.messages import AttemptId, PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
-from effuse.worker.engine_core import Outbox
+from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import Reserved, StartRehearsal, Verified
 
 MOST_BYTES = 64 << 20  # about what the prompt of a large model takes

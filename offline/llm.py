@@ -28,8 +28,8 @@ from effuse.router.prompt import encode_prompt
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
+from effuse.worker.attempts import to_error
 from effuse.worker.config import Device, Dtype
-from effuse.worker.failures import to_error
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
 Progress = Callable[[int, int], None]

@@ -12,7 +12,7 @@ from effuse.prefill_worker.executor import PromptExecutor, mark_of
 from effuse.prefill_worker.scheduler import PrefillLimits
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.engine_process import Engine, main
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 
 def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -> Engine:

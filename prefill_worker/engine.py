@@ -23,7 +23,7 @@ from effuse.prefill_worker.prompt import Prompt
 from effuse.prefill_worker.rehearsal_sender import RehearsalSender
 from effuse.prefill_worker.scheduler import PrefillLimits, PromptRefused
 from effuse.worker import messages
-from effuse.worker.engine_core import KEEP_ABORTED_S, ForwardFailed, Outbox
+from effuse.worker.engine_process import KEEP_ABORTED_S, ForwardFailed, Outbox
 from effuse.worker.messages import CoreEvent, FailureCode, StartPrefill, ToEngine
 
 

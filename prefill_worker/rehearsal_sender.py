@@ -12,7 +12,7 @@ from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reserv
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import Ended, HandoffSender, SendReport
 from effuse.prefill_worker.events import prompt_pushed, push_failed
-from effuse.worker.engine_core import Outbox
+from effuse.worker.engine_process import Outbox
 
 _NOTHING = BoundaryState(prompt_len=0, prompt_digest=prompt_digest(()), tail_token_ids=())
 

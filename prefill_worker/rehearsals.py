@@ -23,8 +23,7 @@ from effuse.protos.stubs import decode_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
-from effuse.worker.attempts import OpenAttempt
-from effuse.worker.failures import to_error
+from effuse.worker.attempts import OpenAttempt, to_error
 from effuse.worker.messages import Failed, PromptPushed, PushRehearsal
 from effuse.worker.shell import Shell
 

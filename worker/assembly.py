@@ -32,7 +32,7 @@ from effuse.placement.records import ModelInfo, Role
 from effuse.protos.fleet_secret import FleetSecret
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Ready
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 # A block's KV is stored by the forward that follows the one in which it settled.
 COMMIT_RULE = "settled_recompute"

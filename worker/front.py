@@ -30,10 +30,9 @@ from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, WorkerConfig
-from effuse.worker.engine_client import new_incarnation
 from effuse.worker.service import WorkerServicer
 from effuse.worker.shell import Shell, WorkerIdentity
-from effuse.worker.supervisor import GaveUp, Supervisor
+from effuse.worker.supervisor import GaveUp, Supervisor, new_incarnation
 
 LOG = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, ToEngine
 from effuse.worker.metrics import WorkerMetrics, WorkerReadings
-from effuse.worker.quarantines import Quarantines
+from effuse.worker.peer import Quarantines
 from effuse.worker.supervisor import EngineLife, Supervisor
 
 LOG = logging.getLogger(__name__)
