@@ -29,7 +29,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of
-from effuse.prefill_worker.scheduler import PrefillLimits
+from effuse.prefill_worker.prompts import PrefillLimits
 
 _MOST_S = 3600.0
 _NAME = "benchmark"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from effuse.cli.commands import value_of
 from effuse.placement.redis_access import RedisAccess
-from effuse.protos.fleet_secret import FleetSecret
+from effuse.protos.gate import FleetSecret
 
 
 class Home:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from effuse.decode_worker.boundary import Boundary
-from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.device_buckets import bucket
 from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
@@ -25,6 +24,7 @@ from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.part import Forward
 from effuse.models.transformer import LayerKV, Transformer
 from effuse.worker.assembly import Assembly, assemble
+from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
 from effuse.worker.watchdog import Pulse
 

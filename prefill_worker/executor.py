@@ -20,7 +20,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState
 from effuse.kvtransfer.sender import HandoffSender
 from effuse.models.part import Forward, Part
-from effuse.prefill_worker.prompt import Prompt
+from effuse.prefill_worker.prompts import Prompt
 from effuse.worker.engine_process import ForwardGuard
 
 IsOver = Callable[[], bool]

@@ -19,8 +19,8 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
+from effuse.protos.channels import FleetAccess
 from effuse.protos.errors import EngineLost, Poisonous
-from effuse.protos.fleet_channel import FleetAccess
 from effuse.protos.gate import CALLER
 from effuse.router.admission import Admission
 from effuse.router.catalogue import Catalogue

@@ -29,7 +29,7 @@ from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
-from effuse.protos.fleet_secret import FleetSecret
+from effuse.protos.gate import FleetSecret
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Ready
 from effuse.worker.watchdog import Pulse

@@ -21,8 +21,8 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.redis_access import RedisAccess
 from effuse.placement.store import Store
 from effuse.protos import rpc
+from effuse.protos.channels import FleetAccess
 from effuse.protos.errors import Draining
-from effuse.protos.fleet_channel import FleetAccess
 from effuse.protos.gate import FleetOnly, ProofServicer
 from effuse.telemetry import logs
 from effuse.telemetry.traces import TracesUnavailable

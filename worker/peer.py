@@ -23,8 +23,8 @@ import grpc.aio
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import MOST_QUARANTINES, Quarantine
+from effuse.protos.channels import OPEN, FleetAccess
 from effuse.protos.errors import TransferFailed
-from effuse.protos.fleet_channel import OPEN, FleetAccess
 from effuse.protos.stubs import worker_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc

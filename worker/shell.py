@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
+from effuse.protos.channels import OPEN, FleetAccess
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
-from effuse.protos.fleet_channel import OPEN, FleetAccess
 from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt

@@ -24,7 +24,7 @@ from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import Mark, PromptExecutor
-from effuse.prefill_worker.scheduler import PrefillLimits
+from effuse.prefill_worker.prompts import PrefillLimits
 from effuse.worker.messages import Abort, CoreEvent, PushTo, StartPrefill
 
 PREFILL, DECODE = "prefill-1", "decode-1"

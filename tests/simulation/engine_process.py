@@ -31,7 +31,7 @@ from effuse.models.config import ModelConfig
 from effuse.placement.records import Role
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor
-from effuse.prefill_worker.scheduler import PrefillLimits
+from effuse.prefill_worker.prompts import PrefillLimits
 from effuse.worker.attempts import attempt_of
 from effuse.worker.messages import (
     AbortDone,

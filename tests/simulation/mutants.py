@@ -32,7 +32,7 @@ from effuse.kvtransfer.reception import Expected, Receptions
 from effuse.placement import fleet
 from effuse.placement.records import MalformedRecord, PlacementRecord
 from effuse.placement.writer import PlacementWriter
-from effuse.prefill_worker.prompt import Prompt
+from effuse.prefill_worker.prompts import Prompt
 from effuse.router import shared_request
 from effuse.router.shared_request import SharedRequest
 from effuse.v1.generation_pb2 import Finished, GenerateStreamResponse
