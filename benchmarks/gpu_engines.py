@@ -16,13 +16,13 @@ from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import HostExecutor
 from effuse.decode_worker.intake import Intake
+from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
-from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Forward
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effuse.cli.commands import value_of
-from effuse.placement.redis_access import RedisAccess
+from effuse.placement.store import RedisAccess
 from effuse.protos.gate import FleetSecret
 
 

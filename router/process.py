@@ -21,8 +21,7 @@ from effuse.compat import (
     vllm_engine_pb2,
     vllm_engine_pb2_grpc,
 )
-from effuse.placement.redis_access import RedisAccess
-from effuse.placement.store import Store
+from effuse.placement.store import RedisAccess, Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles

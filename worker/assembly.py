@@ -14,6 +14,7 @@ import torch
 import effuse.models
 from effuse.config.decoding import Algorithm, Sampling
 from effuse.kernels.attention import block_attention
+from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
@@ -22,7 +23,6 @@ from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
 from effuse.kvtransfer.zmq_sockets import CurveKeys
 from effuse.models.defaults import read_defaults
-from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner

@@ -18,8 +18,7 @@ from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
 from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
-from effuse.placement.redis_access import RedisAccess
-from effuse.placement.store import Store
+from effuse.placement.store import RedisAccess, Store
 from effuse.protos import rpc
 from effuse.protos.channels import FleetAccess
 from effuse.protos.errors import Draining

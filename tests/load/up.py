@@ -23,8 +23,7 @@ from pathlib import Path
 from e2e.client import load_of
 
 from effuse.placement.records import decode_worker
-from effuse.placement.redis_access import RedisAccess
-from effuse.placement.store import Store
+from effuse.placement.store import RedisAccess, Store
 from effuse.protos.gate import FleetSecret
 
 START_S = 150.0

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
@@ -17,7 +18,6 @@ from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
-from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
