@@ -19,10 +19,9 @@ from effuse.benchmarks.gpu_engines import paged
 from effuse.benchmarks.gpu_load import ClosedLoad
 from effuse.benchmarks.report import Figure
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool

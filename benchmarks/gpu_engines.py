@@ -10,12 +10,11 @@ import time
 from dataclasses import dataclass
 
 from effuse.decode_worker import scheduler as decode_scheduler
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector

@@ -14,10 +14,9 @@ from typing import Protocol, cast
 
 import torch
 
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import ConnectorEvent, Pending
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
