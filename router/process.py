@@ -31,9 +31,9 @@ from effuse.router.kserve import InferenceServicer
 from effuse.router.monitor import MonitorServicer
 from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import live_workers
+from effuse.router.prompt import Texts
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
-from effuse.router.texts import Texts
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs
