@@ -1,5 +1,5 @@
-"""For every test: one torch thread, the checkout off the import path, no skip but for want of a GPU,
-of another people's client or of the right to make networks."""
+"""For every test: one torch thread, the checkout off the import path, no skip but for want of a
+GPU, of another people's client or of the right to make networks."""
 
 from __future__ import annotations
 

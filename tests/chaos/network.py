@@ -34,7 +34,7 @@ from e2e.tiny import TINY, tiny_checkpoint
 
 from effuse.cli.commands import LOOPBACK
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.protos.fleet_secret import FleetSecret
+from effuse.protos.gate import FleetSecret
 from effuse.v1 import model_pb2, model_pb2_grpc
 
 TARGETS = Targets(
