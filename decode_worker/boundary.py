@@ -36,8 +36,7 @@ class Boundary:
                 f"a prompt of {state.prompt_len} tokens was handed over, "
                 f"the request's has {sequence.prompt_len}"
             )
-        prompt = sequence.token_ids[: sequence.prompt_len]
-        if state.prompt_digest != prompt_digest(prompt):
+        if state.prompt_digest != prompt_digest(sequence.prompt_ids):
             raise BoundaryError("the KV of another prompt was handed over")
         tail = sequence.token_ids[sequence.first_block_start : sequence.prompt_len].tolist()
         if list(state.tail_token_ids) != tail:

@@ -63,7 +63,7 @@ def _draw(request: DecodeRequest) -> LladaDraw:
     return LladaDraw(
         temperature=request.sampling.temperature,
         seed=request.sampling.seed,
-        answer_index=0,
+        answer_index=request.sampling.answer_index,
         never=(mask, *eos[:1]) if settings.logits_eos_inf else (mask,),
         last=eos if settings.confidence_eos_eot_inf else (),
     )

@@ -33,6 +33,7 @@ class Intake:
             sampling=message.sampling,
             writer=message.writer,
             drafts=message.drafts,
+            group="" if message.settings.is_canvas else message.group,
             num_logprobs=message.num_logprobs,
             eos_token_ids=self.model.eos_token_ids,
             shifts=self.model.shift_logits,

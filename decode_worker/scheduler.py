@@ -5,7 +5,7 @@ holds pages nor knows tokens. The oldest running request always advances, unless
 still holds pages that it needs; those writers have a lease.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from effuse.decode_worker.config import DecodeConfig
@@ -124,8 +124,18 @@ def admit(
     return num_admitted
 
 
-def schedule(running: Sequence[Demand], *, num_free: int, limits: DecodeLimits) -> Schedule:
-    """Grants rows, oldest first, within one budget; preempts the youngest where pages run out."""
+def schedule(
+    running: Sequence[Demand],
+    *,
+    num_free: int,
+    limits: DecodeLimits,
+    frees: Callable[[int], int] | None = None,
+) -> Schedule:
+    """Grants rows, oldest first, within one budget; preempts the youngest where pages run out.
+
+    frees: how many pages are free at least once the request of this index lets go of its own; all
+    that it holds, where pages are not shared.
+    """
     rows = [0] * len(running)
     preempted: list[int] = []
     budget = limits.max_num_batched_tokens
@@ -138,7 +148,7 @@ def schedule(running: Sequence[Demand], *, num_free: int, limits: DecodeLimits) 
             continue
         growth = max(0, demand.pages_wanted - demand.pages_held)
         while growth > num_free and youngest > index:
-            num_free += running[youngest].pages_held
+            num_free += frees(youngest) if frees else running[youngest].pages_held
             preempted.append(youngest)
             youngest -= 1
         if growth > num_free:

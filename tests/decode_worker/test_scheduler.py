@@ -67,6 +67,15 @@ def test_schedule(
     assert (result.rows, result.preempted) == (rows, preempted)
 
 
+def test_who_shares_pages_frees_only_its_own() -> None:
+    """The youngest shares one of its two pages, so one more has to go; the oldest needs two."""
+    running = [denoise(8, 2, 4), denoise(8), denoise(8)]
+    alone = schedule(running, num_free=0, limits=LIMITS)
+    assert (alone.rows, alone.preempted) == ((8, 8, 0), (2,))
+    shared = schedule(running, num_free=0, limits=LIMITS, frees=(2, 2, 1).__getitem__)
+    assert (shared.rows, shared.preempted) == ((8, 0, 0), (2, 1))
+
+
 @pytest.mark.parametrize(
     ("waiting", "holding", "free", "growth", "admitted"),
     [
