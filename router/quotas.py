@@ -1,4 +1,5 @@
-"""What tenants have now, held against what they may have: requests at once, tokens a minute.
+"""What tenants have now, held against what they may have: requests at once, tokens a minute. A
+request counts as often as it has answers.
 
 Tokens are counted once a request has ended, whatever it came to, so one that begins within the
 limit is never cut off, and the next ones wait until the minute has made up for it. No I/O; the
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from effuse.protos.errors import Overloaded
+from effuse.protos.errors import InvalidRequest, Overloaded
 from effuse.router.keys import Tenant
 
 MINUTE_S = 60.0
@@ -35,14 +36,19 @@ class Quotas:
         self._now = now
         self._accounts: dict[str, Account] = {}
 
-    def check(self, tenant: Tenant) -> None:
-        """Raises `Overloaded` where a tenant may not begin another request now."""
+    def check(self, tenant: Tenant, num_answers: int = 1) -> None:
+        """Raises `Overloaded` where a tenant may not begin another request for so many answers now,
+        and `InvalidRequest` where it never may."""
+        most = tenant.max_requests
+        if most is not None and num_answers > most:
+            found = f"expected at most {most}, as many requests as this key may have, got"
+            raise InvalidRequest.of("n", f"{found} {num_answers}")
         account = self._accounts.get(tenant.name)
         if account is None:
             return
         self._let_time_pass(account, tenant)
-        most, rate = tenant.max_requests, tenant.tokens_per_minute
-        if most is not None and account.running >= most:
+        rate = tenant.tokens_per_minute
+        if most is not None and account.running + num_answers > most:
             text = (
                 f"{account.running} requests of this key's tenant run or wait, which is its limit"
             )
@@ -53,10 +59,10 @@ class Quotas:
             raise Overloaded(text, retry_after_s=math.ceil(wait_s))
 
     @contextmanager
-    def running(self, tenant: Tenant) -> Iterator[Callable[[int], None]]:
-        """Counts a request; gives what to tell its tokens to."""
+    def running(self, tenant: Tenant, num_answers: int = 1) -> Iterator[Callable[[int], None]]:
+        """Counts a request, by its answers; gives what to tell its tokens to."""
         account = self._accounts.setdefault(tenant.name, Account(counted_at=self._now()))
-        account.running += 1
+        account.running += num_answers
 
         def spend(num_tokens: int) -> None:
             self._let_time_pass(account, tenant)
@@ -65,7 +71,7 @@ class Quotas:
         try:
             yield spend
         finally:
-            account.running -= 1
+            account.running -= num_answers
             self._let_time_pass(account, tenant)
             if not account.running and not account.spent:
                 del self._accounts[tenant.name]
