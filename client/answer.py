@@ -96,6 +96,11 @@ class Answer:
     total_s: float  # until all had arrived
     others: tuple[Answer, ...] = ()  # the answers behind this one, where several were asked for
 
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """This one and those behind it."""
+        return (self, *self.others)
+
     @classmethod
     def of(cls, response: pb.GenerateResponse, total_s: float) -> Answer:
         """A unary response."""
