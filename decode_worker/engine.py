@@ -285,7 +285,7 @@ class DecodeEngine:
             demands,
             num_free=self._pool.num_free,
             limits=self._limits,
-            frees=lambda index: self._pool.count_alone(running[index].pages),
+            count_freed=lambda gone: self._pool.count_freed(running[at].pages for at in gone),
         )
         if schedule.preempted and self._executor.is_running:
             # What was launched must land before pages change hands; it may free some, too.

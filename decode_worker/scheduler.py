@@ -129,15 +129,16 @@ def schedule(
     *,
     num_free: int,
     limits: DecodeLimits,
-    frees: Callable[[int], int] | None = None,
+    count_freed: Callable[[Sequence[int]], int],
 ) -> Schedule:
     """Grants rows, oldest first, within one budget; preempts the youngest where pages run out.
 
-    frees: how many pages are free at least once the request of this index lets go of its own; all
-    that it holds, where pages are not shared.
+    count_freed: how many pages are free once the requests of these indices let go of theirs, which
+    they may share with others.
     """
     rows = [0] * len(running)
     preempted: list[int] = []
+    freed = 0  # by those
     budget = limits.max_num_batched_tokens
     youngest = len(running) - 1
     for index, demand in enumerate(running):
@@ -148,8 +149,9 @@ def schedule(
             continue
         growth = max(0, demand.pages_wanted - demand.pages_held)
         while growth > num_free and youngest > index:
-            num_free += frees(youngest) if frees else running[youngest].pages_held
             preempted.append(youngest)
+            before, freed = freed, count_freed(preempted)
+            num_free += freed - before
             youngest -= 1
         if growth > num_free:
             continue  # it keeps its pages and waits for an older one to finish

@@ -128,11 +128,10 @@ class PagePool:
         self._apply([page for page in pages if page not in shared], PageEvent.RELEASE)
         self._more_holders -= Counter(page.page_id for page in shared)
 
-    def count_alone(self, pages: Sequence[PageRef]) -> int:
-        """How many of a holder's pages nobody else holds: so many are free once it lets go."""
-        if not self._more_holders:
-            return len(pages)
-        return sum(page.page_id not in self._more_holders for page in pages)
+    def count_freed(self, holders: Iterable[Sequence[PageRef]]) -> int:
+        """How many committed pages are free once all these holders have let go of theirs."""
+        let_go = Counter(page.page_id for pages in holders for page in pages)
+        return sum(count > self._more_holders[page_id] for page_id, count in let_go.items())
 
     def audit(self, held: Iterable[PageRef] | None = None) -> None:
         """Checks that every page is in exactly one place; raises AuditError with what is wrong.

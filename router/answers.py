@@ -21,6 +21,7 @@ from effuse.router.attempt import AttemptListener
 from effuse.router.detokenizer import AnswerText
 from effuse.router.policy import Placement, WorkerLife, life_of
 from effuse.router.request import Request
+from effuse.router.request_states import State
 from effuse.router.router import Router
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
@@ -66,10 +67,18 @@ class SideBySide:
         """The last event of all, where this answer is the last one to end."""
         ended = await AnswerRun(self._router, one, told).run()
         self._num_left -= 1
+        self._forget_place()
         if not self._num_left:
             return ended
         await self.send(ended)
         return None
+
+    def _forget_place(self) -> None:
+        """Where none of them is any more the prompt's KV is gone: who had no seat there yet goes
+        where a prefill worker hands it over anew."""
+        if not any(_is_at(one, self._place) for one in self._answers):
+            for one in self._answers:
+                one.beside = None
 
     # What the first answer tells, and in part the others.
 
@@ -103,6 +112,11 @@ class _Follower:
 
     def note_reserved(self, placement: Placement) -> None:
         return
+
+
+def _is_at(one: Request, place: WorkerLife | None) -> bool:
+    is_placed = one.state in (State.STARTING, State.PREFILLING, State.DECODING)
+    return place is not None and is_placed and one.decode_worker == place[0]
 
 
 def split(request: Request, texts: Iterable[AnswerText], group: str) -> tuple[Request, ...]:

@@ -156,7 +156,8 @@ def test_a_shared_page_is_free_once_its_last_holder_has_let_go(order: tuple[int,
         is_last = len(left) == 1
         own = holders[holder] if is_last else holders[holder][2:]
         num_free = pool.num_free
-        assert pool.count_alone(holders[holder]) == len(own)
+        assert pool.count_freed([holders[holder]]) == len(own)
+        assert pool.count_freed(holders[one] for one in left) == pool.num_pages - num_free
         pool.release(holders[holder])
         left.remove(holder)
         assert pool.num_free == num_free + len(own)

@@ -258,13 +258,27 @@ def test_how_many_are_taken_is_bounded(n: int) -> None:
     several(body)
 
 
+async def limit_seats(fleet: FakeFleet, count: int) -> None:
+    replace = msgspec.structs.replace
+    for worker in fleet.decode:
+        capacity = replace(worker.record.capacity, max_num_seqs=count)
+        worker.record = replace(worker.record, capacity=capacity)
+    await fleet.announce()
+
+
+def test_who_gets_a_seat_once_the_others_have_ended_has_the_prompt_handed_over_anew() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await limit_seats(fleet, 1)
+        assert texts_of(await ask(fleet, n=2)) == TEXTS[:2]
+        asked = fleet.decode[0].requests
+        assert [one.WhichOneof("prefill") for one in asked] == ["remote", "remote"]
+
+    several(body, prefill="remote")
+
+
 def test_answers_beyond_the_seats_wait_for_one_and_all_are_given() -> None:
     async def body(fleet: FakeFleet) -> None:
-        for worker in fleet.decode:
-            replace = msgspec.structs.replace
-            capacity = replace(worker.record.capacity, max_num_seqs=2)
-            worker.record = replace(worker.record, capacity=capacity)
-        await fleet.announce()
+        await limit_seats(fleet, 2)
         (worker,), counts = fleet.decode, list[int]()
 
         async def count() -> None:
