@@ -9,25 +9,24 @@ from collections.abc import Sequence
 
 import torch
 
-from effuse.decode_worker.boundary import Boundary
-from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.device_buckets import bucket
 from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor, HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import SlotLayout
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.models.part import Forward
 from effuse.models.transformer import LayerKV, Transformer
 from effuse.worker.assembly import Assembly, assemble
-from effuse.worker.engine_core import Forward
+from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 
 def build(

@@ -21,7 +21,7 @@ from effuse.decode_worker.executor import (
 )
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kernels.step_slots import RecordColumn, Status
-from effuse.worker.engine_core import ForwardFailed, ForwardGuard
+from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 
 _MOST_GENERATIONS = 2**31 - 1
 

@@ -7,22 +7,20 @@ how pages arrive is kvtransfer's receiver, and forwards are an executor's. Singl
 from collections.abc import Callable, Sequence
 
 from effuse.decode_worker import scheduler
-from effuse.decode_worker.boundary import Boundary, BoundaryError
 from effuse.decode_worker.events import begun_drafts, handoff_failed, step_events
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled, Share, StepResult
-from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.rehearsal_receiver import RehearsalReceiver
+from effuse.decode_worker.intake import Boundary, BoundaryError, Intake, RehearsalReceiver
 from effuse.decode_worker.request import DecodeRequest, RequestQueues
 from effuse.decode_worker.sequence import RequestError
 from effuse.decode_worker.shared_prompts import SharedPrompts
 from effuse.kvtransfer.connector import Arrived
+from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
-from effuse.kvtransfer.tombstones import Tombstones
 from effuse.placement.records import Load
 from effuse.worker import messages
-from effuse.worker.engine_core import KEEP_ABORTED_S, Outbox
+from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
 from effuse.worker.messages import CoreEvent, FailureCode, Reserved, StartDecode, ToEngine, Verified
 
 

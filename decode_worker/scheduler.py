@@ -8,8 +8,8 @@ still holds pages that it needs; those writers have a lease.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.sequence import RequestError
+from effuse.worker.config import DecodeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

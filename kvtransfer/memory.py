@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages_distinct import distinct_views, zero_distinct_tail
+from effuse.kernels.pages import distinct_views, zero_distinct_tail
 from effuse.kvtransfer.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,7 +58,7 @@ class PageMemory:
 
     def layer_views(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer, as strided views of [pages, page_size, kv_heads, head_dim] or as
-        `kernels.pages_distinct` describes them."""
+        `kernels.pages` describes them."""
         if self.layout.kind == "distinct":
             return [distinct_views(layer[:, 0], layer[:, 1]) for layer in self.tensor.unbind(1)]
         return [

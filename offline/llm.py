@@ -21,7 +21,6 @@ from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
-from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
 from effuse.protos.errors import NotFound
@@ -30,8 +29,8 @@ from effuse.router.prompt import encode_prompt
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
-from effuse.worker.config import Device, Dtype
-from effuse.worker.failures import to_error
+from effuse.worker.attempts import to_error
+from effuse.worker.config import DecodeConfig, Device, Dtype
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
 Progress = Callable[[int, int], None]

@@ -3,8 +3,8 @@
 As many requests run at once as live decode workers have seats, within a limit. What is beyond that
 waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
 them; first come, first served, but for what a request's class adds to its waiting, and tenants by
-turns (`fair_queue.py`). A waiting request is bounded by its own deadline, and refused where that
-cannot be met (`shedding.py`). Not here: where a request goes (`policy.py`).
+turns (`FairQueue`). A waiting request is bounded by its own deadline, and refused where that
+cannot be met (`HoldTimes`). Not here: where a request goes (`policy.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,32 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import insort
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
-from effuse.router.fair_queue import FairQueue
-from effuse.router.shedding import HoldTimes
 from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
 """What a request that was refused for its deadline is told to wait at least."""
+QUANTUM: Final = 256
+"""Tokens that a tenant may spend in a turn: an answer of the length that is usual."""
+
+Item = TypeVar("Item")
+LEAST_HOLDS: Final = 8
+"""Ended requests without which nothing is predicted."""
+
+GAIN: Final = 1 / 16
+"""Weight of the latest hold: the last thirty or so count, through which a fleet's pace changes."""
+
+MARGIN: Final = 2.0
+"""Mean deviations that a request is given beyond the mean hold, as half of them take longer: few
+are refused for it, and nearly all that are let in are answered."""
 
 
 def count_seats(seats: Sequence[int], most: int) -> int:
@@ -207,3 +220,154 @@ class Admission:
             if not turn.comes.done():
                 self._running += turn.num_answers
                 turn.comes.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Entry(Generic[Item]):
+    """One item of a line, in its order."""
+
+    place: float
+    number: int  # first come, first served among equals
+    cost: int = field(compare=False)
+    item: Item = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Line(Generic[Item]):
+    """What one tenant waits with, the next one first, and tokens that it has saved."""
+
+    waiting: list[_Entry[Item]] = field(default_factory=list)
+    saved: int = 0
+
+
+class FairQueue(Generic[Item]):
+    """Items of tenants, each with what it costs in tokens.
+
+    Each tenant in turn may spend `QUANTUM` tokens, and saves what is left of them while it waits,
+    so that all get the same share of tokens however many requests each has, and however long they
+    are. M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", 1996. No
+    I/O and no clock.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line[Item]] = {}  # none is empty
+        self._turns: deque[str] = deque()  # the tenant whose turn it is stands first
+        self._size = 0
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def length_of(self, tenant: str) -> int:
+        """Items of one tenant."""
+        line = self._lines.get(tenant)
+        return 0 if line is None else len(line.waiting)
+
+    def ahead_of(self, tenant: str, place: float) -> int:
+        """Items that would be taken out before another one, where all cost the same: those of its
+        tenant with no larger place, and of each other tenant as many and one."""
+        line = self._lines.get(tenant)
+        own = 0 if line is None else sum(entry.place <= place for entry in line.waiting)
+        others = (len(one.waiting) for name, one in self._lines.items() if name != tenant)
+        return own + sum(min(count, own + 1) for count in others)
+
+    def longest(self) -> str:
+        """The tenant with most items; of an empty queue there is none (ValueError)."""
+        return max(self._lines, key=self.length_of)
+
+    def push(self, tenant: str, cost: int, item: Item, place: float = 0.0) -> None:
+        """Adds an item behind those of its tenant that have no larger place; one that costs less
+        than a token costs one."""
+        line = self._lines.get(tenant)
+        if line is None:
+            line = self._lines[tenant] = _Line()
+            self._turns.append(tenant)
+        self._num_pushed += 1
+        insort(line.waiting, _Entry(place, self._num_pushed, max(1, cost), item))
+        self._size += 1
+
+    def pop(self) -> Item:
+        """Takes out the item that is next. Raises IndexError where there is none."""
+        while True:
+            tenant = self._turns[0]
+            line = self._lines[tenant]
+            first = line.waiting[0]
+            if first.cost <= line.saved:
+                line.saved -= first.cost
+                del line.waiting[0]
+                self._forget_if_empty(tenant)
+                return first.item
+            line.saved += QUANTUM
+            self._turns.rotate(-1)
+
+    def pop_last(self, tenant: str) -> Item:
+        """Takes out what stands last of a tenant's. Raises KeyError where it has nothing."""
+        entry = self._lines[tenant].waiting.pop()
+        self._forget_if_empty(tenant)
+        return entry.item
+
+    def remove(self, tenant: str, item: Item) -> None:
+        """Takes out one item of a tenant, if it is there."""
+        line = self._lines.get(tenant)
+        for entry in () if line is None else tuple(line.waiting):
+            if entry.item is item:
+                assert line is not None
+                line.waiting.remove(entry)
+                self._forget_if_empty(tenant)
+                return
+
+    def _forget_if_empty(self, tenant: str) -> None:
+        """An item has gone. Who has nothing to wait for saves nothing."""
+        self._size -= 1
+        if not self._lines[tenant].waiting:
+            del self._lines[tenant]
+            self._turns.remove(tenant)
+
+
+class HoldTimes:
+    """How long requests hold a slot, in seconds: mean and mean deviation, weighted as round-trip
+    times are (RFC 6298), and what size, the most tokens of an answer, they have on average.
+
+    What a fleet under too much load answers too late is work for nothing, and the more comes the
+    more of it there is. So a request whose deadline cannot be met behind those that wait is refused
+    at once (load shedding)."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean_s = 0.0
+        self._deviation_s = 0.0
+        self._size = 0.0
+
+    def add(self, held_s: float, size: int, *, is_answered: bool) -> None:
+        """Counts a request that has left its slot. One that was broken off would have held it for
+        longer, and says something only where it had it longer than most."""
+        if not is_answered and held_s <= self._mean_s:
+            return
+        self._count += 1
+        gain = max(GAIN, 1 / self._count)  # the first ones count alike
+        off_s = held_s - self._mean_s
+        if self._count > 1:
+            self._deviation_s += gain * (abs(off_s) - self._deviation_s)
+        self._mean_s += gain * off_s
+        self._size += gain * (size - self._size)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough requests have ended."""
+        return self._count >= LEAST_HOLDS
+
+    def hold_s(self, size: int, margin: float = 0.0) -> float:
+        """How long a request of this size may hold its slot, `margin` deviations beyond the mean.
+        A smaller one takes less time; a larger one need not take more, as answers may end early."""
+        if not self.is_known:
+            return 0.0
+        return min(1.0, size / max(1.0, self._size)) * (self._mean_s + margin * self._deviation_s)
+
+    def wait_s(self, ahead: int, slots: int) -> float:
+        """How long it takes until `ahead` others and one more have got one of the busy slots."""
+        return (ahead + 1) * self._mean_s / max(1, slots) if self.is_known else 0.0
+
+    def late_s(self, left_s: float, size: int, ahead: int, slots: int) -> float:
+        """By how much a request that has `left_s` seconds and as many others ahead of it would be
+        late; 0 or less where it is in time."""
+        return self.wait_s(ahead, slots) + self.hold_s(size, MARGIN) - left_s

@@ -3,7 +3,7 @@
 Prefill computes from the first moment; decode answers with its reservation, which is passed on, and
 only prefill's push waits for it. A patient attempt begins to prefill once pages are held. A worker
 that breaks the tables of `request.py` is as good as lost. Whichever way the attempt ends, its calls
-are ended here or handed to `cleanup.py`. Not here: what comes after a failed attempt
+are ended here or handed to `calls.py`. Not here: what comes after a failed attempt
 (`handler.py`).
 """
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import grpc.aio
 
 from effuse.placement.records import Role, RoutedLoad, WorkerRecord
+from effuse.protos.channels import OPEN, FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost
-from effuse.protos.fleet_channel import OPEN, FleetAccess, FleetChannel
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.calls import is_task_cancelled
 from effuse.router.policy import (

@@ -19,15 +19,15 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
+from effuse.protos.channels import FleetAccess
 from effuse.protos.errors import EngineLost, InvalidRequest, Poisonous
-from effuse.protos.fleet_channel import FleetAccess
 from effuse.protos.gate import CALLER
 from effuse.router.admission import Admission
+from effuse.router.calls import Cleanup
 from effuse.router.catalogue import Catalogue
-from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
 from effuse.router.fleet import RoutedFleet
-from effuse.router.keys import KeyRing, Tenant
+from effuse.router.keys import KeyRing, Quotas, Tenant
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import RouterMetrics
@@ -35,7 +35,6 @@ from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, Prospect, life_of
-from effuse.router.quotas import Quotas
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate

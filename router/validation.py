@@ -1,7 +1,7 @@
 """From a client's request to one in which every setting is resolved, or to all that is wrong.
 
 Pure: the request and what is known of the model in, values out. Done before anything is reserved,
-before the prompt is tokenised. Not here: its input (`inputs.py`), whether the model exists
+before the prompt is tokenised. Not here: its input (`findings.py`), whether the model exists
 (`catalogue.py`), whether there is room (`admission.py`).
 """
 
@@ -47,8 +47,7 @@ from effuse.config.decoding import (
     Sampling,
 )
 from effuse.placement.records import ModelInfo
-from effuse.router.findings import Findings
-from effuse.router.inputs import check_input
+from effuse.router.findings import Findings, check_input
 from effuse.v1 import generation_pb2 as pb
 
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64

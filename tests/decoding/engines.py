@@ -13,10 +13,9 @@ import torch
 from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
 from effuse.config.decoding import DecodeSettings, Remasking, Sampling, Stopping
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor, HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
@@ -24,11 +23,11 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.models.part import Forward
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker import messages
-from effuse.worker.engine_core import Forward
 from effuse.worker.messages import CoreEvent, StartDecode, StartRehearsal
 
 INCARNATION = "decode-1"

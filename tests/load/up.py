@@ -23,9 +23,8 @@ from pathlib import Path
 from e2e.client import load_of
 
 from effuse.placement.records import decode_worker
-from effuse.placement.redis_access import RedisAccess
-from effuse.placement.store import Store
-from effuse.protos.fleet_secret import FleetSecret
+from effuse.placement.store import RedisAccess, Store
+from effuse.protos.gate import FleetSecret
 
 START_S = 150.0
 END_S = 60.0

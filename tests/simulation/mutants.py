@@ -10,9 +10,9 @@ from unittest.mock import PropertyMock, patch
 from msgspec.structs import replace
 
 from effuse.decode_worker import engine as decode_engine
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.events import step_events
+from effuse.decode_worker.intake import Boundary
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kvtransfer import reception
 from effuse.kvtransfer.handoff import (
@@ -32,7 +32,7 @@ from effuse.kvtransfer.reception import Expected, Receptions
 from effuse.placement import fleet
 from effuse.placement.records import MalformedRecord, PlacementRecord
 from effuse.placement.writer import PlacementWriter
-from effuse.prefill_worker.prompt import Prompt
+from effuse.prefill_worker.prompts import Prompt
 from effuse.router import shared_request
 from effuse.router.shared_request import SharedRequest
 from effuse.v1.generation_pb2 import GenerateStreamResponse
