@@ -260,6 +260,54 @@ def test_an_answer_that_is_resumed_shares_the_prompt_alone(answers: Answers) -> 
     assert answers.forward.prompt_rows == rows + 12 + 4  # the prompt, and the settled block
 
 
+@pytest.mark.parametrize("kind", [Rig, DeviceRig], ids=["host", "device"])
+def test_who_comes_late_goes_on_from_the_prompts_end(kind: type[Rig], tmp_path: Path) -> None:
+    """A model that shifts its logits: the vector there is another one than where the first is."""
+    directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=5)
+    answers = Answers(directory, kind)
+    answers.ask(1, max_tokens=48)
+    answers.push()
+    while len(answers.rig.answers["transfer-0"].commits) < 3:
+        answers.rig.step()
+    late = make_request(
+        "late",
+        PROMPT,
+        max_tokens=24,
+        group="g",
+        sampling=Sampling(temperature=1.0, seed=7, answer_index=1),
+    )
+    answers.asked.append(late)
+    answers.rig.start(late)
+    answers.check()
+    assert (answers.forward.prompts, answers.num_shared) == (0, 1)
+    answers.close()
+
+
+def test_who_was_resumed_knows_no_vector_behind_the_prompt(tmp_path: Path) -> None:
+    directory = write_tiny_checkpoint(tmp_path / "model", "dream", seed=5)
+    answers = Answers(directory)
+    answers.ask(1, is_remote=False, max_tokens=48)
+    answers.rig.run()
+    commit = answers.rig.answers["transfer-0"].commits[1]
+    whole = answers.rig.answers["transfer-0"].token_ids
+    again = msgspec.structs.replace(
+        answers.asked[0],
+        attempt=msgspec.structs.replace(answers.asked[0].attempt, transfer_id="again"),
+        resume=messages.Resume(
+            committed_token_ids=whole[: commit.token_offset + len(commit.token_ids)],
+            frontier=commit.frontier,
+        ),
+    )
+    answers.rig.start(again)
+    answers.rig.step()
+    other = make_request("other", PROMPT, max_tokens=24, group="g")
+    answers.asked.append(other)
+    answers.rig.start(other)
+    answers.check()
+    assert (answers.forward.prompts, answers.num_shared) == (3, 0)
+    answers.close()
+
+
 def test_requests_without_a_group_share_nothing(answers: Answers) -> None:
     for name in ("a", "b"):
         answers.rig.start(make_request(name, PROMPT))
