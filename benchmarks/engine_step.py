@@ -76,7 +76,7 @@ class _TimedEngine(DecodeEngine):
         )
         self.recorder = _Recorder(parts.runner)
         super().__init__(
-            HostExecutor(self.recorder),
+            HostExecutor(self.recorder, parts.memory.copy_page),
             pool,
             Intake(config, limits),
             HandoffReceiver(pool, None, identity),

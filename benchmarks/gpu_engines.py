@@ -133,7 +133,7 @@ def decode_engine(
     )
     hidden_size = config.hidden_size if config.shift_logits else None
     return DecodeEngine(
-        DeviceExecutor(HostExecutor(forward), stepper),
+        DeviceExecutor(HostExecutor(forward, parts.memory.copy_page), stepper),
         pool,
         Intake(config, limits),
         HandoffReceiver(pool, None, identity),

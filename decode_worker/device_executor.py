@@ -93,6 +93,9 @@ class DeviceExecutor:
             self._move_out(resident)
         return resident is not None
 
+    def copy_page(self, source: int, target: int) -> None:
+        self._prompts.copy_page(source, target)
+
     # Before a step.
 
     def _bring_up(self, request: DecodeRequest) -> None:

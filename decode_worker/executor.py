@@ -4,7 +4,7 @@
 `device_executor.py` the one whose denoising lives on the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final, Protocol
@@ -39,6 +39,7 @@ class Counters:
     requests: int = 0  # in them, added up
     rows: int = 0  # tokens in them
     preemptions: int = 0
+    prompts_shared: int = 0  # whose KV another request had
     kv_bytes: int = 0  # received from prefill workers
     semi_writes: int = 0  # tokens written in blocks that were not full
     double_settles: int = 0  # steps of a request in which two blocks or more settled
@@ -131,16 +132,23 @@ class Executor(Protocol):
         launched before may still write its pages."""
         ...
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page of this id to another one, behind all that was launched before."""
+        ...
+
 
 class HostExecutor:
-    """Feeds every forward from the host: it has ended when its launch returns."""
+    """Feeds every forward from the host: it has ended when its launch returns.
+
+    `copy_page` is that of the pages' memory."""
 
     runs_ahead = False
     is_full = False
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, copy_page: Callable[[int, int], None]) -> None:
         self.counters = Counters()
         self._forward = forward
+        self.copy_page = copy_page
         self._guard = ForwardGuard()
         self._results: list[StepResult] = []
 
@@ -302,7 +310,7 @@ def _draw(request: DecodeRequest) -> LladaDraw:
     return LladaDraw(
         temperature=request.sampling.temperature,
         seed=request.sampling.seed,
-        answer_index=0,
+        answer_index=request.sampling.answer_index,
         never=(mask, *eos[:1]) if settings.logits_eos_inf else (mask,),
         last=eos if settings.confidence_eos_eot_inf else (),
     )

@@ -51,6 +51,7 @@ class Intake:
             sampling=message.sampling,
             writer=message.writer,
             drafts=message.drafts,
+            group="" if message.settings.is_canvas else message.group,
             num_logprobs=message.num_logprobs,
             eos_token_ids=self.model.eos_token_ids,
             shifts=self.model.shift_logits,
@@ -181,8 +182,7 @@ class Boundary:
                 f"a prompt of {state.prompt_len} tokens was handed over, "
                 f"the request's has {sequence.prompt_len}"
             )
-        prompt = sequence.token_ids[: sequence.prompt_len]
-        if state.prompt_digest != prompt_digest(prompt):
+        if state.prompt_digest != prompt_digest(sequence.prompt_ids):
             raise BoundaryError("the KV of another prompt was handed over")
         tail = sequence.token_ids[sequence.first_block_start : sequence.prompt_len].tolist()
         if list(state.tail_token_ids) != tail:

@@ -44,6 +44,7 @@ class DecodeRequest:
     sampling: Sampling
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
+    group: str = ""  # whose members share the KV of an equal prompt; empty: none
     num_logprobs: int | None = None  # likeliest ids beside each token's; None sends none
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
     drafted_end: int = 0  # position behind the last block that a draft has told of
@@ -52,6 +53,7 @@ class DecodeRequest:
     pages: list[PageRef] = field(default_factory=list)
     cache_of: int | None = None  # start of the generation block that a canvas' pages surround
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
+    prompt_boundary: Tensor | None = None  # [H] the same behind the prompt, once that was stored
     plan: StepPlan | None = None  # of the step that is opened and not yet applied
     is_verified: bool = False  # the prompt's KV was complete once
     forward_passes: int = 0
@@ -98,6 +100,18 @@ class DecodeRequest:
         )
 
     @property
+    def lacks_prompt(self) -> bool:
+        """Whether KV of its prompt is still to come, which another request may have."""
+        return self.sequence.committed_len < self.sequence.first_block_start
+
+    @property
+    def holds_prompt(self) -> bool:
+        """Whether its pages hold all that another answer to this prompt needs to begin."""
+        if self.sequence.committed_len == 0 or self.lacks_prompt:
+            return False
+        return self.prompt_boundary is not None or not self.shifts
+
+    @property
     def needs_remote(self) -> bool:
         """True until the pages of its prefill worker have arrived."""
         return self.writer is not None and not self.is_verified
@@ -118,8 +132,17 @@ class DecodeRequest:
         self.forward_passes += 1
         return plan
 
+    def take_prompt(self, source: "DecodeRequest", page_size: int) -> list[PageRef]:
+        """Goes on behind the prompt of `source`, as if it had stored it itself; returns the whole
+        pages of it, which it holds from now on, too."""
+        self.pages = source.pages[: self.sequence.first_block_start // page_size]
+        self.sequence.store(self.sequence.first_block_start)
+        self.boundary = self.prompt_boundary = source.prompt_boundary
+        return self.pages
+
     def pages_to_begin(self, limits: DecodeLimits) -> int:
-        """Pages it needs before its first forward here, or before its writer may push."""
+        """Pages it needs before its first forward here, or before its writer may push; another's
+        prompt may spare it some."""
         if self.settings.is_canvas:
             return limits.pages_for(canvas.num_cached(self.canvas_step()))
         if self.needs_remote:
@@ -225,7 +248,7 @@ class DecodeRequest:
 
     def position_noise(self, positions: IntArray, step: int) -> FloatArray:
         """The `PositionNoise` of its seed."""
-        return position_noise(self.sampling.seed, positions, step, 0)
+        return position_noise(self.sampling.seed, positions, step, self.sampling.answer_index)
 
     @property
     def _passes(self) -> int:

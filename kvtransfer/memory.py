@@ -105,6 +105,10 @@ class PageMemory:
             for at in range(0, part.nbytes, size):
                 yield part[at : at + size]
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies all of a page to another one; on a GPU in the order of what is launched."""
+        self.tensor[target].copy_(self.tensor[source])
+
     def zero_tail(self, page_id: int, num_used: int) -> None:
         """Zeroes the slots of a page from `num_used` on, so that its bytes are determined."""
         if not 0 <= num_used <= self.layout.page_size:

@@ -51,7 +51,6 @@ class Part:
     keep_boundary: bool = False  # return the hidden row of position start + num_stored - 1
     sampling: Sampling = GREEDY
     score: ScoreCode = ScoreCode.CONFIDENCE
-    answer_index: int = 0  # tells answers apart that have a seed in common
     draw: LladaDraw | None = None  # how LLaDA draws; takes the place of sampling and score
     num_behind: int = 0  # tokens behind the rows that are cached right after those before them
     unstored: range = range(0)  # rows that are passed over in storing

@@ -51,6 +51,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     step_requests: int = 0  # requests in them, added up
     step_tokens: int = 0  # rows of them, added up
     preemptions: int = 0
+    prompts_shared: int = 0  # whose KV another attempt had
     kv_bytes: int = 0  # KV bytes pushed or received
 
     def pages_by_state(self) -> dict[str, int]:

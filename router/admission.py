@@ -57,18 +57,33 @@ class SlotNeed:
 
     place: float = 0.0  # the time of coming, or what counts as such; smaller ones go first
     tenant: str = ""
-    size: int = 1  # tokens of the answer at most
+    size: int = 1  # tokens of an answer at most
+    num_answers: int = 1  # seats, of which it waits for the first alone
     left_s: float = math.inf  # until its deadline
 
     @classmethod
     def of(cls, asked: Asked, tenant: str, arrived: float, left_s: float) -> SlotNeed:
         """That of a client's request, which counts as having come earlier or later by its class."""
         place = arrived - AHEAD_S[asked.priority]
-        return cls(place=place, tenant=tenant, size=asked.most_tokens, left_s=left_s)
+        return cls(
+            place=place,
+            tenant=tenant,
+            size=asked.most_tokens,
+            num_answers=asked.num_answers,
+            left_s=left_s,
+        )
 
 
 ANY: Final = SlotNeed()
 """A request that takes whatever time there is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One request in the queue."""
+
+    comes: asyncio.Future[None]
+    num_answers: int
 
 
 class Admission:
@@ -86,11 +101,11 @@ class Admission:
         self.num_shed = 0
         self._now = now
         self._running = 0
-        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._waiting: FairQueue[Turn] = FairQueue()
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
+        """Slots that requests hold: one for each answer."""
         return self._running
 
     @property
@@ -112,7 +127,8 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self, need: SlotNeed = ANY) -> AsyncIterator[None]:
-        """Holds a slot. Waits in the queue, before those of the same tenant of a larger place; the
+        """Holds a slot for each answer; it waits for one, and its answers wait for workers' seats
+        by themselves. Waits in the queue, before those of the same tenant of a larger place; the
         caller bounds how long.
 
         Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full
@@ -128,7 +144,7 @@ class Admission:
             is_answered = True
         finally:
             self.holds.add(self._now() - began, need.size, is_answered=is_answered)
-            self._free_slot()
+            self._free_slots(need.num_answers)
 
     def check(self, need: SlotNeed = ANY) -> None:
         """Raises where a request would be refused now; costs nothing."""
@@ -174,35 +190,36 @@ class Admission:
     async def _take_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
         if self._running < self.max_running and not self._waiting:
-            self._running += 1
+            self._running += need.num_answers
             return False
         if len(self._waiting) >= self.max_waiting and self._may_displace(need.tenant):
             refused = self._waiting.pop_last(self._waiting.longest())
-            if not refused.done():
-                refused.set_exception(self._refusal())
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.push(need.tenant, need.size, turn, need.place)
+            if not refused.comes.done():
+                refused.comes.set_exception(self._refusal())
+        turn = Turn(asyncio.get_running_loop().create_future(), need.num_answers)
+        self._waiting.push(need.tenant, need.size * need.num_answers, turn, need.place)
         try:
-            await turn
+            await turn.comes
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._free_slot()  # its turn came in the same moment
+            comes = turn.comes
+            if comes.done() and not comes.cancelled() and comes.exception() is None:
+                self._free_slots(need.num_answers)  # its turn came in the same moment
             else:
                 self._waiting.remove(need.tenant, turn)
             raise
         return True
 
-    def _free_slot(self) -> None:
-        """Frees a slot, for who is next."""
-        self._running -= 1
+    def _free_slots(self, count: int) -> None:
+        """Frees slots, for who is next."""
+        self._running -= count
         self._admit_next()
 
     def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
             turn = self._waiting.pop()
-            if not turn.done():
-                self._running += 1
-                turn.set_result(None)
+            if not turn.comes.done():
+                self._running += turn.num_answers
+                turn.comes.set_result(None)
 
 
 @dataclass(frozen=True, slots=True, order=True)

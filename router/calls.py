@@ -24,7 +24,8 @@ import grpc.aio
 
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import EffuseError, PeerLost, Unreserved, from_rpc_error
-from effuse.router.request import Request, State
+from effuse.router.request import Request
+from effuse.router.request_states import State
 from effuse.v1 import worker_pb2
 
 if TYPE_CHECKING:

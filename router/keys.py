@@ -6,7 +6,8 @@ one with limits sets them. A hash of a token of 256 random bits cannot be guesse
 opens nothing to who reads it.
 
 Tokens are counted once a request has ended, whatever it came to, so one that begins within the
-limit is never cut off, and the next ones wait until the minute has made up for it.
+limit is never cut off, and the next ones wait until the minute has made up for it. A request counts
+as often as it has answers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from effuse.protos.errors import Overloaded, Unauthenticated
+from effuse.protos.errors import InvalidRequest, Overloaded, Unauthenticated
 from effuse.protos.gate import CALLER, TOLD
 
 LOG: Final = logging.getLogger(__name__)
@@ -162,14 +163,19 @@ class Quotas:
         self._now = now
         self._accounts: dict[str, Account] = {}
 
-    def check(self, tenant: Tenant) -> None:
-        """Raises `Overloaded` where a tenant may not begin another request now."""
+    def check(self, tenant: Tenant, num_answers: int = 1) -> None:
+        """Raises `Overloaded` where a tenant may not begin another request for so many answers now,
+        and `InvalidRequest` where it never may."""
+        most = tenant.max_requests
+        if most is not None and num_answers > most:
+            found = f"expected at most {most}, as many requests as this key may have, got"
+            raise InvalidRequest.of("n", f"{found} {num_answers}")
         account = self._accounts.get(tenant.name)
         if account is None:
             return
         self._let_time_pass(account, tenant)
-        most, rate = tenant.max_requests, tenant.tokens_per_minute
-        if most is not None and account.running >= most:
+        rate = tenant.tokens_per_minute
+        if most is not None and account.running + num_answers > most:
             text = (
                 f"{account.running} requests of this key's tenant run or wait, which is its limit"
             )
@@ -180,10 +186,10 @@ class Quotas:
             raise Overloaded(text, retry_after_s=math.ceil(wait_s))
 
     @contextmanager
-    def running(self, tenant: Tenant) -> Iterator[Callable[[int], None]]:
-        """Counts a request; gives what to tell its tokens to."""
+    def running(self, tenant: Tenant, num_answers: int = 1) -> Iterator[Callable[[int], None]]:
+        """Counts a request, by its answers; gives what to tell its tokens to."""
         account = self._accounts.setdefault(tenant.name, Account(counted_at=self._now()))
-        account.running += 1
+        account.running += num_answers
 
         def spend(num_tokens: int) -> None:
             self._let_time_pass(account, tenant)
@@ -192,7 +198,7 @@ class Quotas:
         try:
             yield spend
         finally:
-            account.running -= 1
+            account.running -= num_answers
             self._let_time_pass(account, tenant)
             if not account.running and not account.spent:
                 del self._accounts[tenant.name]

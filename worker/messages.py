@@ -91,6 +91,7 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     drafts: bool = False
     num_logprobs: int | None = None  # likeliest ids to send with log-probabilities; None sends none
     resume: Resume | None = None
+    group: str = ""  # whose members share the KV of an equal prompt; empty: none
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):

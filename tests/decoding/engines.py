@@ -146,7 +146,7 @@ class Rig:
 
     def make_executor(self) -> Executor:
         """What runs the engine's steps."""
-        return HostExecutor(self.forward)
+        return HostExecutor(self.forward, self.memory.copy_page)
 
     def start(self, request: StartDecode | StartRehearsal) -> Answer:
         self.engine.handle(request)
@@ -213,6 +213,7 @@ def make_request(
     writer: str | None = None,
     drafts: bool = False,
     resume: messages.Resume | None = None,
+    group: str = "",
     sampling: Sampling | None = None,
     stop_token_ids: Sequence[int] = (EOS_TOKEN_ID,),
     **settings: object,
@@ -228,6 +229,7 @@ def make_request(
         writer=writer,
         drafts=drafts,
         resume=resume,
+        group=group,
     )
 
 
@@ -252,6 +254,7 @@ def random_requests(
                     top_p=draw.choice((0.9, 1.0)) if sampled else 1.0,
                     top_k=draw.choice((0, 20)) if sampled else 0,
                     seed=draw.randrange(2**64),
+                    answer_index=index // 3 % 2,
                 ),
                 stop_token_ids=draw.sample(_PLAIN_IDS, draw.choice((0, 8, 16))),
                 algorithm=algorithm,
@@ -297,6 +300,7 @@ def oracle_settings(request: StartDecode) -> oracle.settings.Settings:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=sampling.seed,
+        answer_index=sampling.answer_index,
         score=asked.score,
         confidence_threshold=asked.confidence_threshold,
         window=asked.window,

@@ -374,7 +374,7 @@ class EngineProcess:
         )
         self._handoffs = HandoffReceiver(self.pool, self.connector, identity)
         return DecodeEngine(
-            HostExecutor(AnswerModel(self.memory, self._mishaps.fails)),
+            HostExecutor(AnswerModel(self.memory, self._mishaps.fails), self.memory.copy_page),
             self.pool,
             Intake(sizes.model, limits),
             self._handoffs,
