@@ -320,15 +320,15 @@ class Store:
         source = resources.files(__package__).joinpath(f"{name}.lua").read_text()
         return self._redis.register_script(source)
 
-    async def _run_script(
+    def _run_script(
         self,
         script: AsyncScript,
         keys: Sequence[str],
         args: Sequence[str | bytes | int],
         circuit: Circuit | None = None,
-    ) -> object:
+    ) -> Awaitable[object]:
         circuit = circuit or self.circuit
-        return await self._ask_redis(lambda: script(keys=list(keys), args=list(args)), circuit)
+        return self._ask_redis(lambda: script(keys=list(keys), args=list(args)), circuit)
 
     async def _ask_redis(
         self, command: Callable[[], Awaitable[object]], circuit: Circuit
