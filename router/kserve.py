@@ -126,7 +126,8 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             try:
                 accepted = accept(self._router, request_of(request), context, is_stream=True)
                 told = TextStream(request, stream)
-                await stream.finish(Handler(self._router, accepted, told).serve(), told.end)
+                async with stream.ending():
+                    await stream.send(told.end(await Handler(self._router, accepted, told).serve()))
             except (Bug, Cancelled):
                 raise
             except EffuseError as error:

@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager
 
 import grpc.aio
 
-from effuse.router.client import AnswerStream, Recipient, WholeAnswer
+from effuse.router.client import AnswerStream, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, Response, Sent, accept
-from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
@@ -30,7 +29,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer = WholeAnswer()
         with self._span(context):
             accepted = accept(self._router, request, context, is_stream=False)
-            answer.take(await self._serve(accepted, answer))
+            answer.take(await Handler(self._router, accepted, answer).serve())
         return answer.response(accepted.id)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
@@ -45,7 +44,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with self._span(context):
             accepted = accept(self._router, request.request, context, is_stream=True)
             stream = AnswerStream(context)
-            await stream.finish(self._serve(accepted, stream), lambda last: last)
+            async with stream.ending():
+                await stream.send(await Handler(self._router, accepted, stream).serve())
 
     async def CancelRequest(
         self,
@@ -84,18 +84,3 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AbstractContextManager[None]:
         """A request's own span, within that of its client if there is one."""
         return self._router.traces.span("generate", context.invocation_metadata() or ())
-
-    async def _serve(self, request: Request, client: Recipient) -> pb.GenerateStreamResponse:
-        """Serves it but for its last event, and tells the trace how it ended."""
-        last = await Handler(self._router, request, client).serve()
-        usage = request.usage() if request.answers else last.finished.usage
-        self._router.traces.annotate(
-            {
-                "gen_ai.request.model": last.finished.model,
-                "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": usage.completion_tokens,
-                "effuse.request_id": request.id,
-                "effuse.attempts": request.num_attempts,
-            }
-        )
-        return last

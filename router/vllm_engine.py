@@ -90,7 +90,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         accepted = accept(self._router, asked, context, is_stream=request.stream)
         stream = AnswerStream(context)
         answer = EngineAnswer(accepted, stream, is_stream=request.stream)
-        await stream.finish(Handler(self._router, accepted, answer).serve(), answer.end)
+        async with stream.ending():
+            await stream.send(answer.end(await Handler(self._router, accepted, answer).serve()))
 
     async def Abort(
         self,
