@@ -34,6 +34,8 @@ PROBLEM_KILLS ?= 50
 REQUESTS ?= 20000
 KILLS ?= 1000
 CONNECTOR ?= nixl
+# What `make fuzz` says.
+MESSAGES ?= 1000000
 # What compute-sanitizer runs: each operator in one small shape, and whole steps without graphs.
 SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
   or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
@@ -118,6 +120,10 @@ chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (S
 	$$run --all-cancel --requests $(CANCELS) --kills 0
 	$$run --bundled --requests $(PROBLEMS) --kills $(PROBLEM_KILLS)
 	$$run --requests $(REQUESTS) --kills $(KILLS)
+
+.PHONY: fuzz
+fuzz: $(VENV)/.dev ## Say a million wrong things to everything that listens (SEED=1 MESSAGES=1000000)
+	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seed $(SEED) --count $(MESSAGES)
 
 .PHONY: k8s-try
 k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up

@@ -26,6 +26,7 @@ from effuse.worker.messages import Shutdown, ToEngine, ToFront
 
 _KILL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class EngineGone(Exception):
@@ -45,7 +46,11 @@ class EngineClient:
     """A running engine process and the socket to it."""
 
     def __init__(
-        self, incarnation: str, process: asyncio.subprocess.Process, home: Path, socket: "_Socket"
+        self,
+        incarnation: str,
+        process: asyncio.subprocess.Process,
+        home: Path,
+        socket: "EngineSocket",
     ) -> None:
         self.incarnation = incarnation
         self._process = process
@@ -64,7 +69,7 @@ class EngineClient:
         """
         home = make_home()
         incarnation = new_incarnation()
-        socket = _Socket(f"ipc://{home / SOCKET}")
+        socket = EngineSocket(f"ipc://{home / SOCKET}")
         try:
             process = await _start(module, _orders(socket.endpoint, incarnation, config))
         except OSError:
@@ -85,7 +90,8 @@ class EngineClient:
     async def receive(self, timeout_s: float) -> Sequence[ToFront]:
         """Returns what the engine says next, nothing if it is silent for `timeout_s`.
 
-        Raises `EngineGone` once the process has ended and all that it said was returned.
+        Raises `EngineGone` once the process has ended and all that it said was returned, and
+        where it says what is no message.
         """
         if self._receiving is None:
             self._receiving = asyncio.ensure_future(self._socket.receive())
@@ -95,7 +101,10 @@ class EngineClient:
             await asyncio.wait({self._receiving}, timeout=_LAST_WORDS_S)
         if self._receiving.done():
             received, self._receiving = self._receiving, None
-            return self._decoder.decode(received.result())
+            try:
+                return self._decoder.decode(received.result())
+            except _UNREADABLE as error:
+                raise EngineGone(f"the engine said what is no message: {error}") from error
         if self._exited.done():
             raise EngineGone(f"the engine {_ending(self._exited.result())}")
         return []
@@ -120,7 +129,7 @@ class EngineClient:
             raise EngineGone(f"engine process {self.pid} does not die", permanent=True)
 
 
-class _Socket:
+class EngineSocket:
     """A bound PAIR socket that queues without limit: the engine must never wait for its front."""
 
     def __init__(self, endpoint: str) -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+import msgspec
 from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -202,3 +203,11 @@ def _bent_scalar(draw: Draw, value: object) -> object:
     if isinstance(value, bytes):
         return mutated(draw, value)
     return draw.choice(TEXTS)
+
+
+def packed(value: Any) -> bytes:
+    """Plain values in MessagePack; numbers that it cannot hold make it garbage."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except (OverflowError, TypeError):
+        return b"\xc1"

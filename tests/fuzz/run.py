@@ -11,10 +11,17 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from fuzz.engines import ORDERS, FrontSurface
+from fuzz.records import RecordSurface
 from fuzz.services import FLEETS, RouterSurface
 from fuzz.surface import Report, Surface, feed
+from fuzz.transfers import HandshakeSurface, NixlSurface, ZmqSurface
 
-SURFACES: Sequence[Surface] = (RouterSurface(), *FLEETS)
+SURFACES: Sequence[Surface] = (
+    *(RecordSurface(), FrontSurface(), *ORDERS),
+    *(ZmqSurface(), HandshakeSurface(), NixlSurface()),
+    *(RouterSurface(), *FLEETS),
+)
 
 
 def shares(surfaces: Sequence[Surface], count: int) -> list[int]:

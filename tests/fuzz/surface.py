@@ -22,6 +22,9 @@ MOST_GROWTH_BYTES: Final = 96 << 20
 SLACK: Final = {"tasks": 2, "descriptors": 8}
 """gRPC and ZMQ open connections, and tasks that close them, when they please."""
 
+PATIENCE: Final = 100
+"""Looks, 50 ms apart, until something that is still held is a leak."""
+
 
 class Face(Protocol):
     """What is fed. It is entered before and left after."""
@@ -108,8 +111,8 @@ def _held(face: Face) -> dict[str, int]:
 
 async def _leaks(face: Face, before: Mapping[str, int]) -> list[str]:
     """What is still held after a while, beyond what was held at the start."""
-    for _ in range(200):
-        gc.collect()
+    gc.collect()
+    for _ in range(PATIENCE):
         after = _held(face)
         more = {
             name: (before[name], now)

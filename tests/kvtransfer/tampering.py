@@ -109,7 +109,7 @@ class Pair:
     def transfer(self, trick: Trick | None, load: Load) -> str:
         """One transfer; how it was found out, or nothing where it was served. Raises Served."""
         self.tamperer.arm(trick, load.num_chunks)
-        reserved = self._reserve(load.num_pages)
+        reserved = self.reserve(load.num_pages)
         self._push(reserved, load)
         outcome = self._outcome(reserved)
         if isinstance(outcome, Arrived):
@@ -118,7 +118,7 @@ class Pair:
         self._end(reserved)
         return outcome.cause.value if isinstance(outcome, ArrivalRefused) else "never complete"
 
-    def _reserve(self, num_pages: int) -> Reservation:
+    def reserve(self, num_pages: int) -> Reservation:
         """Pages whose old bytes are nobody's."""
         self._number += 1
         ids = self.draw.sample(range(POOL), num_pages)
@@ -156,7 +156,7 @@ class Pair:
         self.tamperer.disarm()
         for _ in range(2):  # a write that is still under way ends during the first
             if not has_word():
-                later = self._reserve(0)
+                later = self.reserve(0)
                 self._push(later, NOTHING)
                 self._turn_until(lambda: self._has_said(later, Pushed), PATIENCE_S)  # noqa: B023
                 assert self._has_said(later, Pushed), "an honest transfer was refused"
@@ -218,7 +218,7 @@ def run(kind: str, seed: int, count: int, tricks: Sequence[Trick] = tuple(Trick)
     """So many transfers that are tampered with, honest ones among them. Raises Served, and
     AssertionError where an honest one is not served whole."""
     found: Found = Counter()
-    with contextlib.closing(Pair(kind, seed)) as pair, _tampered(pair, kind):
+    with contextlib.closing(Pair(kind, seed)) as pair, tampered(pair, kind):
         pair.transfer(None, pair.draw_load())
         for number in range(count):
             if pair.draw.random() < HONEST_SHARE:
@@ -231,7 +231,7 @@ def run(kind: str, seed: int, count: int, tricks: Sequence[Trick] = tuple(Trick)
 
 
 @contextlib.contextmanager
-def _tampered(pair: Pair, kind: str) -> Iterator[None]:
+def tampered(pair: Pair, kind: str) -> Iterator[None]:
     with (
         patch.object(ENCODERS[kind], "encode", pair.tamperer.encode),
         patch.object(pushes, "LEAST_BYTES", 1),  # groups of layers leave however small
