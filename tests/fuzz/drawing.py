@@ -68,7 +68,8 @@ def mutated(draw: Draw, data: bytes) -> bytes:
 def random_message(draw: Draw, kind: type[Message], depth: int = 0) -> Message:
     """A message with some of its fields set to values that their types allow."""
     made = kind()
-    for field in kind.DESCRIPTOR.fields:
+    fields: Sequence[Any] = kind.DESCRIPTOR.fields
+    for field in fields:
         if draw.random() < (0.5 if depth == 0 else 0.7):
             _fill(draw, made, field, depth)
     return made
@@ -129,7 +130,8 @@ def changed_message(draw: Draw, good: Message) -> Message:
     made.CopyFrom(good)
     at, depth = made, 0
     while True:
-        field = draw.choice(at.DESCRIPTOR.fields)
+        fields: Sequence[Any] = at.DESCRIPTOR.fields
+        field = draw.choice(fields)
         inner = field.message_type
         is_plain = inner is not None and not field.is_repeated
         if is_plain and at.HasField(field.name) and inner.fields and draw.random() < 0.8:

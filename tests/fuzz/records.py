@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -23,6 +23,7 @@ from effuse.placement.records import (
     PlacedOn,
     PlacementRecord,
     Quarantine,
+    Role,
     RoutedLoad,
     RouterRecord,
     WorkerRecord,
@@ -35,6 +36,7 @@ from effuse.v1 import model_pb2
 ASKED_SHARE: Final = 0.05
 """How often the router is asked over gRPC while it believes what was written."""
 
+_STRANGERS: Final[Sequence[tuple[str, Role]]] = (("strange-p", "prefill"), ("strange-d", "decode"))
 WORKERS: Final = [
     msgspec.structs.replace(
         worker_record(name, role),
@@ -42,7 +44,7 @@ WORKERS: Final = [
         min_handoff_gbps=1.0,
         quarantines=(Quarantine("127.0.0.1:1", 3, 1.5),),
     )
-    for name, role in (("strange-p", "prefill"), ("strange-d", "decode"))
+    for name, role in _STRANGERS
 ]
 ROUTER: Final = RouterRecord(
     router_id="r2", address="127.0.0.1:2", waiting=1, loads=(RoutedLoad("d0", "1", 3),)
@@ -194,7 +196,7 @@ class Readers:
         return {"requests": router.requests.num_running, "workers": len(router.view.workers())}
 
 
-async def _ask(made: grpc.aio.UnaryUnaryCall[object, object], stored: bytes) -> None:
+async def _ask(made: grpc.aio.UnaryUnaryCall[Any, Any], stored: bytes) -> None:
     code = await made.code()
     if code.name in OURS - {"DEADLINE_EXCEEDED"}:
         raise Misbehaved(f"{code.name} {await made.details()}: {stored[:2000]!r}")

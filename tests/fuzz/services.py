@@ -120,7 +120,9 @@ def goods_for_clients(facts: Facts) -> dict[str, list[Message]]:
 
 async def call(channel: grpc.aio.Channel, method: Method, sent: list[bytes]) -> str:
     """Calls and reads; the name of the status, or `read` where the rest was left unread."""
-    made = channel.stream_stream(method.path)(iter(sent), timeout=DEADLINE_S)
+    of_bytes: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+    of_bytes = channel.stream_stream(method.path)
+    made = of_bytes(iter(sent), timeout=DEADLINE_S)
     try:
         for _ in range(1 if method.is_endless else MOST_READ):
             if await made.read() is grpc.aio.EOF:
@@ -198,6 +200,7 @@ class Processes:
         method = draw.choice(self.methods[name])
         outcome = await call(self.channels[name], method, method.draw(draw))
         if method.path.endswith("/Drain") and outcome == "OK":
+            undrain: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
             undrain = self.channels[name].unary_unary("/effuse.v1.WorkerService/Undrain")
             await undrain(b"", timeout=DEADLINE_S)
         return outcome

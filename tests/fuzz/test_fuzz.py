@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import zmq
 from fuzz import surface
 from fuzz.run import SURFACES, shares
 from fuzz.services import FLEETS
@@ -70,7 +71,7 @@ def watching_for_ever(monitor: Monitor) -> Iterator[None]:
 
 
 def descriptor_of(frames: list[Any]) -> int:
-    found: int = frames[0].get(zmq_listener.zmq.SRCFD)
+    found: int = frames[0].get(zmq.SRCFD)
     return found
 
 

@@ -272,7 +272,7 @@ async def _check_honest(
     member.connect(f"tcp://127.0.0.1:{listener.port}")
     member.send(b"honest")
     for _ in range(400):
-        if any(bytes(one.frames[0]) == b"honest" for one in listener.receive()):
+        if any(one.frames[0].bytes == b"honest" for one in listener.receive()):
             break
         await asyncio.sleep(0.05)
     else:
