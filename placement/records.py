@@ -102,7 +102,7 @@ class Quarantine(msgspec.Struct, frozen=True, array_like=True):
 
     writer: Annotated[str, Meta(max_length=300)]  # host:port of its front
     pages: U32
-    age_s: Annotated[float, Meta(ge=0)]  # of the oldest of them
+    age_s: Annotated[float, Meta(ge=0, le=1e9)]  # of the oldest of them
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):

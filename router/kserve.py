@@ -16,7 +16,7 @@ from effuse.compat import kserve_pb2_grpc
 from effuse.protos.errors import Bug, Cancelled, EffuseError
 from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
 from effuse.router.findings import Findings, check_model_name
-from effuse.router.handler import Handler, accept
+from effuse.router.handler import accept
 from effuse.router.kserve_requests import (
     answer_of,
     check_version,
@@ -25,6 +25,7 @@ from effuse.router.kserve_requests import (
     request_of,
 )
 from effuse.router.router import Router
+from effuse.router.server import request_span, serve
 from effuse.v1 import generation_pb2 as pb
 
 InferStream = AnswerStream[kserve.ModelStreamInferResponse]
@@ -107,8 +108,9 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> kserve.ModelInferResponse:
         """The whole answer at its end."""
         answer = WholeAnswer()
-        accepted = accept(self._router, request_of(request), context, is_stream=False)
-        finished = await Handler(self._router, accepted, answer).serve()
+        with request_span(self._router, context):
+            accepted = accept(self._router, request_of(request), context, is_stream=False)
+            finished = await serve(self._router, accepted, answer)
         return answer_of(request, answer.response(accepted.id, finished).text, finished)
 
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
@@ -124,9 +126,10 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         async for request in request_iterator:
             stream = InferStream(context)
             try:
-                accepted = accept(self._router, request_of(request), context, is_stream=True)
-                told = TextStream(request, stream)
-                await stream.finish(Handler(self._router, accepted, told).serve(), told.end)
+                with request_span(self._router, context):
+                    accepted = accept(self._router, request_of(request), context, is_stream=True)
+                    told = TextStream(request, stream)
+                    await stream.finish(serve(self._router, accepted, told), told.end)
             except (Bug, Cancelled):
                 raise
             except EffuseError as error:

@@ -1,4 +1,5 @@
-"""GenerationService: public calls, each handed to who answers it."""
+"""GenerationService: public calls, each handed to who answers it; and what every service that
+serves requests does around one."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GenerateResponse:
         """The whole answer at its end."""
         answer = WholeAnswer()
-        with self._span(context):
+        with request_span(self._router, context):
             accepted = accept(self._router, request, context, is_stream=False)
-            finished = await self._serve(accepted, answer)
+            finished = await serve(self._router, accepted, answer)
         return answer.response(accepted.id, finished)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
@@ -42,11 +43,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        with self._span(context):
+        with request_span(self._router, context):
             accepted = accept(self._router, request.request, context, is_stream=True)
             stream = AnswerStream(context)
             await stream.finish(
-                self._serve(accepted, stream),
+                serve(self._router, accepted, stream),
                 lambda finished: pb.GenerateStreamResponse(
                     request_id=accepted.id, finished=finished
                 ),
@@ -84,22 +85,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         found = known or await requests.find_stored(request.request_id, tenant)
         return await requests.add_answer(found)
 
-    def _span(
-        self, context: grpc.aio.ServicerContext[Sent, Response]
-    ) -> AbstractContextManager[None]:
-        """A request's own span, within that of its client if there is one."""
-        return self._router.traces.span("generate", context.invocation_metadata() or ())
 
-    async def _serve(self, request: Request, client: Recipient) -> pb.Finished:
-        """Serves it, and tells the trace how it ended."""
-        finished = await Handler(self._router, request, client).serve()
-        self._router.traces.annotate(
-            {
-                "gen_ai.request.model": finished.model,
-                "gen_ai.usage.input_tokens": finished.usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": finished.usage.completion_tokens,
-                "effuse.request_id": request.id,
-                "effuse.attempts": request.num_attempts,
-            }
-        )
-        return finished
+def request_span(
+    router: Router, context: grpc.aio.ServicerContext[Sent, Response]
+) -> AbstractContextManager[None]:
+    """A request's own span, within that of its client if there is one; whichever service it came
+    by."""
+    return router.traces.span("generate", context.invocation_metadata() or ())
+
+
+async def serve(router: Router, request: Request, client: Recipient) -> pb.Finished:
+    """Serves an accepted request, and tells its span how it ended; raises `EffuseError`."""
+    finished = await Handler(router, request, client).serve()
+    router.traces.annotate(
+        {
+            "gen_ai.request.model": finished.model,
+            "gen_ai.usage.input_tokens": finished.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": finished.usage.completion_tokens,
+            "effuse.request_id": request.id,
+            "effuse.attempts": request.num_attempts,
+        }
+    )
+    return finished

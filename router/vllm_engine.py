@@ -23,9 +23,10 @@ from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
 from effuse.protos.errors import NotFound
 from effuse.router.client import AnswerStream, WholeAnswer
-from effuse.router.handler import Handler, accept
+from effuse.router.handler import accept
 from effuse.router.request import Request
 from effuse.router.router import Router
+from effuse.router.server import request_span, serve
 from effuse.router.tokenizer import bundled_directory
 from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
 from effuse.v1 import generation_pb2 as pb
@@ -73,11 +74,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: grpc.aio.ServicerContext[engine.GenerateRequest, engine.GenerateResponse],
     ) -> None:
         """The answer as it grows, or at its end."""
-        asked = request_of(request, self._router.tokenizer.chat_end_ids)
-        accepted = accept(self._router, asked, context, is_stream=request.stream)
-        stream = AnswerStream(context)
-        answer = EngineAnswer(accepted, stream, is_stream=request.stream)
-        await stream.finish(Handler(self._router, accepted, answer).serve(), answer.end)
+        with request_span(self._router, context):
+            asked = request_of(request, self._router.tokenizer.chat_end_ids)
+            accepted = accept(self._router, asked, context, is_stream=request.stream)
+            stream = AnswerStream(context)
+            answer = EngineAnswer(accepted, stream, is_stream=request.stream)
+            await stream.finish(serve(self._router, accepted, answer), answer.end)
 
     async def Abort(
         self,

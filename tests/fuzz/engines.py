@@ -4,6 +4,7 @@ to whole engines with tiny models, and frames of nobody's to a front."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from fuzz.drawing import Draw, bent, garbage, mutated, packed
 from fuzz.surface import Face
 
 from effuse.config.decoding import SettingError
-from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.messages import AttemptId, MalformedMessage, check_reservation
 from effuse.placement.records import Load
 from effuse.worker.engine_client import EngineClient, EngineGone, EngineSocket
 from effuse.worker.messages import (
@@ -156,7 +157,9 @@ class PrefillOrders:
         reserved = self.rig.reserve(attempt, 2)
         push = drawn_order(draw, PushTo(reservation=reserved))
         if push is not None:
-            self.rig.engine.handle(push)
+            with contextlib.suppress(MalformedMessage):  # which no front lets pass
+                check_reservation(push.reservation)  # type: ignore[union-attr]
+                self.rig.engine.handle(push)
         for _ in range(draw.randrange(12)):
             self.rig.step()
         for one in (attempt, getattr(order, "attempt", attempt)):
@@ -173,10 +176,10 @@ class PrefillOrders:
         rig.receiver.abort(attempt.transfer_id)
         rig.receiver.writer_gone(attempt.transfer_id, has_drained=True)
         rig.receiver.poll(rig.time)
-        said = [type(one).__name__ for one in rig.said if getattr(one, "attempt", None) == attempt]
-        _check_ours(rig.said)
-        rig.said.clear()
-        return said[0] if said else "silent"
+        said, rig.said = rig.said, []
+        _check_ours(said)
+        ours = [type(one).__name__ for one in said if getattr(one, "attempt", None) == attempt]
+        return ours[0] if ours else "silent"
 
     def held(self) -> Mapping[str, int]:
         load = self.rig.engine.load()

@@ -17,7 +17,7 @@ import zmq
 from fuzz.drawing import Draw, bent, garbage, mutated, packed
 from fuzz.surface import Face
 from kvtransfer.fixtures import SMALL, boundary, print_of
-from kvtransfer.tampering import READER, WRITER, Pair, tampered
+from kvtransfer.tampering import APART, READER, WRITER, Pair, tampered
 
 from effuse.kvtransfer.connector import Arrived, HandoffRefused
 from effuse.kvtransfer.digest import sealed
@@ -92,7 +92,7 @@ class Stranger:
     reserved: Reservation = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reserved = self.pair.reserve(3)
+        self.reserved = self.pair.reserve(APART, apart=True)
 
     async def feed(self, draw: random.Random) -> str:
         pair = self.pair
@@ -118,7 +118,7 @@ class Stranger:
         pair.receiver.forget(name)
         pair.receiver.fence(name, has_drained=True)
         pair.said.clear()
-        self.reserved = pair.reserve(3)
+        self.reserved = pair.reserve(APART, apart=True)
 
     def held(self) -> Mapping[str, int]:
         """Nothing moves once the reservation that strangers knew is gone."""

@@ -36,6 +36,7 @@ from effuse.kvtransfer.messages import PageRef, Reservation
 
 MOST_PAGES = 6  # of one transfer
 POOL = 12
+APART = 3  # pages behind it that no honest transfer takes
 QUIET_S = 0.002  # after which it is asked whether anything is still to come
 PATIENCE_S = 30.0
 HONEST_SHARE = 0.1
@@ -73,7 +74,7 @@ class Pair:
 
     def __init__(self, kind: str, seed: int) -> None:
         self.draw = random.Random(f"{seed} {kind}")
-        self.source, self.target = filled(SMALL, 2 * MOST_PAGES), PageMemory(SMALL, POOL)
+        self.source, self.target = filled(SMALL, 2 * MOST_PAGES), PageMemory(SMALL, POOL + APART)
         self.tamperer = Tamperer(kind, self.source, WRITER, self.draw)
         self.reader = transport(kind, self.target, READER)
         self.said: list[ConnectorEvent] = []
@@ -118,10 +119,11 @@ class Pair:
         self._end(reserved)
         return outcome.cause.value if isinstance(outcome, ArrivalRefused) else "never complete"
 
-    def reserve(self, num_pages: int) -> Reservation:
-        """Pages whose old bytes are nobody's."""
+    def reserve(self, num_pages: int, *, apart: bool = False) -> Reservation:
+        """Pages whose old bytes are nobody's; those that are `apart` no other transfer takes."""
         self._number += 1
-        ids = self.draw.sample(range(POOL), num_pages)
+        pool = range(POOL, POOL + APART) if apart else range(POOL)
+        ids = self.draw.sample(pool, num_pages)
         self.target.byte_rows()[ids] = torch.randint(0, 256, (1,), dtype=torch.uint8)
         pages = [PageRef(page, self._number) for page in ids]
         address = self.reader.address()

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 from kvtransfer.fixtures import (
     DEADLINE_S,
     SMALL,
@@ -39,6 +40,7 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
+    DIGEST_BYTES,
     AttemptId,
     PageRef,
     ReceiverAddress,
@@ -335,11 +337,12 @@ def test_an_endpoint_where_nobody_listens_fails_the_push(alone: Connector, endpo
     [
         {"agent_name": "decode-9"},
         {"agent_metadata": b"junk" * 50},
-        {"agent_metadata": None},  # the receiver's own, with a name that is not UTF-8
+        {"agent_metadata": "name"},  # the receiver's own, with a name that is not UTF-8
+        {"agent_metadata": "bit"},  # and with a bit flipped, at some of which UCX ends the process
         {"pool_address": 4096},
         {"memory_kind": ""},
     ],
-    ids=["name", "junk", "not UTF-8", "pool", "kind"],
+    ids=["name", "junk", "not UTF-8", "flipped", "pool", "kind"],
 )
 def test_false_addresses_are_refused_and_the_honest_one_still_works(
     pair: Pair, change: dict[str, object]
@@ -347,12 +350,8 @@ def test_false_addresses_are_refused_and_the_honest_one_still_works(
     honest = pair.remote.reserve([3])
     if pair.kind != "nixl":
         change = {"endpoint": "tcp://decode-9"}
-    elif change == {"agent_metadata": None}:
-        address = honest.address
-        name = address.agent_name.encode()
-        metadata = address.agent_metadata.replace(name, b"\xff" + name[1:])
-        assert metadata != address.agent_metadata
-        change = {"agent_metadata": metadata}
+    elif isinstance(what := change.get("agent_metadata"), str):
+        change = {"agent_metadata": _spoilt(honest.address, what)}
     false = msgspec.structs.replace(
         honest,
         address=msgspec.structs.replace(honest.address, **change),
@@ -365,6 +364,18 @@ def test_false_addresses_are_refused_and_the_honest_one_still_works(
     pair.push(honest, [0])
     assert isinstance(pair.next_event(honest), Pushed)
     assert pair.hear(honest)["digests"] == digests(pair.source, [0])
+
+
+def _spoilt(address: ReceiverAddress, what: str) -> bytes:
+    """Its metadata: with another name, and right by its digest, or with a bit flipped."""
+    metadata = bytearray(address.agent_metadata)
+    if what == "bit":
+        metadata[len(metadata) // 2] ^= 1
+        return bytes(metadata)
+    name, told = address.agent_name.encode(), bytes(metadata[DIGEST_BYTES:])
+    assert name in told
+    told = told.replace(name, b"\xff" + name[1:])
+    return xxhash.xxh3_128_digest(told) + told
 
 
 def test_a_connector_that_waits_uses_no_processor_time(pair: Pair) -> None:
