@@ -99,7 +99,11 @@ train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); g
 .PHONY: load
 load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `effuse up` starts
 	ghz="$$(.ci/tool ghz)"
-	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
+	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz" $(LOAD_FLAGS)
+
+.PHONY: load-large
+load-large: LOAD_FLAGS := --prefill 2 --decode 2 --unary 10000 --stream 2000
+load-large: load ## The same with 10,000 unary calls and 2,000 streams against 2P2D, back to the baseline
 
 .PHONY: clients
 clients: ## Install other people's clients into .tools; make test uses those that are there
