@@ -44,3 +44,7 @@ class _Credentials(CredentialProvider):
         given = os.environ[VARIABLE] if self._path is None else self._path.read_text()
         user, colon, password = given.strip().partition(":")
         return (user, password) if colon else (user,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same: a file this small is read at once. redis-py's own warns at each connection."""
+        return self.get_credentials()

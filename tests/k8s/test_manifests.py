@@ -266,30 +266,6 @@ def test_with_tls_nothing_is_called_in_plain_text_but_health(tmp_path: Path) -> 
     assert allowed == {"router": "none", "prefill": "pages", "decode": "pages"}
 
 
-def test_with_a_password_redis_lets_in_who_shows_it(tmp_path: Path) -> None:
-    """The commands of the README make both files, and Redis and the fleet find them."""
-    (tmp_path / "credentials").touch()
-    mounted = {}
-    for pod in _pods("password-1p1d"):
-        (container,) = pod["containers"]
-        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
-        (volume,) = [one for one in pod["volumes"] if "secret" in one]
-        (item,) = volume["secret"]["items"]
-        mounted[_role(container)] = f"{mounts[volume['name']]}/{item['path']}"
-        if _role(container) != "redis":
-            config = _config(container, tmp_path)
-            assert config.redis_credentials == tmp_path / "credentials"
-        else:
-            acl = container["args"].index("--aclfile")
-            assert container["args"][acl + 1] == mounted["redis"]
-    shown = (K8S / "README.md").read_text()
-    made = set(re.findall(r"--from-literal=([a-z.]+)=", shown))
-    assert {Path(path).name for path in mounted.values()} == made == {"credentials", "users.acl"}
-    rights = "-@all +@read +@write +@scripting +@connection"
-    security = (K8S.parent / "docs" / "security.md").read_text()
-    assert rights in shown and rights in security
-
-
 @pytest.mark.parametrize("name", GPU_OVERLAYS)
 def test_both_roles_get_a_gpu_and_room_for_a_model(name: str) -> None:
     workers = _workers(name)

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import xxhash
 from kvtransfer.fixtures import (
     DEADLINE_S,
     SMALL,
@@ -24,6 +23,7 @@ from kvtransfer.fixtures import (
     next_event,
     print_of,
     reservation,
+    spoilt,
 )
 from kvtransfer.receiver_process import LAYOUTS, make
 from kvtransfer.remote import RemoteReceiver
@@ -40,7 +40,6 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
-    DIGEST_BYTES,
     AttemptId,
     PageRef,
     ReceiverAddress,
@@ -351,7 +350,7 @@ def test_false_addresses_are_refused_and_the_honest_one_still_works(
     if pair.kind != "nixl":
         change = {"endpoint": "tcp://decode-9"}
     elif isinstance(what := change.get("agent_metadata"), str):
-        change = {"agent_metadata": _spoilt(honest.address, what)}
+        change = {"agent_metadata": spoilt(honest.address, what)}
     false = msgspec.structs.replace(
         honest,
         address=msgspec.structs.replace(honest.address, **change),
@@ -364,18 +363,6 @@ def test_false_addresses_are_refused_and_the_honest_one_still_works(
     pair.push(honest, [0])
     assert isinstance(pair.next_event(honest), Pushed)
     assert pair.hear(honest)["digests"] == digests(pair.source, [0])
-
-
-def _spoilt(address: ReceiverAddress, what: str) -> bytes:
-    """Its metadata: with another name, and right by its digest, or with a bit flipped."""
-    metadata = bytearray(address.agent_metadata)
-    if what == "bit":
-        metadata[len(metadata) // 2] ^= 1
-        return bytes(metadata)
-    name, told = address.agent_name.encode(), bytes(metadata[DIGEST_BYTES:])
-    assert name in told
-    told = told.replace(name, b"\xff" + name[1:])
-    return xxhash.xxh3_128_digest(told) + told
 
 
 def test_a_connector_that_waits_uses_no_processor_time(pair: Pair) -> None:

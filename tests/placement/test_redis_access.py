@@ -35,7 +35,7 @@ async def workers(url: str, access: RedisAccess) -> list[tuple[bytes, float]]:
 
 
 def test_a_file_or_the_environment_names_the_user(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "credentials"
     path.write_text("fleet:pass:word\n")
@@ -44,6 +44,7 @@ def test_a_file_or_the_environment_names_the_user(
         asyncio.run(workers(url, RedisAccess()))
     monkeypatch.setenv(VARIABLE, "fleet:pass:word")
     assert asyncio.run(workers(url, RedisAccess())) == []
+    assert not caplog.records, "redis-py warns of nothing"
 
 
 def test_a_new_password_counts_without_a_restart_and_none_is_told(url: str, tmp_path: Path) -> None:
