@@ -36,7 +36,7 @@ from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.compat import kserve_pb2, vllm_engine_pb2
 from effuse.v1 import generation_pb2, model_pb2, monitor_pb2, worker_pb2
 
-DEADLINE_S: Final = 60.0
+DEADLINE_S: Final = 120.0
 MOST_READ: Final = 3  # answers of a stream, before it is given up
 OURS: Final = frozenset({"UNKNOWN", "INTERNAL", "DATA_LOSS", "DEADLINE_EXCEEDED"})
 """Ends that bad input may never have."""
@@ -241,7 +241,7 @@ class FleetSurface:
                     model=await asyncio.to_thread(tiny_checkpoint, Path(home) / "sdar", "sdar"),
                     worker_flags=(
                         *("--device", "cpu", "--num-pages", "256", "--hang-timeout-s", "30"),
-                        *("--max-model-len", str(TINY.max_model_len), "--max-request-s", "20"),
+                        *("--max-model-len", str(TINY.max_model_len)),
                     ),
                     has_secret=False,  # workers are asked, too
                 )
