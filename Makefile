@@ -33,6 +33,7 @@ PROBLEMS ?= 500
 PROBLEM_KILLS ?= 50
 REQUESTS ?= 20000
 KILLS ?= 1000
+NETWORK_FAULTS ?= 200
 CONNECTOR ?= nixl
 # What `make fuzz` says.
 MESSAGES ?= 1000000
@@ -55,7 +56,7 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 	$(BIN)/effuse demo
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test; skipped is only what needs a GPU, or a client that is not installed
+test: $(VENV)/.dev ## Run every test; skipped is only what needs a GPU, a client that is not installed, or root
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .PHONY: gpu
@@ -116,13 +117,14 @@ test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
 	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= CANCELS= PROBLEMS= REQUESTS= KILLS=)
+chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
 	export PYTHONPATH=tests
 	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
 	$(BIN)/python -m simulation --cancels $(CANCELS)
 	run="$(BIN)/python -m chaos.run --seed $(SEED) --connector $(CONNECTOR)"
 	$$run --all-cancel --requests $(CANCELS) --kills 0
 	$$run --bundled --requests $(PROBLEMS) --kills $(PROBLEM_KILLS)
+	$(BIN)/python -m chaos.network --seed $(SEED) --connector $(CONNECTOR) --faults $(NETWORK_FAULTS)
 	$$run --requests $(REQUESTS) --kills $(KILLS)
 
 .PHONY: fuzz

@@ -19,20 +19,18 @@ from effuse.benchmarks.gpu_engines import paged
 from effuse.benchmarks.gpu_load import ClosedLoad
 from effuse.benchmarks.report import Figure
 from effuse.config.decoding import DecodeSettings, Sampling, Stopping
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
-from effuse.models.part import Part, PartResult
+from effuse.models.part import Forward, Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.problems.problem import problem
 from effuse.router.tokenizer import Tokenizer, bundled_directory
-from effuse.worker.engine_core import Forward
 from effuse.worker.messages import StartDecode
 
 REQUESTS = 16
@@ -78,7 +76,7 @@ class _TimedEngine(DecodeEngine):
         )
         self.recorder = _Recorder(parts.runner)
         super().__init__(
-            HostExecutor(self.recorder),
+            HostExecutor(self.recorder, parts.memory.copy_page),
             pool,
             Intake(config, limits),
             HandoffReceiver(pool, None, identity),

@@ -16,7 +16,7 @@ from effuse.benchmarks.gpu_timing import median_us
 from effuse.kernels import attention_flex, attention_triton
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
-from effuse.kernels.pages_distinct import distinct_views
+from effuse.kernels.pages import distinct_views
 
 HEAD_DIM = 128
 BLOCK_SIZE = 32

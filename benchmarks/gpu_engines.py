@@ -10,26 +10,25 @@ import time
 from dataclasses import dataclass
 
 from effuse.decode_worker import scheduler as decode_scheduler
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
+from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
-from effuse.models.layer_marks import LayerMarks
+from effuse.models.part import Forward
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of
-from effuse.prefill_worker.scheduler import PrefillLimits
-from effuse.worker.engine_core import Forward
+from effuse.prefill_worker.prompts import PrefillLimits
 
 _MOST_S = 3600.0
 _NAME = "benchmark"
@@ -134,7 +133,7 @@ def decode_engine(
     )
     hidden_size = config.hidden_size if config.shift_logits else None
     return DecodeEngine(
-        DeviceExecutor(HostExecutor(forward), stepper),
+        DeviceExecutor(HostExecutor(forward, parts.memory.copy_page), stepper),
         pool,
         Intake(config, limits),
         HandoffReceiver(pool, None, identity),

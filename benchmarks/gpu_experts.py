@@ -23,7 +23,14 @@ from effuse.benchmarks.gpu_record import write_record
 from effuse.benchmarks.gpu_timing import Call, copy_bytes_per_us, medians_us
 from effuse.kernels.experts import route
 from effuse.kernels.experts_routes_triton import launch_sort
-from effuse.kernels.experts_triton import ProductTile, launch_down, launch_gate_up, rows_of_tiles
+from effuse.kernels.experts_triton import (
+    WIDE_TILE,
+    ProductTile,
+    launch_down,
+    launch_gate_up,
+    rows_of_tiles,
+    tiles_of,
+)
 
 Product = Literal["gate_up", "down"]
 
@@ -46,7 +53,7 @@ class TiledProduct:
     name: Product
     rows: int
     reached: int  # experts
-    taken: float  # as the step does it
+    taken: float  # by the tile that the step takes where experts have few picks
     tiles: dict[str, float]  # by `tile_name`
     grouped: float  # torch's
     read: float  # of the weights of the experts that are reached
@@ -67,12 +74,13 @@ def tile_name(tile: ProductTile) -> str:
     return f"{tile.rows}x{tile.columns}x{tile.depth}w{tile.num_warps}s{tile.num_stages}"
 
 
-def tiles_of(num_picks: int, num_experts: int, widest: int) -> list[ProductTile]:
+def tried_tiles(num_picks: int, num_experts: int, widest: int) -> list[ProductTile]:
     """Tiles of as many rows as the step takes for so many picks, of half as many and of twice."""
     taken = rows_of_tiles(num_picks, num_experts)
     rows = [each for each in (taken // 2, taken, 2 * taken) if 16 <= each <= 128]
     shapes = [shape for shape in SHAPES if shape[0] <= widest]
-    return [ProductTile(each, *shape) for each in rows for shape in shapes]
+    tiles = [ProductTile(each, *shape) for each in rows for shape in shapes]
+    return [*tiles, WIDE_TILE] if widest == WIDEST["gate_up"] else tiles
 
 
 class ExpertProducts:
@@ -99,13 +107,15 @@ class ExpertProducts:
         picks = route(scores, None, self._routing).experts
         counts = torch.bincount(picks.flatten().long(), minlength=len(weights[0]))
         ends, reached = counts.cumsum(0).int(), int((counts > 0).sum())
-        tiles = tiles_of(picks.numel(), len(ends), WIDEST[name])
+        tiles = tried_tiles(picks.numel(), len(ends), WIDEST[name])
+        first, second = (self._weights[each][0] for each in WIDEST)
+        taken = tiles_of(picks.numel(), first, second)[name == "down"]
         rivals = {tile_name(tile): _calls(name, picks, weights, tile) for tile in tiles}
         x = _random(picks.numel(), weights[0].shape[2])
         multiply = torch._grouped_mm
         times = medians_us(
             {
-                "taken": _calls(name, picks, weights, None),
+                "taken": _calls(name, picks, weights, taken),
                 "grouped": [partial(multiply, x, w.transpose(1, 2), offs=ends) for w in weights],
                 **rivals,
             }
@@ -122,18 +132,16 @@ class ExpertProducts:
 
 
 def _calls(
-    name: Product, picks: Tensor, weights: Sequence[Tensor], tile: ProductTile | None
+    name: Product, picks: Tensor, weights: Sequence[Tensor], tile: ProductTile
 ) -> list[Call]:
-    """The product with each of the weights, by this tile or by the step's own."""
-    num_experts, _, width = weights[0].shape
-    tile_rows = tile.rows if tile else rows_of_tiles(picks.numel(), num_experts)
-    found = launch_sort(picks, num_experts, tile_rows)
-    tiles = found.places, found.owners
+    """The product with each of the weights, by this tile."""
+    found = launch_sort(picks, len(weights[0]), tile.rows)
+    width = weights[0].shape[2]
     if name == "gate_up":
-        x, count = _random(len(picks), width), picks.shape[1]
-        return [partial(launch_gate_up, x, weight, *tiles, count, tile) for weight in weights]
-    activated = _random(found.places.numel(), width)
-    return [partial(launch_down, activated, w, *tiles, picks.numel(), tile) for w in weights]
+        x = _random(len(picks), width)
+        return [partial(launch_gate_up, x, weight, found, tile) for weight in weights]
+    activated = _random(picks.numel(), width)
+    return [partial(launch_down, activated, weight, found, tile) for weight in weights]
 
 
 def _random(*shape: int) -> Tensor:

@@ -62,8 +62,9 @@ class ExpertLoad:
     x: Tensor  # [T, H]
     ends: Tensor  # [E] int32: picks of this and all experts before
     rows: Tensor  # [P, H] a row for each pick
-    activated: Tensor  # [P, I], and a whole tile more for each expert
-    tiles: SortedPicks | None  # of the step's own kernels, on a GPU
+    activated: Tensor  # [P, I]
+    tiles: SortedPicks | None = None  # of the step's own kernels for few picks, on a GPU
+    wide: SortedPicks | None = None  # and of its kernel for many
 
     @classmethod
     def of(cls, picks: Tensor, layer: LayerWeights) -> ExpertLoad:
@@ -77,24 +78,24 @@ class ExpertLoad:
             x=made(len(picks), hidden),
             ends=counts.cumsum(0).int(),
             rows=made(num_picks, hidden),
-            activated=made(num_picks + num_experts * 128, inner),
-            tiles=_tiles(picks, num_experts) if device.type == "cuda" else None,
+            activated=made(num_picks, inner),
+            **(_tiles(picks, num_experts) if device.type == "cuda" else {}),
         )
 
 
-def _tiles(picks: Tensor, num_experts: int) -> SortedPicks:
+def _tiles(picks: Tensor, num_experts: int) -> dict[str, SortedPicks]:
     from effuse.kernels.experts_routes_triton import launch_sort
-    from effuse.kernels.experts_triton import rows_of_tiles
+    from effuse.kernels.experts_triton import WIDE_TILE, rows_of_tiles
 
-    return launch_sort(picks, num_experts, rows_of_tiles(picks.numel(), num_experts))
+    rows = {"tiles": rows_of_tiles(picks.numel(), num_experts), "wide": WIDE_TILE.rows}
+    return {name: launch_sort(picks, num_experts, each) for name, each in rows.items()}
 
 
 def grouped(layer: LayerWeights, load: ExpertLoad) -> None:
     """Both products as torch has them, over rows that lie sorted."""
     multiply = torch._grouped_mm
     multiply(load.rows, layer.gate_up.transpose(1, 2), offs=load.ends)
-    sorted_rows = load.activated[: len(load.rows)]
-    multiply(sorted_rows, layer.down.transpose(1, 2), offs=load.ends)
+    multiply(load.activated, layer.down.transpose(1, 2), offs=load.ends)
 
 
 def in_tiles(layer: LayerWeights, load: ExpertLoad) -> None:
@@ -102,17 +103,26 @@ def in_tiles(layer: LayerWeights, load: ExpertLoad) -> None:
     if load.tiles is None:
         expert_mlp(load.x, layer.gate_up, layer.down, load.routes)
         return
-    from effuse.kernels.experts_triton import launch_down, launch_gate_up
+    from effuse.kernels.experts_triton import launch_down, launch_gate_up, tiles_of
 
-    picks = load.routes.experts
-    places, owners = load.tiles.places, load.tiles.owners
-    launch_gate_up(load.x, layer.gate_up, places, owners, picks.shape[1])
-    launch_down(load.activated, layer.down, places, owners, picks.numel())
+    of_gate_up, of_down = tiles_of(len(load.activated), layer.gate_up, layer.down)
+    launch_gate_up(load.x, layer.gate_up, load.tiles, of_gate_up)
+    launch_down(load.activated, layer.down, load.tiles, of_down)
+
+
+def wide(layer: LayerWeights, load: ExpertLoad) -> None:
+    """The first by the step's kernel for many picks, the second as torch has it."""
+    from effuse.kernels.experts_triton import WIDE_TILE, launch_gate_up
+
+    assert load.wide is not None, "it is taken on a GPU"
+    launch_gate_up(load.x, layer.gate_up, load.wide, WIDE_TILE)
+    torch._grouped_mm(load.activated, layer.down.transpose(1, 2), offs=load.ends)
 
 
 EXPERT_WAYS: dict[str, Callable[[LayerWeights, ExpertLoad], None]] = {
     "grouped": grouped,
     "tiles": in_tiles,
+    "wide": wide,
 }
 
 

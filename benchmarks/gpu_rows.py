@@ -11,8 +11,7 @@ from torch import Tensor
 
 from effuse.benchmarks.gpu_read_triton import read_once
 from effuse.benchmarks.gpu_timing import Call, median_us, medians_us
-from effuse.kernels.pages import load_kv, store_kv
-from effuse.kernels.pages_distinct import distinct_views
+from effuse.kernels.pages import distinct_views, load_kv, store_kv
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
 from effuse.kernels.rowwise import rms_norm, rms_norm_residual, swiglu
 from effuse.kernels.sampling import RowSampling, ScoreCode, sample_confidence

@@ -32,11 +32,11 @@ from effuse.benchmarks.gpu_record import busy_share, kernel_classes, write_recor
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.benchmarks.prefill_rivals import bare_prefill
 from effuse.config.decoding import Stopping
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.device_buckets import Integers, bucket
 from effuse.decode_worker.device_step import DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.intake import Boundary
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.step_slots import RecordColumn, SlotLayout, Status

@@ -227,7 +227,7 @@ def _transport(kind: str, memory: PageMemory, incarnation: str, role: str) -> Tr
         from effuse.kvtransfer.nixl_transport import NixlTransport
 
         return NixlTransport(memory, incarnation, role=role)
-    from effuse.kvtransfer.zmq_curve import CurveKeys
+    from effuse.kvtransfer.zmq_sockets import CurveKeys
     from effuse.kvtransfer.zmq_transport import ZmqTransport
 
     return ZmqTransport(memory, keys=CurveKeys.of(bytes(32)) if kind == ENCRYPTED else None)

@@ -15,10 +15,9 @@ from effuse.cli.figures import Run, Sample
 from effuse.cli.vanilla import Ask, run_vanilla
 from effuse.client.params import Params
 from effuse.config.decoding import DEFAULT_MAX_TOKENS
-from effuse.decode_worker.config import DecodeConfig
 from effuse.models.weights import DTYPES, load_model
 from effuse.offline.llm import LLM
-from effuse.worker.config import Dtype
+from effuse.worker.config import DecodeConfig, Dtype
 
 
 class Baseline:

@@ -32,7 +32,7 @@ from effuse.cli.gpus import VARIABLE, Assignment, assign
 from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
-from effuse.placement.redis_access import RedisAccess
+from effuse.placement.store import RedisAccess
 
 Role = Literal["redis", "router", "prefill", "decode"]
 

@@ -1,7 +1,8 @@
 """`effuse generate`: sends prompts, or a chat turn by turn, to a running fleet and prints answers.
 
-Text goes to standard output as it becomes final; figures and errors go to standard error. `ask`,
-which sends one request and shows each of its events, also serves the demo and `bench`.
+Text goes to standard output as it becomes final, of several answers the first one's, and the others
+behind it; figures and errors go to standard error. `ask`, which sends one request and shows each of
+its events, also serves the demo and `bench`.
 """
 
 import argparse
@@ -123,6 +124,8 @@ def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Generate
         if sys.stdin.isatty():
             parser.error("expected PROMPT, --file, --ids, --chat or text on standard input")
         prompts = [_read_input(parser)]
+    if found.chat and (found.n or 1) > 1:
+        parser.error(f"--n: expected 1 with --chat, which goes on with one answer, got {found.n}")
     if found.chat and found.ids:
         parser.error("--ids: expected text with --chat, got ids")
     if not found.chat and (found.system or found.template_argument):
@@ -205,14 +208,18 @@ async def _show_answer(
     )
     if job.watch:
         with watch(Console(), indent=0) as show:
-            answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show)
+            answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=_of_first(show))
     else:
-        answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=_print_text)
+        show_text = _of_first(_print_text)
+        answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show_text)
         print()
-    for line in logprob_lines(answer):
-        print(line, file=sys.stderr)
-    if job.stats:
-        print(figures(answer), file=sys.stderr)
+    for other in answer.others:
+        print(other.text)
+    for one in answer.answers:
+        for line in logprob_lines(one):
+            print(line, file=sys.stderr)
+        if job.stats:
+            print(figures(one), file=sys.stderr)
     return answer
 
 
@@ -238,6 +245,11 @@ async def ask(
         on_event(event)
         gathering.take(event)
     return gathering.answer(request.request_id)
+
+
+def _of_first(show: Callable[[Event], None]) -> Callable[[Event], None]:
+    """Shows the first answer as it grows; others at once would be nobody's text."""
+    return lambda event: None if event.answer_index else show(event)
 
 
 def _print_text(event: Event) -> None:

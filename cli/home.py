@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effuse.cli.commands import value_of
-from effuse.placement.redis_access import RedisAccess
-from effuse.protos.fleet_secret import FleetSecret
+from effuse.placement.store import RedisAccess
+from effuse.protos.gate import FleetSecret
 
 
 class Home:

@@ -16,6 +16,7 @@ from effuse.client.params import (
 )
 from effuse.config.decoding import (
     ALG_TEMP,
+    ANSWERS,
     BIAS,
     BLOCK_LENGTH,
     CFG_SCALE,
@@ -52,6 +53,7 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="model to ask for, where the fleet serves several (default: the only one)",
     )
+    add("--n", type=within(ANSWERS), metavar="N", help="answers to each prompt (default: 1)")
     add("--max-tokens", type=within(MAX_TOKENS), metavar="N", help="most tokens to generate")
     add("--stop", action="append", type=text, default=[], metavar="TEXT",
         help="text that ends the answer (default: none)")  # fmt: skip
@@ -191,6 +193,7 @@ def params_from(found: argparse.Namespace) -> Params:
     """The settings among parsed flags."""
     return Params(
         model=found.model,
+        n=found.n,
         max_tokens=found.max_tokens,
         stop=tuple(found.stop),
         stop_token_ids=tuple(found.stop_token_id),

@@ -132,7 +132,7 @@ async def _send(
     commits: list[float] = []
 
     def note(event: Event) -> None:
-        if event.HasField("commit"):
+        if event.HasField("commit") and not event.answer_index:  # of others at once: no pace
             commits.append(time.monotonic())
 
     request = make_request(prompt, traffic.params)
@@ -144,8 +144,8 @@ async def _send(
         return str(error)
     ended = time.monotonic()
     return Sample(
-        answer.usage.completion_tokens,
-        answer.stats.forward_passes,
+        sum(one.usage.completion_tokens for one in answer.answers),
+        sum(one.stats.forward_passes for one in answer.answers),
         (commits[0] if commits else ended) - due,
         ended - due,
         gaps(commits),

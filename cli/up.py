@@ -28,14 +28,12 @@ from effuse.cli.ports import check_port
 from effuse.cli.process import LogFollower
 from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
-from effuse.decode_worker.config import DecodeConfig
 from effuse.models.defaults import refuse_unserved
 from effuse.models.preflight import check_checkpoint
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.router.config import RouterConfig
 from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
 from effuse.telemetry import logs
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from google.protobuf.duration_pb2 import Duration
@@ -94,6 +94,12 @@ class Answer:
     stopped_by: str | int | None  # the stop string or the id that ended it; None at its length
     first_block_s: float  # until the first final text arrived; of a unary call the server's figure
     total_s: float  # until all had arrived
+    others: tuple[Answer, ...] = ()  # the answers behind this one, where several were asked for
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """This one and those behind it."""
+        return (self, *self.others)
 
     @classmethod
     def of(cls, response: pb.GenerateResponse, total_s: float) -> Answer:
@@ -114,6 +120,7 @@ class Answer:
             seed=response.seed,
             stopped_by=_stopped_by(response),
             total_s=total_s,
+            others=tuple(cls.of(one, total_s) for one in response.others),
         )
 
 
@@ -132,55 +139,73 @@ class StreamBroken(Exception):
 
 
 class Gathering:
-    """An answer whose events are coming; time runs from when it is made."""
+    """An answer whose events are coming, or several; time runs from when it is made."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._began = now()
-        self._first_block_s: float | None = None
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[Logprob] = []
-        self._prompt: str | None = None
-        self._commits: list[tuple[int, int]] = []
-        self._finished: Event | None = None
+        self._parts: dict[int, _Part] = {}
 
     def take(self, event: Event) -> str:
-        """Takes an event in; the text that it adds to the answer."""
-        if event.HasField("finished"):
-            self._finished = event
-        if event.HasField("echo"):
-            self._prompt = event.echo.text
-        if not event.HasField("commit"):
-            return ""
-        if self._first_block_s is None:
-            self._first_block_s = self._now() - self._began
-        self._texts.append(event.commit.text)
-        self._token_ids += event.commit.token_ids
-        self._logprobs += map(Logprob.of, event.commit.logprobs)
-        tokens = event.commit.token_offset + event.commit.num_tokens
-        self._commits.append((tokens, event.commit.forward_passes))
-        return event.commit.text
+        """Takes an event in; the text that it adds to the first answer."""
+        part = self._parts.setdefault(event.answer_index, _Part())
+        part.take(event, self._now() - self._began)
+        return "" if event.answer_index else event.commit.text
 
     def answer(self, request_id: str = "") -> Answer:
-        """The answer, once the stream is over. Raises StreamBroken."""
-        total_s = self._now() - self._began
-        if self._finished is None:
+        """The answer, once the stream is over, with those beside it. Raises StreamBroken."""
+        parts = [part for _, part in sorted(self._parts.items())]
+        if not parts or any(part.finished is None for part in parts):
             raise StreamBroken(f"request {request_id!r}: the stream ended without Finished")
-        finished = self._finished.finished
+        first, *others = (part.answer(self._now() - self._began) for part in parts)
+        return replace(first, others=tuple(others))
+
+
+@dataclass(slots=True)
+class _Part:
+    """One answer of those that are coming."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    commits: list[tuple[int, int]] = field(default_factory=list)
+    prompt: str | None = None
+    first_block_s: float | None = None
+    finished: Event | None = None
+
+    def take(self, event: Event, now_s: float) -> None:
+        """Takes an event in that came so late."""
+        if event.HasField("finished"):
+            self.finished = event
+        if event.HasField("echo"):
+            self.prompt = event.echo.text
+        if not event.HasField("commit"):
+            return
+        if self.first_block_s is None:
+            self.first_block_s = now_s
+        self.texts.append(event.commit.text)
+        self.token_ids += event.commit.token_ids
+        self.logprobs += map(Logprob.of, event.commit.logprobs)
+        tokens = event.commit.token_offset + event.commit.num_tokens
+        self.commits.append((tokens, event.commit.forward_passes))
+
+    def answer(self, total_s: float) -> Answer:
+        """All of it, which took so long."""
+        assert self.finished is not None, "it has ended"
+        finished = self.finished.finished
         return Answer(
-            text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs),
-            prompt=self._prompt,
-            commits=tuple(self._commits),
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            prompt=self.prompt,
+            commits=tuple(self.commits),
             finish_reason=_REASONS.get(finished.finish_reason, "unknown"),
             usage=finished.usage,
             stats=Stats.of(finished.stats),
-            request_id=self._finished.request_id,
+            request_id=self.finished.request_id,
             model=finished.model,
             seed=finished.seed,
             stopped_by=_stopped_by(finished),
-            first_block_s=total_s if self._first_block_s is None else self._first_block_s,
+            first_block_s=total_s if self.first_block_s is None else self.first_block_s,
             total_s=total_s,
         )

@@ -162,7 +162,7 @@ class Call(Protocol):
 
 
 class Stream:
-    """The text of one answer, piece by piece; `answer` once it is over."""
+    """The text of one answer, the first of several, piece by piece; `answer` once it is over."""
 
     def __init__(self, call: Call, target: str) -> None:
         self._call = call
@@ -235,7 +235,8 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[str | Answer, None]:
-        """Pieces of text as they are written, none empty, and last the whole Answer.
+        """Pieces of text as they are written, none empty, and last the whole Answer. Of several
+        answers the pieces are those of the first one.
 
         Raises EffuseError, and StreamBroken. Ending the iteration early ends the request.
         """

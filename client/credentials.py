@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from effuse.protos.metadata_channel import MetadataChannel
+from effuse.protos.channels import MetadataChannel
 from effuse.protos.tls import ChannelTls, TlsFiles
 
 AUTHORIZATION: Final = "authorization"

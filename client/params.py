@@ -62,6 +62,7 @@ class Params:
     `protos/effuse/v1/generation.proto` tells. Values are checked there, too."""
 
     model: str | None = None  # needed where the fleet serves several
+    n: int | None = None  # answers to give; each draws for itself
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()  # text that ends the answer and is no part of it
     stop_token_ids: tuple[int, ...] = ()
@@ -118,6 +119,7 @@ def make_request(
     ids = None if isinstance(prompt, str | Chat) else pb.TokenIds(ids=prompt)
     return pb.GenerateRequest(
         request_id=request_id,
+        n=params.n,
         model=params.model,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=ids,

@@ -89,6 +89,8 @@ REPETITION: Final = Bounds(0.1, 10.0)
 BIAS: Final = Bounds(-100.0, 100.0)
 MOST_BIASES: Final = 512
 SEED: Final = Bounds(0, 2**64 - 1)
+ANSWERS: Final = Bounds(1, 64)  # to one request; routers may take fewer
+ANSWER_INDEX: Final = Bounds(0, 63)
 MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
 MIN_TOKENS: Final = Bounds(0, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
@@ -114,6 +116,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 keeps all
     seed: int = 0  # uint64, key of the counter-based randomness
+    answer_index: int = 0  # tells answers to one request apart, which have a seed in common
     min_p: float = 0.0  # share of the likeliest token's probability; 0 keeps all
     presence_penalty: float = 0.0  # off the logits of tokens in the answer's final text
     frequency_penalty: float = 0.0  # the same, as often as it holds them
@@ -250,6 +253,7 @@ _SAMPLING: Final = {
     "top_p": TOP_P,
     "top_k": TOP_K,
     "seed": SEED,
+    "answer_index": ANSWER_INDEX,
     "min_p": MIN_P,
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,

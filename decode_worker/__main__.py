@@ -3,9 +3,9 @@
 import sys
 
 from effuse.config import flags
-from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.server import make_role
 from effuse.worker import front
+from effuse.worker.config import DecodeConfig
 
 
 def main() -> int:

@@ -9,24 +9,24 @@ from collections.abc import Sequence
 
 import torch
 
-from effuse.decode_worker.boundary import Boundary
-from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.device_buckets import bucket
 from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor, HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import SlotLayout
 from effuse.kvtransfer.connector import Connector
+from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.models.part import Forward
 from effuse.models.transformer import LayerKV, Transformer
 from effuse.worker.assembly import Assembly, assemble
-from effuse.worker.engine_core import Forward
+from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 
 def build(
@@ -65,7 +65,7 @@ def _core(
     return DecodeEngine(
         make_executor(
             model,
-            parts.memory.layer_views(),
+            parts.memory,
             parts.runner,
             limits,
             on_device=denoises_on_device(config, model.device),
@@ -103,15 +103,18 @@ def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
 
 def make_executor(
     model: Transformer,
-    kv: Sequence[LayerKV],
+    memory: PageMemory,
     forward: Forward,
     limits: DecodeLimits,
     *,
     on_device: bool,
 ) -> Executor:
-    """What runs steps over the pages `kv`, its graphs captured where it denoises `on_device`."""
-    host = HostExecutor(forward)
-    return DeviceExecutor(host, make_stepper(model, kv, limits)) if on_device else host
+    """What runs steps over the pages in `memory`, its graphs captured where it denoises
+    `on_device`."""
+    host = HostExecutor(forward, memory.copy_page)
+    if not on_device:
+        return host
+    return DeviceExecutor(host, make_stepper(model, memory.layer_views(), limits))
 
 
 def make_stepper(

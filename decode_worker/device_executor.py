@@ -21,7 +21,7 @@ from effuse.decode_worker.executor import (
 )
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kernels.step_slots import RecordColumn, Status
-from effuse.worker.engine_core import ForwardFailed, ForwardGuard
+from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 
 _MOST_GENERATIONS = 2**31 - 1
 
@@ -92,6 +92,9 @@ class DeviceExecutor:
         if resident is not None:
             self._move_out(resident)
         return resident is not None
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._prompts.copy_page(source, target)
 
     # Before a step.
 

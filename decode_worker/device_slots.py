@@ -164,6 +164,7 @@ def _put_settings(
     row[Column.WINDOW] = settings.window
     row[Column.STEPS] = settings.denoising_steps
     row[Column.TOP_K] = sampling.top_k
+    row[Column.ANSWER_INDEX] = sampling.answer_index
     row[Column.SCORE] = ScoreCode.named(settings.ranked_by)
     real = row.view(np.float32)
     real[Column.CONFIDENCE] = settings.confidence_threshold

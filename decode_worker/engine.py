@@ -7,21 +7,20 @@ how pages arrive is kvtransfer's receiver, and forwards are an executor's. Singl
 from collections.abc import Callable, Sequence
 
 from effuse.decode_worker import scheduler
-from effuse.decode_worker.boundary import Boundary, BoundaryError
 from effuse.decode_worker.events import begun_drafts, handoff_failed, step_events
 from effuse.decode_worker.executor import Broken, Denoised, Executor, Prefilled, Share, StepResult
-from effuse.decode_worker.intake import Intake
-from effuse.decode_worker.rehearsal_receiver import RehearsalReceiver
+from effuse.decode_worker.intake import Boundary, BoundaryError, Intake, RehearsalReceiver
 from effuse.decode_worker.request import DecodeRequest, RequestQueues
 from effuse.decode_worker.sequence import RequestError
+from effuse.decode_worker.shared_prompts import SharedPrompts
 from effuse.kvtransfer.connector import Arrived
+from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
-from effuse.kvtransfer.tombstones import Tombstones
 from effuse.placement.records import Load
 from effuse.worker import messages
-from effuse.worker.engine_core import KEEP_ABORTED_S, Outbox
+from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
 from effuse.worker.messages import CoreEvent, FailureCode, Reserved, StartDecode, ToEngine, Verified
 
 
@@ -50,6 +49,7 @@ class DecodeEngine:
         self._now = now
         self._max_request_s = max_request_s
         self._queues = RequestQueues()
+        self._prompts = SharedPrompts()
         self._aborted = Tombstones(KEEP_ABORTED_S)
         self._outbox = Outbox()
         self._rehearsal = RehearsalReceiver(pool, handoffs, self._outbox)
@@ -120,6 +120,7 @@ class DecodeEngine:
             step_requests=self.counters.requests,
             step_tokens=self.counters.rows,
             preemptions=self.counters.preemptions,
+            prompts_shared=self.counters.prompts_shared,
             kv_bytes=self.counters.kv_bytes,
         )
 
@@ -155,6 +156,7 @@ class DecodeEngine:
             return
         self._num_arrived += 1
         self._queues.add(request)
+        self._prompts.add(request)
         self._is_stalled = False
 
     def _abort(self, attempt: AttemptId) -> None:
@@ -203,8 +205,10 @@ class DecodeEngine:
     # Before a step: who takes part, and with which pages.
 
     def _admit(self) -> bool:
-        """Gives the oldest waiting requests their pages, as many as there is room for."""
-        waiting = self._queues.waiting
+        """Gives the oldest waiting requests their pages, as many as there is room for; those whose
+        prompt's KV comes to others let younger ones pass."""
+        prompts = self._prompts
+        waiting = [one for one in self._queues.waiting if not prompts.is_coming(one)]
         if not waiting:
             return False
         growth = 0
@@ -212,7 +216,7 @@ class DecodeEngine:
             demand = request.demand(self._limits)
             growth += max(0, demand.pages_wanted - demand.pages_held)
         count = scheduler.admit(
-            (request.pages_to_begin(self._limits) for request in waiting),
+            (self._pages_to_begin(request) for request in waiting),
             num_holding=self._queues.num_holding,
             num_free=self._pool.num_free,
             growth=growth,
@@ -222,9 +226,16 @@ class DecodeEngine:
             self._begin(request)
         return count > 0
 
+    def _pages_to_begin(self, request: DecodeRequest) -> int:
+        """Free pages that it takes to begin; whole ones of another's prompt are not among them."""
+        count = request.pages_to_begin(self._limits)
+        if self._prompts.source_of(request) is None:
+            return count
+        return count - request.sequence.first_block_start // self._limits.page_size
+
     def _begin(self, request: DecodeRequest) -> None:
         """Gives a waiting request its pages, which its writer or the engine fills."""
-        count = request.pages_to_begin(self._limits)
+        count = self._pages_to_begin(request)
         is_new = request.preemptions == 0
         if is_new:
             self.counters.count_request(request.sequence)
@@ -238,11 +249,25 @@ class DecodeEngine:
             )
             self._outbox.say(Reserved(reservation=reservation))
             return
-        self._give_pages(request, count)
+        source = self._prompts.source_of(request)
+        if source is None:
+            self._give_pages(request, count)
+        else:
+            self._share_prompt(request, source, count)
         self._queues.start_running(request)
         if is_new:
             self._outbox.say(Reserved(reservation=self._handoffs.local(request.attempt)))
         self._note_prefilled(request)
+
+    def _share_prompt(self, request: DecodeRequest, source: DecodeRequest, count: int) -> None:
+        """Lets a request read the prompt of `source`, and gives it `count` pages of its own. The
+        first of them begins as a copy where prompt and answer touch one page."""
+        num_whole, tail = divmod(request.sequence.first_block_start, self._limits.page_size)
+        self._pool.share(request.take_prompt(source, self._limits.page_size))
+        self._give_pages(request, count)
+        if tail:
+            self._executor.copy_page(source.page_ids[num_whole], request.page_ids[num_whole])
+        self.counters.prompts_shared += 1
 
     def _give_pages(self, request: DecodeRequest, count: int) -> None:
         pages = self._pool.allocate_committed(count)
@@ -254,7 +279,12 @@ class DecodeEngine:
         running = list(self._queues.running)
         ahead = self._executor.runs_ahead
         demands = [request.demand(self._limits, runs_ahead=ahead) for request in running]
-        schedule = scheduler.schedule(demands, num_free=self._pool.num_free, limits=self._limits)
+        schedule = scheduler.schedule(
+            demands,
+            num_free=self._pool.num_free,
+            limits=self._limits,
+            count_freed=lambda gone: self._pool.count_freed(running[at].pages for at in gone),
+        )
         if schedule.preempted and self._executor.is_running:
             # What was launched must land before pages change hands; it may free some, too.
             self._apply_all()
@@ -312,6 +342,8 @@ class DecodeEngine:
 
     def _verify(self, request: DecodeRequest, num_bytes: int, pages: int, handoff_s: float) -> None:
         request.is_verified = True
+        if request.sequence.committed_len == request.sequence.first_block_start:
+            request.prompt_boundary = request.boundary
         self._outbox.say(
             Verified(attempt=request.attempt, bytes=num_bytes, pages=pages, handoff_s=handoff_s)
         )
@@ -341,3 +373,4 @@ class DecodeEngine:
         self._pool.release(request.pages)
         request.pages.clear()
         self._queues.remove(request)
+        self._prompts.remove(request)

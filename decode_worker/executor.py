@@ -4,24 +4,31 @@
 `device_executor.py` the one whose denoising lives on the device.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
 
+from effuse.config.decoding import Alg
 from effuse.decode_worker import canvas, denoise
-from effuse.decode_worker.canvas_parts import canvas_parts
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
-from effuse.decode_worker.logit_edits import edits_for
-from effuse.decode_worker.request import DecodeRequest
+from effuse.decode_worker.request import DecodeRequest, edits_for
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.sampling import ScoreCode
-from effuse.models.part import Part, PartResult
-from effuse.worker.engine_core import Forward, ForwardFailed, ForwardGuard
+from effuse.kernels.sampling_llada import LladaDraw
+from effuse.models.part import Forward, Part, PartResult
+from effuse.worker.engine_process import ForwardFailed, ForwardGuard
+
+_SCORES: Final[Mapping[Alg, ScoreCode]] = {
+    "origin": ScoreCode.CONFIDENCE,  # which decides nothing there
+    "maskgit_plus": ScoreCode.CONFIDENCE,
+    "topk_margin": ScoreCode.MARGIN,
+    "entropy": ScoreCode.NEG_ENTROPY,
+}
 
 
 @dataclass(slots=True)
@@ -32,6 +39,7 @@ class Counters:
     requests: int = 0  # in them, added up
     rows: int = 0  # tokens in them
     preemptions: int = 0
+    prompts_shared: int = 0  # whose KV another request had
     kv_bytes: int = 0  # received from prefill workers
     semi_writes: int = 0  # tokens written in blocks that were not full
     double_settles: int = 0  # steps of a request in which two blocks or more settled
@@ -124,16 +132,23 @@ class Executor(Protocol):
         launched before may still write its pages."""
         ...
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page of this id to another one, behind all that was launched before."""
+        ...
+
 
 class HostExecutor:
-    """Feeds every forward from the host: it has ended when its launch returns."""
+    """Feeds every forward from the host: it has ended when its launch returns.
+
+    `copy_page` is that of the pages' memory."""
 
     runs_ahead = False
     is_full = False
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, copy_page: Callable[[int, int], None]) -> None:
         self.counters = Counters()
         self._forward = forward
+        self.copy_page = copy_page
         self._guard = ForwardGuard()
         self._results: list[StepResult] = []
 
@@ -252,4 +267,50 @@ def _candidates_of(result: PartResult) -> HostCandidates:
         np.asarray(result.tokens, dtype=np.int64),
         np.asarray(result.confidences, dtype=np.float32),
         np.asarray(result.scores, dtype=np.float32),
+    )
+
+
+def canvas_parts(request: DecodeRequest) -> list[Part]:
+    """The rows of the coming step; with guidance also those of a canvas without a prompt."""
+    sequence, settings = request.sequence, request.settings
+    token_ids = sequence.token_ids
+    if request.num_to_prefill:
+        step = request.canvas_step()
+        plan = canvas.open_refill(step)
+        token_ids = token_ids.copy()
+        token_ids[step.block_start : step.block_end] = sequence.mask_token_id
+    else:
+        plan = request.open_step()
+    part = Part(
+        token_ids=token_ids[plan.start : plan.end].tolist(),
+        start=plan.start,
+        pages=request.page_ids,
+        num_stored=plan.num_stored,
+        num_behind=plan.num_behind,
+        unstored=plan.unstored,
+        block_origin=sequence.mask_end,  # what lies before it sees all of itself
+        candidates=plan.candidates.tolist(),
+        denoise_counts=plan.denoise_counts.tolist(),
+        sampling=request.sampling,
+        score=_SCORES[settings.alg],
+        draw=None if settings.algorithm == "dream" or request.shifts else _draw(request),
+        guidance=settings.cfg_scale,
+        num_logprobs=request.num_logprobs,
+        edits=edits_for(request.sampling, sequence, plan.candidates),
+    )
+    if not settings.cfg_scale:
+        return [part]
+    prompt_len = sequence.prompt_len
+    masked = [sequence.mask_token_id] * prompt_len + list(part.token_ids[prompt_len:])
+    return [part, replace(part, token_ids=masked, guidance=0.0, edits=None, num_logprobs=None)]
+
+
+def _draw(request: DecodeRequest) -> LladaDraw:
+    settings, eos, mask = request.settings, request.eos_token_ids, request.sequence.mask_token_id
+    return LladaDraw(
+        temperature=request.sampling.temperature,
+        seed=request.sampling.seed,
+        answer_index=request.sampling.answer_index,
+        never=(mask, *eos[:1]) if settings.logits_eos_inf else (mask,),
+        last=eos if settings.confidence_eos_eot_inf else (),
     )

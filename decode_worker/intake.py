@@ -1,17 +1,35 @@
-"""From a StartDecode message to a request, or to the reason why it cannot be served here.
+"""What comes into a decode engine: requests, what is handed over beside pages, and rehearsals.
 
-Checks values against the model and the engine's limits; nothing is reserved and nothing is kept.
+A StartDecode message becomes a request, or the reason why it cannot be served here: values are
+checked against the model and the engine's limits, and nothing is reserved and nothing is kept. The
+boundary state is checked against the request it is for: the prompt must be the request's, by its
+length, digest and tail; shifting models need one hidden vector. All of it is looked at on the host:
+a look at the device would wait for queued steps.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from effuse.config.decoding import DecodeSettings
+from effuse.decode_worker.events import handoff_failed
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.scheduler import DecodeLimits, check_fits
 from effuse.decode_worker.sequence import RequestError, Sequence
+from effuse.kvtransfer.connector import Arrived
+from effuse.kvtransfer.digest import prompt_digest
+from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
+from effuse.kvtransfer.pool import PagePool
+from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.models.config import ModelConfig
-from effuse.worker.messages import Resume, StartDecode
+from effuse.worker.engine_process import Outbox
+from effuse.worker.messages import Reserved, Resume, StartDecode, StartRehearsal, Verified
+
+MOST_BYTES = 64 << 20  # about what the prompt of a large model takes
+MOST_PAGES = 1 << 14  # each is named and digested
+LEAST_SHARE = 8  # of the pool: no more than one page in so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,7 @@ class Intake:
             sampling=message.sampling,
             writer=message.writer,
             drafts=message.drafts,
+            group="" if message.settings.is_canvas else message.group,
             num_logprobs=message.num_logprobs,
             eos_token_ids=self.model.eos_token_ids,
             shifts=self.model.shift_logits,
@@ -139,3 +158,117 @@ def _check_stops(request: DecodeRequest, limits: DecodeLimits) -> None:
             f"stop ids, end-of-sequence ids included, must be at most this worker's "
             f"max_stop_ids {limits.max_stop_ids}, got {num_stops}"
         )
+
+
+class BoundaryError(ValueError):
+    """The boundary state is not that of this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What boundary states must look like for one model."""
+
+    hidden_size: int | None  # None where logits are not shifted: no vector is needed
+    dtype: torch.dtype
+    device: torch.device
+
+    def accept(self, state: BoundaryState, sequence: Sequence) -> Tensor | None:
+        """The hidden vector [hidden_size] on the host, pinned where it goes to a GPU, or None.
+
+        Raises BoundaryError naming what differs.
+        """
+        if state.prompt_len != sequence.prompt_len:
+            raise BoundaryError(
+                f"a prompt of {state.prompt_len} tokens was handed over, "
+                f"the request's has {sequence.prompt_len}"
+            )
+        if state.prompt_digest != prompt_digest(sequence.prompt_ids):
+            raise BoundaryError("the KV of another prompt was handed over")
+        tail = sequence.token_ids[sequence.first_block_start : sequence.prompt_len].tolist()
+        if list(state.tail_token_ids) != tail:
+            raise BoundaryError("the prompt's last tokens differ from those that were handed over")
+        if self.hidden_size is None or sequence.first_block_start == 0:
+            return None  # nothing is stored that a block could follow
+        return self._vector(state.hidden, self.hidden_size)
+
+    def _vector(self, data: bytes | None, size: int) -> Tensor:
+        expected = size * self.dtype.itemsize
+        if data is None or len(data) != expected:
+            found = "none" if data is None else f"{len(data)} bytes"
+            raise BoundaryError(f"a hidden vector of {expected} bytes is needed, got {found}")
+        vector = torch.frombuffer(bytearray(data), dtype=self.dtype)
+        if not bool(torch.isfinite(vector).all()):
+            raise BoundaryError("the hidden vector is not finite")
+        return vector.pin_memory() if self.device.type == "cuda" else vector
+
+
+class RehearsalReceiver:
+    """The rehearsal that an engine receives: free pages that a prefill worker writes once, to
+    measure the way. Its own thread calls it.
+
+    They are reserved, written and verified like a prompt's, and free again afterwards. They are
+    held only while most of what is free stays so, and for one rehearsal at a time.
+    """
+
+    def __init__(self, pool: PagePool, handoffs: HandoffReceiver, outbox: Outbox) -> None:
+        self._pool = pool
+        self._handoffs = handoffs
+        self._outbox = outbox
+        self._attempt: AttemptId | None = None  # while its pages may still arrive
+        self._pages: tuple[PageRef, ...] = ()
+        self._last = ""  # transfer id of the last one, which may have left pages in quarantine
+
+    def pages(self) -> tuple[PageRef, ...]:
+        """The pages that are held, those in quarantine left out; for the audit."""
+        return self._pages
+
+    def reserve(self, message: StartRehearsal, *, is_busy: bool, now: float) -> None:
+        """Opens free pages to the writer; refuses where requests may need them."""
+        attempt, free = message.attempt, self._pool.num_free
+        if not self._handoffs.can_receive:
+            text = "no connector: only local prefill"
+            self._outbox.failed(attempt, "FAILED_PRECONDITION", text)
+            return
+        most = min(MOST_BYTES // self._handoffs.page_bytes, self._pool.num_pages // LEAST_SHARE)
+        count = min(max(1, most), MOST_PAGES, message.most_pages)
+        if self._attempt is not None or self._handoffs.is_open(self._last):
+            self._refuse(attempt, "another rehearsal is under way")
+        elif is_busy or 2 * count > free:
+            self._refuse(attempt, f"requests come first: {count} of {free} free pages are too many")
+        else:
+            pages = self._pool.allocate(count)
+            assert pages is not None, "they were counted"
+            self._attempt, self._pages, self._last = attempt, pages, attempt.transfer_id
+            reservation = self._handoffs.reserve(attempt, pages, message.writer, now)
+            self._outbox.say(Reserved(reservation=reservation))
+
+    def take_report(self, report: Arrived | HandoffFailed) -> bool:
+        """Takes in how a handoff ended; False where it is not of the rehearsal."""
+        attempt, pages = self._attempt, self._pages
+        if attempt is None or report.transfer_id != attempt.transfer_id:
+            return False
+        self._attempt, self._pages = None, ()
+        if isinstance(report, HandoffFailed):
+            self._outbox.say(handoff_failed(attempt, report))
+        else:
+            self._pool.release(pages)
+            self._outbox.say(
+                Verified(
+                    attempt=attempt,
+                    bytes=report.manifest.num_bytes,
+                    pages=len(pages),
+                    handoff_s=report.seconds,
+                )
+            )
+        return True
+
+    def abort(self, transfer_id: str) -> bool:
+        """Gives the rehearsal up; False where there is none of this name."""
+        if self._attempt is None or self._attempt.transfer_id != transfer_id:
+            return False
+        self._attempt, self._pages = None, ()
+        self._handoffs.abort(transfer_id)
+        return True
+
+    def _refuse(self, attempt: AttemptId, message: str) -> None:
+        self._outbox.failed(attempt, "RESOURCE_EXHAUSTED", message, retryable=True)

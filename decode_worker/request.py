@@ -2,9 +2,15 @@
 in which it is.
 
 Data with derived properties; what happens to it is decided by the scheduler and done by the engine.
+
+What it changes of its logits (penalties of what is written, biases, ids that are barred) follows
+from final text alone, that of blocks that are settled: it is the same for whoever resumes the
+request at the same commit, and a block in flight does not depend on the order in which its own
+masks were filled. How logits are changed is `kernels/sampling_edits.py`.
 """
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,12 +21,11 @@ from torch import Tensor
 from effuse.config.decoding import Algorithm, DecodeSettings, Sampling
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepPlan
-from effuse.decode_worker.logit_edits import changes_logits
 from effuse.decode_worker.scheduler import DecodeLimits, Demand, Footprint
 from effuse.decode_worker.sequence import CanvasStep, FloatArray, IntArray, Sequence
 from effuse.kernels.sampling_llada import position_noise
 from effuse.kvtransfer.messages import AttemptId, PageRef
-from effuse.models.part import HostLogprobs
+from effuse.models.part import HostLogprobs, PartEdits, TokenEdits
 from effuse.worker.messages import BlockState, TokenLogprobs
 
 SLOT_ALGORITHMS: Final[tuple[Algorithm, ...]] = ("d2f", "block_diffusion")
@@ -39,6 +44,7 @@ class DecodeRequest:
     sampling: Sampling
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
+    group: str = ""  # whose members share the KV of an equal prompt; empty: none
     num_logprobs: int | None = None  # likeliest ids beside each token's; None sends none
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
     drafted_end: int = 0  # position behind the last block that a draft has told of
@@ -47,6 +53,7 @@ class DecodeRequest:
     pages: list[PageRef] = field(default_factory=list)
     cache_of: int | None = None  # start of the generation block that a canvas' pages surround
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
+    prompt_boundary: Tensor | None = None  # [H] the same behind the prompt, once that was stored
     plan: StepPlan | None = None  # of the step that is opened and not yet applied
     is_verified: bool = False  # the prompt's KV was complete once
     forward_passes: int = 0
@@ -93,6 +100,18 @@ class DecodeRequest:
         )
 
     @property
+    def lacks_prompt(self) -> bool:
+        """Whether KV of its prompt is still to come, which another request may have."""
+        return self.sequence.committed_len < self.sequence.first_block_start
+
+    @property
+    def holds_prompt(self) -> bool:
+        """Whether its pages hold all that another answer to this prompt needs to begin."""
+        if self.sequence.committed_len == 0 or self.lacks_prompt:
+            return False
+        return self.prompt_boundary is not None or not self.shifts
+
+    @property
     def needs_remote(self) -> bool:
         """True until the pages of its prefill worker have arrived."""
         return self.writer is not None and not self.is_verified
@@ -113,8 +132,17 @@ class DecodeRequest:
         self.forward_passes += 1
         return plan
 
+    def take_prompt(self, source: "DecodeRequest", page_size: int) -> list[PageRef]:
+        """Goes on behind the prompt of `source`, as if it had stored it itself; returns the whole
+        pages of it, which it holds from now on, too."""
+        self.pages = source.pages[: self.sequence.first_block_start // page_size]
+        self.sequence.store(self.sequence.first_block_start)
+        self.boundary = self.prompt_boundary = source.prompt_boundary
+        return self.pages
+
     def pages_to_begin(self, limits: DecodeLimits) -> int:
-        """Pages it needs before its first forward here, or before its writer may push."""
+        """Pages it needs before its first forward here, or before its writer may push; another's
+        prompt may spare it some."""
         if self.settings.is_canvas:
             return limits.pages_for(canvas.num_cached(self.canvas_step()))
         if self.needs_remote:
@@ -220,7 +248,7 @@ class DecodeRequest:
 
     def position_noise(self, positions: IntArray, step: int) -> FloatArray:
         """The `PositionNoise` of its seed."""
-        return position_noise(self.sampling.seed, positions, step, 0)
+        return position_noise(self.sampling.seed, positions, step, self.sampling.answer_index)
 
     @property
     def _passes(self) -> int:
@@ -281,3 +309,59 @@ class RequestQueues:
 
 def _arrival(request: DecodeRequest) -> int:
     return request.arrival
+
+
+def edits_for(sampling: Sampling, sequence: Sequence, candidates: IntArray) -> PartEdits | None:
+    """What a step changes of the logits of these positions [R] of `sequence`; None for nothing."""
+    bars = _bars(sequence, candidates)
+    if not (sampling.edits_logits or bars):
+        return None
+    edits = _token_edits(sampling, sequence)
+    return PartEdits(
+        edits=edits,
+        early=_barring(edits, sequence.stopping.stop_token_ids) if bars else edits,
+        early_end=sequence.min_end,
+        min_p=sampling.min_p,
+    )
+
+
+def changes_logits(sampling: Sampling, sequence: Sequence, candidates: IntArray) -> bool:
+    """Whether `edits_for` the same has something to change."""
+    return sampling.edits_logits or _bars(sequence, candidates)
+
+
+def _bars(sequence: Sequence, candidates: IntArray) -> bool:
+    """Whether a candidate, of which the first is the leftmost, may be no stop id."""
+    has_stops = bool(sequence.stopping.stop_token_ids)
+    return has_stops and len(candidates) > 0 and int(candidates[0]) < sequence.min_end
+
+
+def _token_edits(sampling: Sampling, sequence: Sequence) -> TokenEdits:
+    first = sequence.prompt_len
+    answer, times = np.unique(
+        sequence.token_ids[first : first + sequence.num_emitted], return_counts=True
+    )
+    by_id: dict[int, list[float]] = {}  # penalty, what is added
+    if sampling.repetition_penalty != 1:
+        seen = {*sequence.token_ids[:first].tolist(), *answer.tolist()}
+        by_id = {token: [sampling.repetition_penalty, 0.0] for token in seen}
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for token, count in zip(answer.tolist(), times.tolist(), strict=True):
+            taken = sampling.presence_penalty + count * sampling.frequency_penalty
+            by_id.setdefault(token, [1.0, 0.0])[1] -= taken
+    for token, added in sampling.logit_bias:
+        by_id.setdefault(token, [1.0, 0.0])[1] += added
+    ids = sorted(by_id)
+    values = np.array([by_id[token] for token in ids], np.float32).reshape(-1, 2)
+    return TokenEdits(np.array(ids, np.int64), values[:, 0], values[:, 1])
+
+
+def _barring(edits: TokenEdits, barred: Iterable[int]) -> TokenEdits:
+    """The same, and none of these ids is ever drawn."""
+    ids = np.array(sorted(barred), np.int64)
+    others = ~np.isin(edits.token_ids, ids)
+    return TokenEdits(
+        np.concatenate([edits.token_ids[others], ids]),
+        np.concatenate([edits.penalties[others], np.ones(len(ids), np.float32)]),
+        np.concatenate([edits.added[others], np.full(len(ids), -np.inf, np.float32)]),
+    )

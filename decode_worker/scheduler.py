@@ -5,11 +5,11 @@ holds pages nor knows tokens. The oldest running request always advances, unless
 still holds pages that it needs; those writers have a lease.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from effuse.decode_worker.config import DecodeConfig
 from effuse.decode_worker.sequence import RequestError
+from effuse.worker.config import DecodeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +124,21 @@ def admit(
     return num_admitted
 
 
-def schedule(running: Sequence[Demand], *, num_free: int, limits: DecodeLimits) -> Schedule:
-    """Grants rows, oldest first, within one budget; preempts the youngest where pages run out."""
+def schedule(
+    running: Sequence[Demand],
+    *,
+    num_free: int,
+    limits: DecodeLimits,
+    count_freed: Callable[[Sequence[int]], int],
+) -> Schedule:
+    """Grants rows, oldest first, within one budget; preempts the youngest where pages run out.
+
+    count_freed: how many pages are free once the requests of these indices let go of theirs, which
+    they may share with others.
+    """
     rows = [0] * len(running)
     preempted: list[int] = []
+    freed = 0  # by those
     budget = limits.max_num_batched_tokens
     youngest = len(running) - 1
     for index, demand in enumerate(running):
@@ -138,8 +149,9 @@ def schedule(running: Sequence[Demand], *, num_free: int, limits: DecodeLimits) 
             continue
         growth = max(0, demand.pages_wanted - demand.pages_held)
         while growth > num_free and youngest > index:
-            num_free += running[youngest].pages_held
             preempted.append(youngest)
+            before, freed = freed, count_freed(preempted)
+            num_free += freed - before
             youngest -= 1
         if growth > num_free:
             continue  # it keeps its pages and waits for an older one to finish

@@ -170,6 +170,11 @@ class Sequence:
         return self
 
     @property
+    def prompt_ids(self) -> IntArray:
+        """The prompt [prompt_len]."""
+        return self.token_ids[: self.prompt_len]
+
+    @property
     def answer_end(self) -> int:
         """Position after the last token that the answer may hold."""
         return self.prompt_len + self.stopping.max_tokens

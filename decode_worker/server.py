@@ -15,8 +15,7 @@ from effuse.protos.errors import Bug, InvalidRequest
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import peer, wire
-from effuse.worker.attempts import OpenAttempt
-from effuse.worker.failures import deadline_passed, to_error
+from effuse.worker.attempts import OpenAttempt, deadline_passed, to_error
 from effuse.worker.front import Role
 from effuse.worker.messages import (
     Committed,
@@ -217,6 +216,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
         drafts=request.drafts,
         num_logprobs=wire.num_logprobs(request),
         resume=wire.resume(request.resume, block_size) if request.HasField("resume") else None,
+        group=wire.group(request),
     )
 
 

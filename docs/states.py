@@ -10,7 +10,7 @@ from typing import Any
 
 from effuse.kvtransfer import handoff, pool
 from effuse.placement import lease
-from effuse.router import request
+from effuse.router import request_states
 
 INTRODUCTION = """\
 # States
@@ -36,10 +36,10 @@ class Machine:
 MACHINES = (
     Machine(
         "A request",
-        "In the router, `router/request.py`. An attempt begins at *starting*; *lost* ends it, and\n"
-        "another one may follow.",
-        request.State.QUEUED,
-        request.TRANSITIONS,
+        "In the router, `router/request_states.py`. An attempt begins at *starting*; *lost*\n"
+        "ends it, and another one may follow. Of several answers each has a state of its own.",
+        request_states.State.QUEUED,
+        request_states.TRANSITIONS,
     ),
     Machine(
         "A page",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from effuse.kernels.attention_batch import AttentionBatch, GatherPlan
-from effuse.kernels.pages_distinct import is_distinct, load_tokens, piece_elements
+from effuse.kernels.pages import is_distinct, load_tokens, piece_elements
 
 
 def block_attention(
@@ -31,7 +31,7 @@ def block_attention(
 
     q is [T, Hq, D], k and v are [T, Hkv, D] with Hq a multiple of Hkv; k_cache and v_cache are one
     layer's logical views [pages, page_size, Hkv, D] of any strides, or views of the distinct layout
-    (`pages_distinct`). Cached slots that no page table reaches are never read. ``lse`` [T, Hq]
+    (`pages`). Cached slots that no page table reaches are never read. ``lse`` [T, Hq]
     fp32, if given, receives each row's log-sum-exp of the scaled scores (natural log). On the CPU
     the rows of one diffusion block are computed alone over the keys they see, so a row's result is
     bitwise the same whatever other sequences, and whatever later blocks of its own sequence, share

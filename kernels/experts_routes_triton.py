@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The Triton kernels that choose experts, and sort what was chosen; `experts` is the way in.
 
-A pick is one of a row's K experts, numbered row * K + place. Picks are sorted by expert into tiles
-of as many places each as a program of the products takes rows. A tile has one expert, and the last
-one of an expert is filled up with -1. Every expert's program reads all picks, which are few: the
-order is always the same, and nothing is left over from the layer before.
+A pick is one of a row's K experts, numbered row * K + place. Sorted by expert, picks lie without
+gaps, and tiles go over them, of as many as a program of the products takes rows. A tile has one
+expert, and the last one of an expert may hold less. Each expert has a program for every few picks,
+of whoever they are: the order is always the same, and nothing is left over from the layer before.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from effuse.kernels.experts_routing import Routing
 
-# Picks that a program of sorting looks at together: few are not worth more threads, and many steps
-# after one another take longer than everything else here.
+# Picks that a program of sorting looks at: few are not worth more threads.
 FEW_PICKS, MANY_PICKS = 1024, 4096
+PARTS_TOGETHER = 8  # whose counts are added up at once
 
 
 def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -52,39 +52,46 @@ def launch_route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class SortedPicks:
-    """Picks by expert, in their own order within one. All int32."""
+    """Picks by expert, in their own order within one, and the tiles over them. All int32."""
 
-    places: Tensor  # [tiles, tile_rows]: picks, or -1
+    order: Tensor  # [picks]
+    ranks: Tensor  # [picks]: each pick's place in the order
+    ends: Tensor  # [E]: where each expert's picks end in it
     owners: Tensor  # [tiles]: each tile's expert, or -1
-    counts: Tensor  # [E]: picks of each expert
+    starts: Tensor  # [tiles]: where each tile with an expert begins in the order
 
 
 def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPicks:
-    """Sorts the picks of ``experts`` [T, K] into tiles; without gaps where a tile is one row."""
+    """Sorts the picks of ``experts`` [T, K], and lays tiles of so many rows over them."""
     num_picks, device = experts.numel(), experts.device
     num_tiles = most_tiles(num_picks, num_experts, tile_rows)
-    places = torch.empty((num_tiles, tile_rows), dtype=torch.int32, device=device)
-    owners = torch.empty(num_tiles, dtype=torch.int32, device=device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
-    step, num_warps = (FEW_PICKS, 4) if num_picks <= FEW_PICKS else (MANY_PICKS, 8)
-    _count_kernel[(num_experts,)](
-        experts, counts, num_picks, STEP=step, num_warps=num_warps, enable_fp_fusion=True
+    sizes = (num_picks, num_picks, num_experts, num_tiles, num_tiles)
+    found = SortedPicks(*(torch.empty(n, dtype=torch.int32, device=device) for n in sizes))
+    size, num_warps = (FEW_PICKS, 4) if num_picks <= FEW_PICKS else (MANY_PICKS, 8)
+    grid = (num_experts, triton.cdiv(num_picks, size))
+    counts = torch.empty(grid[::-1], dtype=torch.int32, device=device)
+    _count_kernel[grid](
+        experts, counts, num_picks, PART=size, num_warps=num_warps, enable_fp_fusion=True
     )
-    _sort_kernel[(num_experts,)](
+    _sort_kernel[grid](
         experts,
         counts,
-        places,
-        owners,
+        found.order,
+        found.ranks,
+        found.ends,
+        found.owners,
+        found.starts,
         num_picks,
         num_tiles,
         EXPERTS=num_experts,
         TILE=triton.next_power_of_2(num_experts),
         TILE_ROWS=tile_rows,
-        STEP=step,
+        PART=size,
+        TOGETHER=PARTS_TOGETHER,
         num_warps=num_warps,
         enable_fp_fusion=True,
     )
-    return SortedPicks(places, owners, counts)
+    return found
 
 
 def most_tiles(num_picks: int, num_experts: int, tile_rows: int) -> int:
@@ -163,45 +170,56 @@ def _within_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["num_picks"])
-def _count_kernel(experts, counts, num_picks, STEP: tl.constexpr):
-    expert = tl.program_id(0)
-    count = tl.zeros([STEP], tl.int32)
-    for begin in range(0, num_picks, STEP):
-        pick = begin + tl.arange(0, STEP)
-        owner = tl.load(experts + pick, mask=pick < num_picks, other=-1)
-        count += (owner == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(count, 0))
+def _count_kernel(experts, counts, num_picks, PART: tl.constexpr):
+    expert, part = tl.program_id(0), tl.program_id(1)
+    pick = part * PART + tl.arange(0, PART)
+    owner = tl.load(experts + pick, mask=pick < num_picks, other=-1)
+    count = tl.sum((owner == expert).to(tl.int32), 0)
+    tl.store(counts + part * tl.num_programs(0) + expert, count)
 
 
 @triton.jit(do_not_specialize=["num_picks", "num_tiles"])
 def _sort_kernel(
     experts,
     counts,
-    places,
+    order,
+    ranks,
+    ends,
     owners,
+    starts,
     num_picks,
     num_tiles,
     EXPERTS: tl.constexpr,
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    PART: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    expert = tl.program_id(0)
+    expert, part = tl.program_id(0), tl.program_id(1)
     other = tl.arange(0, TILE)
-    tiles = tl.load(counts + other, mask=other < EXPERTS, other=0)
-    tiles = (tiles + TILE_ROWS - 1) // TILE_ROWS
-    first = tl.sum(tl.where(other < expert, tiles, 0), 0)
-    after = first + tl.sum(tl.where(other == expert, tiles, 0), 0)
-    end = tl.where(expert == EXPERTS - 1, num_tiles, after)  # the last one marks what is left
-    for begin in range(first, end, STEP):
-        tile = begin + tl.arange(0, STEP)
-        tl.store(owners + tile, tl.where(tile < after, expert, -1), mask=tile < end)
-    rank = first * TILE_ROWS
-    for begin in range(0, num_picks, STEP):
-        pick = begin + tl.arange(0, STEP)
-        mine = tl.load(experts + pick, mask=pick < num_picks, other=-1) == expert
-        own = mine.to(tl.int32)
-        tl.store(places + rank + tl.cumsum(own, 0) - own, pick, mask=mine)
-        rank += tl.sum(own, 0)
-    rest = rank + tl.arange(0, TILE_ROWS)
-    tl.store(places + rest, tl.full([TILE_ROWS], -1, tl.int32), mask=rest < after * TILE_ROWS)
+    picks = tl.zeros([TILE], tl.int32)  # of each expert
+    earlier = tl.zeros([TILE], tl.int32)  # those in parts before this one
+    for begin in range(0, tl.num_programs(1), TOGETHER):
+        row = begin + tl.arange(0, TOGETHER)[:, None]
+        mask = (row < tl.num_programs(1)) & (other < EXPERTS)[None, :]
+        count = tl.load(counts + row * EXPERTS + other[None, :], mask=mask, other=0)
+        picks += tl.sum(count, 0)
+        earlier += tl.sum(tl.where(row < part, count, 0), 0)
+    first = tl.sum(tl.where(other < expert, picks, 0), 0)
+    if part == 0:
+        own = tl.sum(tl.where(other == expert, picks, 0), 0)
+        tl.store(ends + expert, first + own)
+        tiles = (picks + TILE_ROWS - 1) // TILE_ROWS
+        first_tile = tl.sum(tl.where(other < expert, tiles, 0), 0)
+        after = first_tile + (own + TILE_ROWS - 1) // TILE_ROWS
+        end = tl.where(expert == EXPERTS - 1, num_tiles, after)  # the last one marks what is left
+        for begin in range(first_tile, end, PART):
+            tile = begin + tl.arange(0, PART)
+            tl.store(owners + tile, tl.where(tile < after, expert, -1), mask=tile < end)
+            tl.store(starts + tile, first + (tile - first_tile) * TILE_ROWS, mask=tile < after)
+    pick = part * PART + tl.arange(0, PART)
+    mine = tl.load(experts + pick, mask=pick < num_picks, other=-1) == expert
+    rank = first + tl.sum(tl.where(other == expert, earlier, 0), 0) - 1
+    rank += tl.cumsum(mine.to(tl.int32), 0)
+    tl.store(order + rank, pick, mask=mine)
+    tl.store(ranks + pick, rank, mask=mine)

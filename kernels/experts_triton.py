@@ -2,8 +2,9 @@
 """The Triton kernels of the products of a mixture of experts; `experts` is the way in.
 
 They go over tiles of picks (`experts_routes_triton`), as many as any choice may need; programs of
-those that are left over end at once. Bytes: the weights of each chosen expert once, as its tiles
-run side by side and meet in the L2 cache; activations, and what experts give, once a pick.
+those that are left over end at once. Rows are read where they lie, and what is between the products
+lies in the picks' order. Bytes: the weights of each chosen expert once, as its tiles run side by
+side and meet in the L2 cache; activations, and what experts give, once a pick.
 """
 
 import math
@@ -13,14 +14,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from effuse.kernels.experts_routes_triton import launch_sort
-from effuse.kernels.rowwise import swiglu
+from effuse.kernels.experts_routes_triton import SortedPicks, launch_sort
 
 COLUMNS_PER_PROGRAM = 1024  # of adding up
 
 PICKS_THAT_GROUP = 56
-"""So many picks an expert on average, and torch's grouped products are faster (H200, bf16)."""
+"""So many picks an expert on average, and `grouped_mlp` is faster (H200, bf16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class ProductTile:
     depth: int
     num_warps: int
     num_stages: int
+    by_descriptor: bool = False  # whether the weights are copied by the tensor memory accelerator
+
+
+WIDE_TILE = ProductTile(128, 128, 64, num_warps=8, num_stages=4, by_descriptor=True)
+"""Of the first product where experts have many picks each (H200, bf16)."""
 
 
 def launch_mlp(
@@ -42,25 +48,29 @@ def launch_mlp(
         return torch.empty_like(x)
     if x.dtype == torch.bfloat16 and experts.numel() >= PICKS_THAT_GROUP * len(gate_up):
         return grouped_mlp(x, gate_up, down, experts, weights)
-    tile_rows = rows_of_tiles(experts.numel(), len(gate_up))
-    picks = launch_sort(experts, len(gate_up), tile_rows)
-    activated = launch_gate_up(x, gate_up, picks.places, picks.owners, experts.shape[1])
-    given = launch_down(activated, down, picks.places, picks.owners, experts.numel())
+    of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down)
+    picks = launch_sort(experts, len(gate_up), of_gate_up.rows)
+    activated = launch_gate_up(x, gate_up, picks, of_gate_up)
+    given = launch_down(activated, down, picks, of_down)
     return _launch_sum(given, None, weights)
 
 
 def grouped_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
 ) -> Tensor:
-    """The same by torch's grouped products, over a copy of each pick's row; at least one row."""
-    picks = launch_sort(experts, len(gate_up), 1)
-    order, ends = picks.places.flatten(), picks.counts.cumsum(0, dtype=torch.int32)
-    rows = x.index_select(0, order // experts.shape[1])
-    activated = swiglu(torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends))
-    given = torch._grouped_mm(activated, down.transpose(1, 2), offs=ends)
-    ranks = torch.empty_like(order)
-    ranks[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
-    return _launch_sum(given, ranks, weights)
+    """The same for many picks: wide tiles, then torch's grouped product; at least one row."""
+    is_half = x.dtype == torch.bfloat16
+    shape = WIDE_TILE if is_half else ProductTile(64, 32, 32, num_warps=4, num_stages=2)
+    picks = launch_sort(experts, len(gate_up), shape.rows)
+    activated = launch_gate_up(x, gate_up, picks, shape)
+    given = torch._grouped_mm(activated, down.transpose(1, 2), offs=picks.ends)
+    return _launch_sum(given, picks.ranks, weights)
+
+
+def tiles_of(num_picks: int, gate_up: Tensor, down: Tensor) -> tuple[ProductTile, ProductTile]:
+    """Of both products of so many picks, alike in their rows."""
+    inner = gate_up.shape[1] // 2
+    return _tile_of(num_picks, gate_up, inner, 64), _tile_of(num_picks, down, down.shape[1], 128)
 
 
 def rows_of_tiles(num_picks: int, num_experts: int) -> int:
@@ -72,32 +82,27 @@ def rows_of_tiles(num_picks: int, num_experts: int) -> int:
     return min(64, max(16, 1 << max(0, round(math.log2(average)))))
 
 
-def launch_gate_up(
-    x: Tensor,
-    gate_up: Tensor,
-    places: Tensor,
-    owners: Tensor,
-    picks_a_row: int,
-    shape: ProductTile | None = None,
-) -> Tensor:
-    """silu(gate) * up of the rows that tiles hold, [tiles * tile_rows, I]; gate_up [E, 2I, H]."""
-    inner = gate_up.shape[1] // 2
-    activated = torch.empty((places.numel(), inner), dtype=x.dtype, device=x.device)
-    shape = shape or _tile_shape(places.shape[1], x.dtype, inner, x.shape[1], 64)
-    _gate_up_kernel[(len(owners) * triton.cdiv(inner, shape.columns),)](
+def launch_gate_up(x: Tensor, gate_up: Tensor, picks: SortedPicks, shape: ProductTile) -> Tensor:
+    """silu(gate) * up of the picks in their order, [picks, I]; x [T, H], gate_up [E, 2I, H]."""
+    num_picks, inner, hidden = len(picks.order), gate_up.shape[1] // 2, x.shape[1]
+    activated = torch.empty((num_picks, inner), dtype=x.dtype, device=x.device)
+    _gate_up_kernel[(len(picks.owners) * triton.cdiv(inner, shape.columns),)](
         x,
-        gate_up,
+        _weights(gate_up, shape),
         activated,
-        places,
-        owners,
+        picks.order,
+        picks.ends,
+        picks.owners,
+        picks.starts,
         x.stride(0),
-        len(owners),
-        PICKS=picks_a_row,
+        len(picks.owners),
+        PICKS=num_picks // len(x),
         INNER=inner,
-        HIDDEN=x.shape[1],
+        HIDDEN=hidden,
         TILE_ROWS=shape.rows,
         TILE_COLUMNS=shape.columns,
         DEPTH=shape.depth,
+        BY_DESCRIPTOR=shape.by_descriptor,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         enable_fp_fusion=True,
@@ -105,25 +110,19 @@ def launch_gate_up(
     return activated
 
 
-def launch_down(
-    activated: Tensor,
-    down: Tensor,
-    places: Tensor,
-    owners: Tensor,
-    num_picks: int,
-    shape: ProductTile | None = None,
-) -> Tensor:
-    """What each pick gives, [picks, H]; activated [tiles * tile_rows, I], down [E, H, I]."""
+def launch_down(activated: Tensor, down: Tensor, picks: SortedPicks, shape: ProductTile) -> Tensor:
+    """What each pick gives, [picks, H] by their numbers; activated [picks, I], down [E, H, I]."""
     hidden, inner = down.shape[1:]
-    given = torch.empty((num_picks, hidden), dtype=activated.dtype, device=activated.device)
-    shape = shape or _tile_shape(places.shape[1], activated.dtype, hidden, inner, 128)
-    _down_kernel[(len(owners) * triton.cdiv(hidden, shape.columns),)](
+    given = torch.empty((len(activated), hidden), dtype=activated.dtype, device=activated.device)
+    _down_kernel[(len(picks.owners) * triton.cdiv(hidden, shape.columns),)](
         activated,
         down,
         given,
-        places,
-        owners,
-        len(owners),
+        picks.order,
+        picks.ends,
+        picks.owners,
+        picks.starts,
+        len(picks.owners),
         INNER=inner,
         HIDDEN=hidden,
         TILE_ROWS=shape.rows,
@@ -134,6 +133,14 @@ def launch_down(
         enable_fp_fusion=True,
     )
     return given
+
+
+def _weights(weights: Tensor, shape: ProductTile) -> Tensor | TensorDescriptor:
+    """[E, O, H] as a kernel of this tile takes them."""
+    if not shape.by_descriptor:
+        return weights
+    rows = weights.view(-1, weights.shape[-1])
+    return TensorDescriptor.from_tensor(rows, [shape.columns, shape.depth])
 
 
 def _launch_sum(given: Tensor, ranks: Tensor | None, weights: Tensor) -> Tensor:
@@ -156,15 +163,14 @@ def _launch_sum(given: Tensor, ranks: Tensor | None, weights: Tensor) -> Tensor:
     return out
 
 
-def _tile_shape(
-    rows: int, dtype: torch.dtype, columns: int, depth: int, widest: int
-) -> ProductTile:
-    """Of a product with `columns` columns and a sum over `depth`, at most `widest` columns wide.
+def _tile_of(num_picks: int, weights: Tensor, columns: int, widest: int) -> ProductTile:
+    """Of a product of so many picks with weights [E, O, H], at most `widest` of its columns wide.
 
     Two or three programs fit a processor, with some 100 KB of weights on their way to it.
     """
-    is_half = dtype != torch.float32
-    fits = max(16, triton.next_power_of_2(depth))
+    rows = rows_of_tiles(num_picks, len(weights))
+    is_half = weights.dtype != torch.float32
+    fits = max(16, triton.next_power_of_2(weights.shape[2]))
     return ProductTile(
         rows=rows,
         columns=min(widest if is_half else widest // 2, max(16, triton.next_power_of_2(columns))),
@@ -179,8 +185,10 @@ def _gate_up_kernel(
     x,
     gate_up,
     activated,
-    places,
+    order,
+    ends,
     owners,
+    starts,
     row_stride,
     num_tiles,
     PICKS: tl.constexpr,
@@ -189,29 +197,40 @@ def _gate_up_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
 ):
     tile = tl.program_id(0) % num_tiles
     expert = tl.load(owners + tile).to(tl.int64)
     if expert < 0:
         return
-    place = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    pick = tl.load(places + place)
-    row = (tl.maximum(pick, 0) // PICKS).to(tl.int64)  # places without a pick compute row 0
-    column = tl.program_id(0) // num_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    place = tl.load(starts + tile) + tl.arange(0, TILE_ROWS)
+    held = place < tl.load(ends + expert)
+    # Places that hold nothing compute row 0.
+    row = (tl.load(order + place, mask=held, other=0) // PICKS).to(tl.int64)
+    first = tl.program_id(0) // num_tiles * TILE_COLUMNS
+    column = first + tl.arange(0, TILE_COLUMNS)
     inside = column < INNER
     depth = tl.arange(0, DEPTH)
     source = x + row[:, None] * row_stride + depth[None, :]
-    gate_at = gate_up + expert * (2 * INNER * HIDDEN) + column[None, :] * HIDDEN + depth[:, None]
+    gate_row = expert * (2 * INNER)
+    if not BY_DESCRIPTOR:
+        gate_at = gate_up + (gate_row + column)[None, :] * HIDDEN + depth[:, None]
     gate = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     up = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for begin in range(0, HIDDEN, DEPTH):
-        if HIDDEN % DEPTH == 0 and INNER % TILE_COLUMNS == 0:
+        left = depth < HIDDEN - begin
+        if HIDDEN % DEPTH == 0:
             values = tl.load(source + begin)
+        else:
+            values = tl.load(source + begin, mask=left[None, :], other=0.0)
+        if BY_DESCRIPTOR:  # reads 0 past the end of the weights, and past a row's
+            gate_first = (gate_row + first).to(tl.int32)
+            gates = gate_up.load([gate_first, begin]).T
+            ups = gate_up.load([gate_first + INNER, begin]).T
+        elif HIDDEN % DEPTH == 0 and INNER % TILE_COLUMNS == 0:
             gates, ups = tl.load(gate_at + begin), tl.load(gate_at + INNER * HIDDEN + begin)
         else:
-            left = depth < HIDDEN - begin
             both = left[:, None] & inside[None, :]
-            values = tl.load(source + begin, mask=left[None, :], other=0.0)
             gates = tl.load(gate_at + begin, mask=both, other=0.0)
             ups = tl.load(gate_at + INNER * HIDDEN + begin, mask=both, other=0.0)
         gate = tl.dot(values, gates, gate, input_precision="ieee")
@@ -221,7 +240,7 @@ def _gate_up_kernel(
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
     target = activated + place.to(tl.int64)[:, None] * INNER + column[None, :]
-    tl.store(target, result.to(dtype), mask=inside[None, :])
+    tl.store(target, result.to(dtype), mask=held[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -229,8 +248,10 @@ def _down_kernel(
     activated,
     down,
     given,
-    places,
+    order,
+    ends,
     owners,
+    starts,
     num_tiles,
     INNER: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -242,12 +263,14 @@ def _down_kernel(
     expert = tl.load(owners + tile).to(tl.int64)
     if expert < 0:
         return
-    place = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    pick = tl.load(places + place)
+    end = tl.load(ends + expert)
+    place = tl.load(starts + tile) + tl.arange(0, TILE_ROWS)
+    held = place < end
     column = tl.program_id(0) // num_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = column < HIDDEN
     depth = tl.arange(0, DEPTH)
-    source = activated + place.to(tl.int64)[:, None] * INNER + depth[None, :]
+    at = tl.minimum(place, end - 1).to(tl.int64)  # places that hold nothing compute the last row
+    source = activated + at[:, None] * INNER + depth[None, :]
     weight = down + expert * (HIDDEN * INNER) + column[None, :] * INNER + depth[:, None]
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for begin in range(0, INNER, DEPTH):
@@ -259,8 +282,9 @@ def _down_kernel(
             both = left[:, None] & inside[None, :]
             weights = tl.load(weight + begin, mask=both, other=0.0)
         total = tl.dot(values, weights, total, input_precision="ieee")
-    target = given + pick.to(tl.int64)[:, None] * HIDDEN + column[None, :]
-    stored = (pick >= 0)[:, None] & inside[None, :]
+    pick = tl.load(order + place, mask=held, other=0).to(tl.int64)
+    target = given + pick[:, None] * HIDDEN + column[None, :]
+    stored = held[:, None] & inside[None, :]
     tl.store(target, total.to(given.dtype.element_ty), mask=stored)
 
 

@@ -1,22 +1,26 @@
-"""Moving K and V between packed rows and pages: store and load.
+"""Moving K and V between packed rows and pages, in either of two layouts: store and load.
 
-A page is addressed by its id in the pool's memory; who may use a page is not decided here.
+Unified pages are views [pages, page_size, Hkv, D] of any strides. In the distinct layout of
+D2F-vLLM K lies in pieces of 16 bytes, [pages, Hkv, D / x, page_size, x] with x elements a piece; V
+lies dimension by dimension, [pages, Hkv, D, page_size]. Five dimensions of K tell it from the
+unified one. A page is addressed by its id in the pool's memory; who may use it is not decided here.
 """
 
+import torch
 from torch import Tensor
 
-from effuse.kernels import pages_distinct
+PIECE_BYTES = 16
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write rows of k and v [T, Hkv, D] into one layer's views [pages, page_size, Hkv, D], or
-    into views of the distinct layout (`pages_distinct`).
+    into views of the distinct layout.
 
     ``slot_mapping`` [T] int64 holds ``page * page_size + offset``; -1 stores nothing. A slot must
     not occur twice.
     """
-    if pages_distinct.is_distinct(k_cache):
-        pages_distinct.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    if is_distinct(k_cache):
+        _store_distinct(k, v, k_cache, v_cache, slot_mapping)
         return
     if k.is_cuda:
         from effuse.kernels import pages_triton
@@ -46,11 +50,93 @@ def store_kv_ref(
 
 def load_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """K and V [N, Hkv, D] of ``slots`` [N] int64, all of them >= 0."""
-    if pages_distinct.is_distinct(k_cache):
-        return pages_distinct.load_kv(k_cache, v_cache, slots)
+    if is_distinct(k_cache):
+        return _load_distinct(k_cache, v_cache, slots)
     if k_cache.is_cuda:
         from effuse.kernels import pages_triton
 
         return pages_triton.launch_load(k_cache, v_cache, slots)
     page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
     return k_cache[page, offset], v_cache[page, offset]
+
+
+def is_distinct(k_cache: Tensor) -> bool:
+    """Whether one layer's K is a view of the distinct layout."""
+    return k_cache.dim() == 5
+
+
+def piece_elements(dtype: torch.dtype) -> int:
+    """Elements in a piece of K: the x of the layout."""
+    return PIECE_BYTES // dtype.itemsize
+
+
+def distinct_views(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of one layer over the memory of ``keys`` and ``values`` [pages, Hkv, page_size, D].
+
+    Both may be of any page and head stride, but a head's part of a page must be contiguous. Raises
+    ValueError where pieces do not divide D.
+    """
+    pages, heads, page_size, dim = keys.shape
+    x = piece_elements(keys.dtype)
+    if dim % x:
+        raise ValueError(
+            f"the distinct layout needs a head_dim that is a multiple of {x} for {keys.dtype}, "
+            f"got {dim}"
+        )
+    k_cache = keys.flatten(2).view(pages, heads, dim // x, page_size, x)
+    return k_cache, values.flatten(2).view(pages, heads, dim, page_size)
+
+
+def zero_distinct_tail(keys: Tensor, values: Tensor, num_tokens: int) -> None:
+    """Zero what lies behind the first ``num_tokens`` tokens of one or more pages' views."""
+    keys[..., num_tokens:, :].zero_()
+    values[..., num_tokens:].zero_()
+
+
+def _store_distinct(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    if k.is_cuda:
+        from effuse.kernels import pages_distinct_triton
+
+        pages_distinct_triton.launch_store(k, v, k_cache, v_cache, slot_mapping)
+        return
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored]
+    if slots.numel() == 0:
+        return
+    page_size = v_cache.shape[3]
+    page, offset = slots // page_size, slots % page_size
+    _, heads, pieces, _, x = k_cache.shape
+    k_cache[page, :, :, offset] = k[stored].view(-1, heads, pieces, x)
+    v_cache[page, :, :, offset] = v[stored]
+
+
+def store_distinct_ref(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """`store_kv` of the distinct layout, element by element, from the layout's definition."""
+    x, page_size = k_cache.shape[4], v_cache.shape[3]
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        page, offset = divmod(slot, page_size)
+        for d in range(k.shape[2]):
+            k_cache[page, :, d // x, offset, d % x] = k[row, :, d]
+            v_cache[page, :, d, offset] = v[row, :, d]
+
+
+def _load_distinct(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    if k_cache.is_cuda:
+        from effuse.kernels import pages_distinct_triton
+
+        return pages_distinct_triton.launch_load(k_cache, v_cache, slots)
+    page_size = v_cache.shape[3]
+    return load_tokens(k_cache, v_cache, slots // page_size, slots % page_size)
+
+
+def load_tokens(
+    k_cache: Tensor, v_cache: Tensor, page: Tensor, offset: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K and V [N, Hkv, D] of the tokens at ``offset`` [N] of ``page`` [N], by torch operators."""
+    return k_cache[page, :, :, offset].flatten(2), v_cache[page, :, :, offset]

@@ -1,6 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The Triton kernels that move K and V between rows and distinct pages; `pages_distinct` is the way
-in.
+"""The Triton kernels that move K and V between rows and distinct pages; `pages` is the way in.
 
 Bytes: each stored or loaded row of K and V is read once and written once. One program takes 32
 rows of a head, so that the tokens of a block lie side by side where V is written: by the row alone

@@ -8,8 +8,7 @@ head's first dimensions and leaves the rest as they are.
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages import store_kv
-from effuse.kernels.pages_distinct import is_distinct
+from effuse.kernels.pages import is_distinct, store_kv
 
 
 def make_cos_sin_cache(

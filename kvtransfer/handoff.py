@@ -1,11 +1,11 @@
-"""The two ends of a handoff as tables: events in, instructions out. No I/O, no clock of its own.
+"""The two ends of a handoff as tables, events in, instructions out; and which were aborted.
 
-receiver.py and sender.py carry the instructions out.
+No I/O, no clock of its own. receiver.py and sender.py carry the instructions out.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Generic, TypeAlias, TypeVar
@@ -189,3 +189,28 @@ class Machine(Generic[StateT, EventT, DoT]):
     def story(self) -> str:
         """The last steps, oldest first."""
         return ", ".join(self._story) or "nothing"
+
+
+class Tombstones:
+    """Aborted transfer ids, each kept for `keep_s` seconds, the `most` newest of them at most."""
+
+    def __init__(self, keep_s: float, most: int = 1 << 16) -> None:
+        self._keep_s = keep_s
+        self._most = most
+        self._since: OrderedDict[str, float] = OrderedDict()  # oldest first
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._since
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def add(self, transfer_id: str, now: float) -> None:
+        """Remembers an aborted transfer, and forgets those of long ago."""
+        self._since[transfer_id] = now
+        self._since.move_to_end(transfer_id)
+        while len(self._since) > self._most or self._oldest() < now - self._keep_s:
+            self._since.popitem(last=False)
+
+    def _oldest(self) -> float:
+        return next(iter(self._since.values()))

@@ -14,10 +14,18 @@ from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import Cause, ConnectorEvent, HandoffRefused, Pending, Route
 from effuse.kvtransfer.digest import digester_of
-from effuse.kvtransfer.exchange import Exchange
 from effuse.kvtransfer.layout import Fingerprint
 from effuse.kvtransfer.memory import PageMemory, bytes_of
-from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import (
+    Begin,
+    BoundaryState,
+    Pages,
+    ReceiverAddress,
+    Reservation,
+    ToReceiver,
+    ToSender,
+)
+from effuse.kvtransfer.thread import Exchange
 from effuse.kvtransfer.transport import (
     Chunk,
     Delivery,
@@ -28,7 +36,6 @@ from effuse.kvtransfer.transport import (
     Peer,
     Reply,
 )
-from effuse.kvtransfer.wire import Begin, Pages, ToReceiver, ToSender
 
 MOST_TURNS = 10_000
 

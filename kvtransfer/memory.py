@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages_distinct import distinct_views, zero_distinct_tail
+from effuse.kernels.pages import distinct_views, zero_distinct_tail
 from effuse.kvtransfer.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,7 +58,7 @@ class PageMemory:
 
     def layer_views(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer, as strided views of [pages, page_size, kv_heads, head_dim] or as
-        `kernels.pages_distinct` describes them."""
+        `kernels.pages` describes them."""
         if self.layout.kind == "distinct":
             return [distinct_views(layer[:, 0], layer[:, 1]) for layer in self.tensor.unbind(1)]
         return [
@@ -104,6 +104,10 @@ class PageMemory:
         for part in payload:
             for at in range(0, part.nbytes, size):
                 yield part[at : at + size]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies all of a page to another one; on a GPU in the order of what is launched."""
+        self.tensor[target].copy_(self.tensor[source])
 
     def zero_tail(self, page_id: int, num_used: int) -> None:
         """Zeroes the slots of a page from `num_used` on, so that its bytes are determined."""

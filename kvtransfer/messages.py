@@ -1,7 +1,10 @@
 """What two engines tell each other about a handoff, as checked values.
 
+A sender begins, sends pages and finishes. Over ZMQ the bytes of Pages follow it in frames and are
+answered; over NIXL they are written first, and Pages comes as the notification of that write.
+
 Schemas and caps only: a message that decodes is well-formed, not yet right. Who may say what,
-and when, is handoff.py; how it travels is the connectors'.
+and when, is handoff.py; how it travels is the transports'.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from msgspec import Meta, Struct
 MAX_PAGES = 1 << 16
 MAX_POOL_PAGES = 1 << 24
 MAX_PAGE_BYTES = 1 << 28
+MAX_CHUNK_PAGES = 1 << 12
 MAX_METADATA_BYTES = 1 << 20
 MAX_HIDDEN_BYTES = 1 << 18
 MAX_TAIL_TOKENS = 1 << 12
@@ -118,9 +122,75 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
         return self.attempt.transfer_id
 
 
+class Begin(Struct, frozen=True, tag=True):
+    """A sender names itself, the life it means, and its model."""
+
+    attempt: AttemptId
+    source: Name
+    destination: Name
+    fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
+    reply_to: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""  # NIXL agent metadata
+
+
+class Pages(Struct, frozen=True, tag=True):
+    """Groups [group, end_group) of layers of pages [first, first + n) of the reservation."""
+
+    attempt: AttemptId
+    source: Name
+    destination: Name
+    first: U32
+    pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
+    group: U32
+    end_group: U32
+
+
+class Finish(Struct, frozen=True, tag=True):
+    """All pages were sent; the manifest says what they are."""
+
+    manifest: Manifest
+
+
+class Placed(Struct, frozen=True, tag=True):
+    """A chunk that began with this page and group lies in the pool, or was refused."""
+
+    transfer_id: Name
+    first: U32
+    group: U32
+
+
+class Accepted(Struct, frozen=True, tag=True):
+    """The handoff is verified."""
+
+    transfer_id: Name
+
+
+class Rejected(Struct, frozen=True, tag=True):
+    """The transfer was refused."""
+
+    transfer_id: Name
+    cause: Name
+    message: Text
+
+
+ToReceiver = Begin | Pages | Finish
+ToSender = Placed | Accepted | Rejected
+
+
+def attempt_of(message: ToReceiver) -> AttemptId:
+    """The attempt that a sender's message is about."""
+    return message.manifest.attempt if isinstance(message, Finish) else message.attempt
+
+
+def source_of(message: ToReceiver) -> str:
+    """The incarnation that a sender's message comes from, by its own account."""
+    return message.manifest.source_incarnation if isinstance(message, Finish) else message.source
+
+
 _encoder = msgspec.msgpack.Encoder()
 _manifests = msgspec.msgpack.Decoder(Manifest)
 _reservations = msgspec.msgpack.Decoder(Reservation)
+_to_receiver = msgspec.msgpack.Decoder(ToReceiver)
+_to_sender = msgspec.msgpack.Decoder(ToSender)
 
 
 T = TypeVar("T")
@@ -162,6 +232,18 @@ def check_reservation(reservation: Reservation) -> Reservation:
     if end > 1 << 63:
         raise MalformedMessage(f"the pool would end at {end:#x}, beyond 63 bits")
     return checked
+
+
+def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
+    """What a sender says. Raises MalformedMessage."""
+    message: ToReceiver = _decode(_to_receiver, data, MAX_MANIFEST_BYTES)
+    return message
+
+
+def decode_to_sender(data: bytes | memoryview) -> ToSender:
+    """A receiver's answer. Raises MalformedMessage."""
+    message: ToSender = _decode(_to_sender, data, MAX_MANIFEST_BYTES)
+    return message
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: int) -> T:

@@ -21,7 +21,19 @@ import torch
 
 from effuse.kvtransfer.connector import UNKNOWN, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import MalformedMessage, ReceiverAddress, Reservation, encode
+from effuse.kvtransfer.messages import (
+    Begin,
+    MalformedMessage,
+    Pages,
+    ReceiverAddress,
+    Reservation,
+    ToReceiver,
+    ToSender,
+    decode_to_receiver,
+    decode_to_sender,
+    encode,
+    source_of,
+)
 from effuse.kvtransfer.nixl_agent import NixlAgent, Transfer, Units
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, attempt
 from effuse.kvtransfer.transport import (
@@ -36,15 +48,6 @@ from effuse.kvtransfer.transport import (
 )
 from effuse.kvtransfer.ucx_devices import confine
 from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
-from effuse.kvtransfer.wire import (
-    Begin,
-    Pages,
-    ToReceiver,
-    ToSender,
-    decode_to_receiver,
-    decode_to_sender,
-    source_of,
-)
 
 # On the host a write may be copied while it is posted: pieces let the other end digest meanwhile.
 HOST_CHUNK_BYTES = 8 << 20

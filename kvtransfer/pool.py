@@ -1,7 +1,8 @@
 """Which page is whose: states, generations and conservation of pages. No memory, no I/O.
 
 A page that a writer may still reach is never free: it is quarantined until the writer is fenced,
-that is, has finished, has acknowledged an abort, or is proven dead.
+that is, has finished, has acknowledged an abort, or is proven dead. One that several read is free
+once the last of them has let go.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from effuse.kvtransfer.messages import PageRef
-from effuse.kvtransfer.runs import FreeRuns
 
 
 class PageState(Enum):
@@ -20,7 +20,7 @@ class PageState(Enum):
     FREE = auto()
     RESERVED = auto()  # held; no writer has been told of it
     RECEIVING = auto()  # a remote writer may write at any time
-    COMMITTED = auto()  # read by its owner; no remote writer is left
+    COMMITTED = auto()  # read by who holds it; no remote writer is left
     QUARANTINED = auto()  # given up while a writer may still reach it
 
 
@@ -33,7 +33,9 @@ class PageEvent(Enum):
     COMMIT = auto()
     QUARANTINE = auto()
     FENCE = auto()  # the remote writer can write no more
-    RELEASE = auto()
+    SHARE = auto()  # with one more holder
+    LEAVE = auto()  # of one holder, where others are left
+    RELEASE = auto()  # by the last one
 
 
 TRANSITIONS: dict[tuple[PageState, PageEvent], PageState] = {
@@ -44,6 +46,8 @@ TRANSITIONS: dict[tuple[PageState, PageEvent], PageState] = {
     (PageState.RECEIVING, PageEvent.COMMIT): PageState.COMMITTED,
     (PageState.RECEIVING, PageEvent.QUARANTINE): PageState.QUARANTINED,
     (PageState.QUARANTINED, PageEvent.FENCE): PageState.FREE,
+    (PageState.COMMITTED, PageEvent.SHARE): PageState.COMMITTED,
+    (PageState.COMMITTED, PageEvent.LEAVE): PageState.COMMITTED,
     (PageState.COMMITTED, PageEvent.RELEASE): PageState.FREE,
 }
 
@@ -65,6 +69,7 @@ class PagePool:
         self.num_pages = num_pages
         self._states = [PageState.FREE] * num_pages
         self._generations = [0] * num_pages
+        self._more_holders: Counter[int] = Counter()  # beyond the first; only of shared pages
         self._free = FreeRuns(num_pages)
         self._counts = Counter({PageState.FREE: num_pages})
 
@@ -106,15 +111,33 @@ class PagePool:
         """Frees quarantined pages: their writer can write no more."""
         self._apply(pages, PageEvent.FENCE)
 
+    def share(self, pages: Sequence[PageRef]) -> None:
+        """These committed pages have one more holder, who only reads them and releases them too."""
+        self._apply(pages, PageEvent.SHARE)
+        self._more_holders.update(page.page_id for page in pages)
+
     def release(self, pages: Sequence[PageRef]) -> None:
-        """Frees pages that no remote writer knows of (reserved) or still writes (committed)."""
-        self._apply(pages, PageEvent.RELEASE)
+        """One holder lets go of pages that no remote writer knows of (reserved) or still writes
+        (committed); those that nobody else holds are free."""
+        shared = [page for page in pages if page.page_id in self._more_holders]
+        if not shared:
+            self._apply(pages, PageEvent.RELEASE)
+            return
+        self._apply(shared, PageEvent.LEAVE)
+        self._apply([page for page in pages if page not in shared], PageEvent.RELEASE)
+        self._more_holders -= Counter(page.page_id for page in shared)
+
+    def count_freed(self, holders: Iterable[Sequence[PageRef]]) -> int:
+        """How many committed pages are free once all these holders have let go of theirs."""
+        let_go = Counter(page.page_id for pages in holders for page in pages)
+        return sum(count > self._more_holders[page_id] for page_id, count in let_go.items())
 
     def audit(self, held: Iterable[PageRef] | None = None) -> None:
         """Checks that every page is in exactly one place; raises AuditError with what is wrong.
 
-        held: every page that somebody says is theirs; () when idle. Pages that are neither free nor
-        held are a leak. None checks only the pool's own books.
+        held: every page that somebody says is theirs, a shared one as often as it has holders; ()
+        when idle. Pages that are neither free nor held are a leak. None checks the pool's own
+        books alone.
         """
         free = [i for i, state in enumerate(self._states) if state is PageState.FREE]
         if free != self._free.ids():
@@ -123,13 +146,16 @@ class PagePool:
             raise AuditError(
                 f"counts {dict(self._counts)} differ from states {Counter(self._states)}"
             )
+        strange = [i for i in self._more_holders if self._states[i] is not PageState.COMMITTED]
+        if strange:
+            raise AuditError(f"pages shared that nobody may read: {strange}")
         if held is not None:
             self._audit_holders(list(held))
 
     def _audit_holders(self, held: list[PageRef]) -> None:
         ids = Counter(page.page_id for page in held)
-        twice = sorted(i for i, n in ids.items() if n > 1)
-        if twice:
+        more = ids - Counter(ids.keys())
+        if twice := sorted(more - self._more_holders):
             raise AuditError(f"pages held twice: {twice}")
         stale = sorted(p.page_id for p in held if self._generations[p.page_id] != p.generation)
         if stale:
@@ -141,6 +167,8 @@ class PagePool:
         freed = sorted(i for i in ids if self._states[i] is PageState.FREE)
         if freed:
             raise AuditError(f"pages held although free: {freed}")
+        if fewer := sorted(self._more_holders - more):
+            raise AuditError(f"pages held by fewer than share them: {fewer}")
 
     def _enter(self, count: int, event: PageEvent) -> tuple[PageRef, ...] | None:
         if count < 0:
@@ -179,3 +207,63 @@ class PagePool:
                 f"page {page.page_id} is at generation {current}, "
                 f"the reference is of {page.generation}"
             )
+
+
+class FreeRuns:
+    """A set of page ids kept as maximal runs; taking prefers the tightest run that fits."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._length_at: dict[int, int] = {0: num_pages} if num_pages else {}
+        self._start_of: dict[int, int] = {num_pages: 0} if num_pages else {}
+        self._count = num_pages
+
+    def __len__(self) -> int:
+        return self._count
+
+    def ids(self) -> list[int]:
+        """Every free id, ascending."""
+        return [
+            i
+            for start in sorted(self._length_at)
+            for i in range(start, start + self._length_at[start])
+        ]
+
+    def take(self, count: int) -> list[int]:
+        """Removes `count` ids: from the smallest run that fits, else from the longest ones."""
+        assert 0 <= count <= self._count, (count, self._count)
+        taken: list[int] = []
+        while len(taken) < count:
+            taken += self._take_from(self._best(count - len(taken)), count - len(taken))
+        return taken
+
+    def give(self, page_id: int) -> None:
+        """Returns one id, joining it with its neighbours."""
+        start, end = page_id, page_id + 1
+        if page_id in self._start_of:
+            start = self._start_of.pop(page_id)
+            del self._length_at[start]
+        if end in self._length_at:
+            length = self._length_at.pop(end)
+            del self._start_of[end + length]
+            end += length
+        self._put(start, end)
+        self._count += 1
+
+    def _best(self, count: int) -> int:
+        fitting = [(length, start) for start, length in self._length_at.items() if length >= count]
+        if fitting:
+            return min(fitting)[1]
+        return min((-length, start) for start, length in self._length_at.items())[1]
+
+    def _take_from(self, start: int, count: int) -> list[int]:
+        length = self._length_at.pop(start)
+        del self._start_of[start + length]
+        taken = min(count, length)
+        if taken < length:
+            self._put(start + taken, start + length)
+        self._count -= taken
+        return list(range(start, start + taken))
+
+    def _put(self, start: int, end: int) -> None:
+        self._length_at[start] = end - start
+        self._start_of[end] = start

@@ -19,19 +19,20 @@ from effuse.kvtransfer.connector import (
     cause_of,
 )
 from effuse.kvtransfer.digest import Digester, pieces_in_group
-from effuse.kvtransfer.messages import BoundaryState, Reservation
-from effuse.kvtransfer.push import Batch, Origin, Push, check_push
-from effuse.kvtransfer.transport import Chunk, Delivery, Peer, Transport
-from effuse.kvtransfer.wire import (
+from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
     Accepted,
     Begin,
+    BoundaryState,
     Finish,
     Pages,
     Placed,
     Rejected,
+    Reservation,
     ToSender,
 )
+from effuse.kvtransfer.push import Batch, Origin, Push, check_push
+from effuse.kvtransfer.transport import Chunk, Delivery, Peer, Transport
 
 LEAST_BYTES = 4 << 20  # of groups of layers that leave before the others
 

@@ -32,23 +32,21 @@ from effuse.kvtransfer.digest import (
 )
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, mismatch
 from effuse.kvtransfer.messages import (
+    Accepted,
     AttemptId,
+    Begin,
     Field,
+    Finish,
     Manifest,
     PageRef,
-    ReceiverAddress,
-    Reservation,
-)
-from effuse.kvtransfer.transport import FromWriter, Reply, Transport
-from effuse.kvtransfer.wire import (
-    Accepted,
-    Begin,
-    Finish,
     Pages,
     Placed,
+    ReceiverAddress,
     Rejected,
+    Reservation,
     attempt_of,
 )
+from effuse.kvtransfer.transport import FromWriter, Reply, Transport
 
 
 @dataclass(frozen=True, slots=True)

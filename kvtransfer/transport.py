@@ -12,8 +12,15 @@ from enum import Enum, auto
 from typing import Protocol
 
 from effuse.kvtransfer.connector import HandoffRefused, Route
-from effuse.kvtransfer.messages import PageRef, ReceiverAddress, Reservation
-from effuse.kvtransfer.wire import Begin, Pages, ToReceiver, ToSender
+from effuse.kvtransfer.messages import (
+    Begin,
+    PageRef,
+    Pages,
+    ReceiverAddress,
+    Reservation,
+    ToReceiver,
+    ToSender,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,16 @@ from effuse.kvtransfer.connector import Cause, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
+    Begin,
     MalformedMessage,
+    Pages,
+    Placed,
     ReceiverAddress,
     Reservation,
+    ToReceiver,
+    ToSender,
+    decode_to_receiver,
+    decode_to_sender,
     encode,
 )
 from effuse.kvtransfer.staging import Fetched, Staging
@@ -35,18 +42,7 @@ from effuse.kvtransfer.transport import (
     Peer,
     Reply,
 )
-from effuse.kvtransfer.wire import (
-    Begin,
-    Pages,
-    Placed,
-    ToReceiver,
-    ToSender,
-    decode_to_receiver,
-    decode_to_sender,
-)
-from effuse.kvtransfer.zmq_curve import CurveKeys
-from effuse.kvtransfer.zmq_listener import Received, ZmqListener
-from effuse.kvtransfer.zmq_peer import ZmqPeer
+from effuse.kvtransfer.zmq_sockets import CurveKeys, Received, ZmqListener, ZmqPeer
 
 CHUNK_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20

@@ -185,8 +185,8 @@ def _sampling(parts: Sequence[Part]) -> tuple[Integers, Floats]:
 
 def _integers(part: Part) -> tuple[int, int, int, int]:
     """Its integers, one for each candidate; the seed as the int64 of the same bits."""
-    seed = part.sampling.seed
-    return part.sampling.top_k, seed - (seed >> 63 << 64), part.answer_index, part.score
+    sampling, seed = part.sampling, part.sampling.seed
+    return sampling.top_k, seed - (seed >> 63 << 64), sampling.answer_index, part.score
 
 
 def _check_counts(part: Part) -> None:

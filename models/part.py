@@ -1,10 +1,10 @@
-"""What the model runner takes and gives for one sequence in one forward. Data, no behaviour."""
+"""What the model runner takes and gives for one sequence in one forward, and how it is called."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,6 @@ class Part:
     keep_boundary: bool = False  # return the hidden row of position start + num_stored - 1
     sampling: Sampling = GREEDY
     score: ScoreCode = ScoreCode.CONFIDENCE
-    answer_index: int = 0  # tells answers apart that have a seed in common
     draw: LladaDraw | None = None  # how LLaDA draws; takes the place of sampling and score
     num_behind: int = 0  # tokens behind the rows that are cached right after those before them
     unstored: range = range(0)  # rows that are passed over in storing
@@ -78,3 +77,11 @@ class PartResult:
     scores: list[float]
     boundary: Tensor | None
     logprobs: HostLogprobs | None = None  # where they were asked for
+
+
+class Forward(Protocol):
+    """The part of the model runner that every engine uses."""
+
+    def run(self, parts: Sequence[Part]) -> list[PartResult]:
+        """One forward; results in the order of the parts."""
+        ...

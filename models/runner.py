@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
+from effuse.kernels.marks import LayerMarks
 from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
 from effuse.kernels.sampling_edits import LogitEdits, edit_logits
 from effuse.kernels.sampling_llada import sample_llada
 from effuse.kernels.sampling_logprobs import token_logprobs
 from effuse.models.config import ModelConfig
-from effuse.models.layer_marks import LayerMarks
 from effuse.models.packing import (
     PackedParts,
     join_aligned,

@@ -10,16 +10,17 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
+
+import msgspec
 
 from effuse.client.answer import Answer, Logprob, Stats
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
-from effuse.decode_worker.config import DecodeConfig
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
 from effuse.protos.errors import NotFound
@@ -28,8 +29,8 @@ from effuse.router.prompt import encode_prompt
 from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
-from effuse.worker.config import Device, Dtype
-from effuse.worker.failures import to_error
+from effuse.worker.attempts import to_error
+from effuse.worker.config import DecodeConfig, Device, Dtype
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
 Progress = Callable[[int, int], None]
@@ -83,7 +84,8 @@ class LLM:
         *,
         progress: Progress | None = None,
     ) -> list[Answer]:
-        """The answers in the order of the prompts; one prompt gives a list of one.
+        """The answers in the order of the prompts; one prompt gives a list of one. Where `n` asks
+        for several, the first one has the others.
 
         params: of all prompts, or one for each. Raises EffuseError for the first request that is
         wrong or fails; nothing is computed then, or goes on. Raises ValueError where there are not
@@ -94,13 +96,14 @@ class LLM:
         if len(each) != len(listed):
             raise ValueError(f"expected params for {len(listed)} prompts, got {len(each)}")
         batch = [self._check(*pair) for pair in zip(listed, each, strict=True)]
-        waiting, running = list(reversed(batch)), dict[str, _Running]()
+        whole = [one for answers in batch for one in answers]
+        waiting, running = list(reversed(whole)), dict[str, _Running]()
         num_done = 0
         try:
             while waiting or running:
                 while waiting and len(running) < self._most:
                     one = waiting.pop()
-                    running[one.start.attempt.request_id] = one
+                    running[one.start.attempt.transfer_id] = one
                     one.begin()
                     self._core.handle(one.start)
                 self._step()
@@ -108,11 +111,11 @@ class LLM:
                     if self._take(event, running):
                         num_done += 1
                         if progress is not None:
-                            progress(num_done, len(batch))
+                            progress(num_done, len(whole))
         except BaseException:
             self._abort(running.values())
             raise
-        return [one.answer(self.model.name) for one in batch]
+        return [_with_others([one.answer(self.model.name) for one in answers]) for answers in batch]
 
     def close(self) -> None:
         """Ends the tokenizer's threads and the engine; memory is freed with the object."""
@@ -125,7 +128,8 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _check(self, prompt: Prompt, params: Params) -> _Running:
+    def _check(self, prompt: Prompt, params: Params) -> list[_Running]:
+        """Its answers, each a request of the engine's."""
         request = make_request(prompt, params)
         if request.HasField("model") and request.model != self.model.name:
             raise NotFound(f"model {request.model!r} is not the one here, {self.model.name!r}")
@@ -140,22 +144,16 @@ class LLM:
         ids = tuple(asyncio.run(encode_prompt(asked, self._tokenizer)))
         self._num_asked += 1
         name = f"offline-{self._num_asked}"
-        start = StartDecode(
-            attempt=AttemptId(request_id=name, attempt=1, transfer_id=name),
-            prompt_token_ids=ids,
-            stopping=Stopping(
-                max_tokens=fit(len(ids), asked),
-                stop_token_ids=frozenset(asked.stop_token_ids),
-                min_tokens=asked.min_tokens,
-            ),
-            sampling=asked.sampling,
-            settings=asked.settings,
-            num_logprobs=asked.num_logprobs,
-            writer=None,
-        )
-        text = AnswerText(self._tokenizer, asked.stops, asked.min_tokens)
         prompt_text = asyncio.run(self._tokenizer.text_of(ids)) if asked.wants_echo else ""
-        return _Running(asked, start, text, prompt_text)
+        return [
+            _Running(
+                asked,
+                _start_of(asked, ids, name, index),
+                AnswerText(self._tokenizer, asked.stops, asked.min_tokens),
+                prompt_text,
+            )
+            for index in range(asked.num_answers)
+        ]
 
     def _step(self) -> None:
         while not self._core.step() and self._core.is_working():
@@ -164,17 +162,17 @@ class LLM:
     def _take(self, event: CoreEvent, running: dict[str, _Running]) -> bool:
         """Takes in what the engine said; True where an answer is complete by it."""
         match event:
-            case Failed(attempt=attempt) if attempt.request_id in running:
+            case Failed(attempt=attempt) if attempt.transfer_id in running:
                 raise to_error(event)
             case Committed(attempt=attempt):
-                one = running.get(attempt.request_id)
+                one = running.get(attempt.transfer_id)
                 if one is None or not one.take(event):
                     return False
                 self._core.handle(Abort(attempt=attempt, reason="a stop string came"))
-                del running[attempt.request_id]
+                del running[attempt.transfer_id]
                 return True
             case Finished(attempt=attempt):
-                one = running.pop(attempt.request_id, None)
+                one = running.pop(attempt.transfer_id, None)
                 if one is not None:
                     one.finish(event)
                 return one is not None
@@ -236,15 +234,17 @@ class _Running:
         """All of it, once it has ended."""
         is_length = self.is_length and not self.text.is_stopped
         tokens, forwards = self.text.num_tokens, self.forward_passes
+        index = self.start.sampling.answer_index
         return Answer(
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids[:tokens]),
             logprobs=tuple(self.logprobs[:tokens]),
-            prompt=self.prompt if self.asked.wants_echo else None,
+            prompt=self.prompt if self.asked.wants_echo and not index else None,
             commits=tuple(self.commits),
             finish_reason="length" if is_length else "stop",
             usage=pb.Usage(
-                prompt_tokens=len(self.start.prompt_token_ids), completion_tokens=tokens
+                prompt_tokens=0 if index else len(self.start.prompt_token_ids),
+                completion_tokens=tokens,
             ),
             stats=Stats(
                 first_block_s=self.first_block_s,
@@ -262,6 +262,28 @@ class _Running:
 
     def _end(self) -> None:
         self.total_s = time.monotonic() - self.began
+
+
+def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> StartDecode:
+    """One of the answers to a prompt, whose KV they share."""
+    return StartDecode(
+        attempt=AttemptId(request_id=name, attempt=index + 1, transfer_id=f"{name}/{index}"),
+        prompt_token_ids=ids,
+        stopping=Stopping(
+            max_tokens=fit(len(ids), asked),
+            stop_token_ids=frozenset(asked.stop_token_ids),
+            min_tokens=asked.min_tokens,
+        ),
+        sampling=msgspec.structs.replace(asked.sampling, answer_index=index),
+        settings=asked.settings,
+        num_logprobs=asked.num_logprobs,
+        writer=None,
+        group=name if asked.num_answers > 1 else "",
+    )
+
+
+def _with_others(answers: Sequence[Answer]) -> Answer:
+    return replace(answers[0], others=tuple(answers[1:]))
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

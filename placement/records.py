@@ -55,6 +55,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     step_requests: U63 = 0  # requests in them, added up
     step_tokens: U63 = 0  # rows of them, added up
     preemptions: U63 = 0
+    prompts_shared: U63 = 0  # whose KV another attempt had
     kv_bytes: U63 = 0  # KV bytes pushed or received
 
     def pages_by_state(self) -> dict[str, int]:

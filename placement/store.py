@@ -2,25 +2,29 @@
 leases, and one of the placements, whose failures never keep a lease from being renewed.
 
 Raises `StoreUnavailable` where there is no answer in time. Never retries: its callers are loops
-that come again. What the answers mean for a lease or a view is decided elsewhere.
+that come again. What the answers mean for a lease or a view is decided elsewhere. User, password
+and whom to trust stand in no address, which command lines and logs show; a file is read anew for
+each connection, so that a password changes without a restart.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Literal, Self, cast
+from pathlib import Path
+from typing import Any, Final, Literal, Self, cast
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
+from redis.credentials import CredentialProvider
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from effuse.placement.keys import Keys
 from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
-from effuse.placement.redis_access import RedisAccess
 
 Announcement = Literal["held", "superseded"]
 Placing = Literal["placed", "stale", "duplicate"]
@@ -34,6 +38,42 @@ MOST_ANSWER_BYTES = 64 << 20
 _MOST_LOOKUPS = 4  # at once; clients cause them, and must never take the last connection
 MOST_CONNECTIONS = _MOST_LOOKUPS + 4
 """Of one process to Redis: lookups, the view of the fleet, placements, refusals, other routers."""
+CREDENTIALS_VARIABLE: Final = "EFFUSE_REDIS_CREDENTIALS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAccess:
+    """How one process reaches Redis. `credentials`: a file with `user:password`, or a password
+    alone, which is the default user's; where absent the environment's EFFUSE_REDIS_CREDENTIALS says
+    the same. `ca`: PEM certificates that sign that of a `rediss://` server; the system's where
+    absent."""
+
+    credentials: Path | None = None
+    ca: Path | None = None
+
+    def arguments(self, url: str) -> dict[str, Any]:
+        """For `from_url` of redis's clients, of both kinds."""
+        found: dict[str, Any] = {}
+        if self.credentials is not None or os.environ.get(CREDENTIALS_VARIABLE):
+            found["credential_provider"] = _Credentials(self.credentials)
+        if self.ca is not None and url.startswith("rediss://"):
+            found["ssl_ca_certs"] = str(self.ca)
+        return found
+
+
+class _Credentials(CredentialProvider):
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Raises OSError, which counts as no answer of Redis's."""
+        given = os.environ[CREDENTIALS_VARIABLE] if self._path is None else self._path.read_text()
+        user, colon, password = given.strip().partition(":")
+        return (user, password) if colon else (user,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same: a file this small is read at once. redis-py's own warns at each connection."""
+        return self.get_credentials()
 
 
 class StoreUnavailable(Exception):

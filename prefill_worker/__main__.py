@@ -3,9 +3,9 @@
 import sys
 
 from effuse.config import flags
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.server import make_role
 from effuse.worker import front
+from effuse.worker.config import PrefillConfig
 
 
 def main() -> int:

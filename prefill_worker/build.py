@@ -6,13 +6,13 @@ Only wires parts to each other.
 import time
 
 from effuse.kvtransfer.sender import HandoffSender
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor, mark_of
-from effuse.prefill_worker.scheduler import PrefillLimits
+from effuse.prefill_worker.prompts import PrefillLimits
 from effuse.worker.assembly import Assembly, assemble
+from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import Engine, main
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 
 def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -> Engine:

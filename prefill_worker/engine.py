@@ -1,6 +1,6 @@
 """The prefill engine: prompt in, KV pages out. One `step` launches one forward.
 
-Owns the loop and the messages; what takes part is scheduler.py, forwards are executor.py's, and how
+Owns the loop and the messages; what takes part is prompts.py's, forwards are executor.py's, and how
 pages leave is kvtransfer's sender. Never computes logits. Single-threaded.
 """
 
@@ -9,21 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from effuse.kvtransfer.connector import Pushed, PushFailed
+from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.layout import Fingerprint, mismatch
 from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.sender import Ended, HandoffSender
-from effuse.kvtransfer.tombstones import Tombstones
 from effuse.models.config import ModelConfig
 from effuse.placement.records import Load
-from effuse.prefill_worker import scheduler
-from effuse.prefill_worker.events import prefill_done, prompt_pushed, push_failed
+from effuse.prefill_worker import prompts
 from effuse.prefill_worker.executor import PromptChunk, PromptExecutor
-from effuse.prefill_worker.prompt import Prompt
+from effuse.prefill_worker.prompts import (
+    PrefillLimits,
+    Prompt,
+    PromptRefused,
+    prefill_done,
+    prompt_pushed,
+    push_failed,
+)
 from effuse.prefill_worker.rehearsal_sender import RehearsalSender
-from effuse.prefill_worker.scheduler import PrefillLimits, PromptRefused
 from effuse.worker import messages
-from effuse.worker.engine_core import KEEP_ABORTED_S, ForwardFailed, Outbox
+from effuse.worker.engine_process import KEEP_ABORTED_S, ForwardFailed, Outbox
 from effuse.worker.messages import CoreEvent, FailureCode, StartPrefill, ToEngine
 
 
@@ -131,9 +136,7 @@ class PrefillEngine:
     def _enqueue(self, message: StartPrefill) -> None:
         prompt = self._make_prompt(message)
         try:
-            scheduler.check_prompt(
-                prompt.token_ids, prompt.num_paged, prompt.can_split, self._limits
-            )
+            prompts.check_prompt(prompt.token_ids, prompt.num_paged, prompt.can_split, self._limits)
         except PromptRefused as error:
             self._outbox.failed(message.attempt, "INVALID_ARGUMENT", str(error))
             return
@@ -203,9 +206,10 @@ class PrefillEngine:
         reports = self._sender.poll()
         has_applied = self._apply_ended()  # what was pushed was computed: that is said first
         for report in reports:
-            if self._rehearsals.take_report(report):
+            prompt = self._prompts.get(report.transfer_id)
+            if prompt is None:
+                self._rehearsals.take_report(report)
                 continue
-            prompt = self._prompts[report.transfer_id]
             match report:
                 case Ended():
                     self._end(prompt)
@@ -221,7 +225,7 @@ class PrefillEngine:
 
     def _admit(self) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
-        count = scheduler.admit(
+        count = prompts.admit(
             (self._limits.pages_for(prompt.num_paged) for prompt in self._waiting),
             num_computing=len(self._computing),
             num_free=self._pool.num_free,
@@ -240,8 +244,8 @@ class PrefillEngine:
         return count > 0
 
     def _schedule(self) -> list[PromptChunk]:
-        """Asks the scheduler who takes part, with how many tokens."""
-        sizes = scheduler.schedule(
+        """Chooses who takes part, with how many tokens."""
+        sizes = prompts.schedule(
             [(prompt.num_left, prompt.can_split) for prompt in self._computing],
             budget=self._limits.max_num_batched_tokens,
             block_size=self._limits.block_size,

@@ -19,9 +19,9 @@ from effuse.kvtransfer.connector import Pending
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState
 from effuse.kvtransfer.sender import HandoffSender
-from effuse.models.part import Part
-from effuse.prefill_worker.prompt import Prompt
-from effuse.worker.engine_core import Forward, ForwardGuard
+from effuse.models.part import Forward, Part
+from effuse.prefill_worker.prompts import Prompt
+from effuse.worker.engine_process import ForwardGuard
 
 IsOver = Callable[[], bool]
 Mark = Callable[[], IsOver]  # marks all that was queued so far; the result asks for just that

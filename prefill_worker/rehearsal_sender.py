@@ -11,8 +11,8 @@ from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import Ended, HandoffSender, SendReport
-from effuse.prefill_worker.events import prompt_pushed, push_failed
-from effuse.worker.engine_core import Outbox
+from effuse.prefill_worker.prompts import prompt_pushed, push_failed
+from effuse.worker.engine_process import Outbox
 
 _NOTHING = BoundaryState(prompt_len=0, prompt_digest=prompt_digest(()), tail_token_ids=())
 
@@ -49,12 +49,9 @@ class RehearsalSender:
         self._sender.pages_ready(attempt.transfer_id, [page.page_id for page in pages])
         self._sender.computed(attempt.transfer_id, lambda: _NOTHING)
 
-    def take_report(self, report: SendReport) -> bool:
-        """Takes in what became of a push; False where it is not of a rehearsal."""
-        held = self._held.get(report.transfer_id)
-        if held is None:
-            return False
-        attempt, pages = held
+    def take_report(self, report: SendReport) -> None:
+        """Takes in what became of a rehearsal's push."""
+        attempt, pages = self._held[report.transfer_id]
         match report:
             case Pushed():
                 self._outbox.say(prompt_pushed(attempt, report))
@@ -66,7 +63,6 @@ class RehearsalSender:
                 if report.transfer_id in self._aborting:
                     self._aborting.discard(report.transfer_id)
                     self._outbox.abort_done(attempt, was_running=True)
-        return True
 
     def abort(self, transfer_id: str) -> bool:
         """Ends a rehearsal, to be answered with AbortDone; False where it is none."""

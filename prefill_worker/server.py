@@ -12,14 +12,13 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.rehearsals import Rehearsals
 from effuse.protos.errors import Bug, EffuseError, InvalidRequest, Unreserved
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
-from effuse.worker.attempts import OpenAttempt
-from effuse.worker.failures import deadline_passed, to_error
+from effuse.worker.attempts import OpenAttempt, deadline_passed, to_error
+from effuse.worker.config import PrefillConfig
 from effuse.worker.front import Role
 from effuse.worker.messages import (
     CoreEvent,

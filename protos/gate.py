@@ -1,24 +1,36 @@
-"""Who may call a server: each call shows what it has, and is let in or told UNAUTHENTICATED alone.
+"""Who may call a server: each call shows what it has, and is let in or told UNAUTHENTICATED alone;
+and the secret that the processes of a fleet share, of which they show each other digests.
 
-Health is open, and so is the proof of belonging, which gives nothing away. Not here: what callers
-show (`fleet_secret.py`), certificates (`tls.py`).
+A call carries a digest of the secret and of the address that it goes to: who listens there learns
+nothing that opens another door. Before anything else is sent, who is called proves by a digest of a
+fresh nonce and of its own address that it knows the secret, so that a stranger cannot pass the
+question on to one who does. Against who reads or changes what is on the wire only TLS helps.
+
+Health is open, and so is that proof, which gives nothing away. Not here: calls (`channels.py`),
+certificates (`tls.py`).
 """
 
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Final, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
 
 from effuse.protos.errors import DETAILS_KEY, InvalidRequest, Unauthenticated, to_status
-from effuse.protos.fleet_secret import LEAST_BYTES, TOKEN_KEY, FleetSecret
 from effuse.v1 import proof_pb2 as pb
 from effuse.v1 import proof_pb2_grpc as pb_grpc
 
+TOKEN_KEY: Final = "effuse-fleet-token"
+"""Metadata under which a call carries its digest."""
+LEAST_BYTES: Final = 16
+MOST_BYTES: Final = 4096
+NONCE_BYTES: Final = 32
 OPEN_SERVICES: Final = ("/grpc.health.v1.Health/", "/effuse.v1.ProofService/")
 TOLD: Final = "this call needs credentials that are known here"
 """All that a refused caller hears, whatever is wrong."""
@@ -32,6 +44,42 @@ _ProveContext: TypeAlias = "grpc.aio.ServicerContext[pb.ProveRequest, pb.ProveRe
 
 CALLER: Final[ContextVar[str]] = ContextVar("caller", default="")
 """Whose call it is that is being answered; empty where nobody asks."""
+
+
+class FleetSecret:
+    """The secret, which nothing prints."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Raises OSError for one that is short, or a file of something else."""
+        if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
+            raise OSError(
+                f"--fleet-secret: expected {LEAST_BYTES} to {MOST_BYTES} bytes, got {len(secret)}"
+            )
+        self._secret = secret
+
+    @classmethod
+    def read(cls, path: Path) -> FleetSecret:
+        """The content of a file, less white space around it. Raises OSError."""
+        return cls(path.read_bytes().strip())
+
+    @staticmethod
+    def make(path: Path) -> None:
+        """Writes a new one into a file that its owner alone may read."""
+        path.touch(0o600, exist_ok=False)
+        path.write_text(secrets.token_hex(32))
+
+    def token(self, address: str) -> str:
+        """What a call to the process announced as `address` ("host:port") carries."""
+        return self.derive("call", address.encode()).hex()
+
+    def proof(self, address: str, nonce: bytes) -> bytes:
+        """What the process announced as `address` answers to a nonce."""
+        return self.derive("proof", nonce, address.encode())
+
+    def derive(self, purpose: str, *parts: bytes) -> bytes:
+        """32 bytes that follow from the secret, for one purpose; nobody else can tell them."""
+        told = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
+        return hmac.digest(self._secret, told, "sha256")
 
 
 class Doorkeeper(Protocol):

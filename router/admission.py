@@ -3,8 +3,8 @@
 As many requests run at once as live decode workers have seats, within a limit. What is beyond that
 waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
 them; first come, first served, but for what a request's class adds to its waiting, and tenants by
-turns (`fair_queue.py`). A waiting request is bounded by its own deadline, and refused where that
-cannot be met (`shedding.py`). Not here: where a request goes (`policy.py`).
+turns (`FairQueue`). A waiting request is bounded by its own deadline, and refused where that
+cannot be met (`HoldTimes`). Not here: where a request goes (`policy.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,32 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import insort
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
-from effuse.router.fair_queue import FairQueue
-from effuse.router.shedding import HoldTimes
 from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
 """What a request that was refused for its deadline is told to wait at least."""
+QUANTUM: Final = 256
+"""Tokens that a tenant may spend in a turn: an answer of the length that is usual."""
+
+Item = TypeVar("Item")
+LEAST_HOLDS: Final = 8
+"""Ended requests without which nothing is predicted."""
+
+GAIN: Final = 1 / 16
+"""Weight of the latest hold: the last thirty or so count, through which a fleet's pace changes."""
+
+MARGIN: Final = 2.0
+"""Mean deviations that a request is given beyond the mean hold, as half of them take longer: few
+are refused for it, and nearly all that are let in are answered."""
 
 
 def count_seats(seats: Sequence[int], most: int) -> int:
@@ -44,18 +57,33 @@ class SlotNeed:
 
     place: float = 0.0  # the time of coming, or what counts as such; smaller ones go first
     tenant: str = ""
-    size: int = 1  # tokens of the answer at most
+    size: int = 1  # tokens of an answer at most
+    num_answers: int = 1  # seats, of which it waits for the first alone
     left_s: float = math.inf  # until its deadline
 
     @classmethod
     def of(cls, asked: Asked, tenant: str, arrived: float, left_s: float) -> SlotNeed:
         """That of a client's request, which counts as having come earlier or later by its class."""
         place = arrived - AHEAD_S[asked.priority]
-        return cls(place=place, tenant=tenant, size=asked.most_tokens, left_s=left_s)
+        return cls(
+            place=place,
+            tenant=tenant,
+            size=asked.most_tokens,
+            num_answers=asked.num_answers,
+            left_s=left_s,
+        )
 
 
 ANY: Final = SlotNeed()
 """A request that takes whatever time there is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One request in the queue."""
+
+    comes: asyncio.Future[None]
+    num_answers: int
 
 
 class Admission:
@@ -73,11 +101,11 @@ class Admission:
         self.num_shed = 0
         self._now = now
         self._running = 0
-        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._waiting: FairQueue[Turn] = FairQueue()
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
+        """Slots that requests hold: one for each answer."""
         return self._running
 
     @property
@@ -99,7 +127,8 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self, need: SlotNeed = ANY) -> AsyncIterator[None]:
-        """Holds a slot. Waits in the queue, before those of the same tenant of a larger place; the
+        """Holds a slot for each answer; it waits for one, and its answers wait for workers' seats
+        by themselves. Waits in the queue, before those of the same tenant of a larger place; the
         caller bounds how long.
 
         Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full
@@ -115,7 +144,7 @@ class Admission:
             is_answered = True
         finally:
             self.holds.add(self._now() - began, need.size, is_answered=is_answered)
-            self._free_slot()
+            self._free_slots(need.num_answers)
 
     def check(self, need: SlotNeed = ANY) -> None:
         """Raises where a request would be refused now; costs nothing."""
@@ -161,32 +190,184 @@ class Admission:
     async def _take_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
         if self._running < self.max_running and not self._waiting:
-            self._running += 1
+            self._running += need.num_answers
             return False
         if len(self._waiting) >= self.max_waiting and self._may_displace(need.tenant):
             refused = self._waiting.pop_last(self._waiting.longest())
-            if not refused.done():
-                refused.set_exception(self._refusal())
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.push(need.tenant, need.size, turn, need.place)
+            if not refused.comes.done():
+                refused.comes.set_exception(self._refusal())
+        turn = Turn(asyncio.get_running_loop().create_future(), need.num_answers)
+        self._waiting.push(need.tenant, need.size * need.num_answers, turn, need.place)
         try:
-            await turn
+            await turn.comes
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._free_slot()  # its turn came in the same moment
+            comes = turn.comes
+            if comes.done() and not comes.cancelled() and comes.exception() is None:
+                self._free_slots(need.num_answers)  # its turn came in the same moment
             else:
                 self._waiting.remove(need.tenant, turn)
             raise
         return True
 
-    def _free_slot(self) -> None:
-        """Frees a slot, for who is next."""
-        self._running -= 1
+    def _free_slots(self, count: int) -> None:
+        """Frees slots, for who is next."""
+        self._running -= count
         self._admit_next()
 
     def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
             turn = self._waiting.pop()
-            if not turn.done():
-                self._running += 1
-                turn.set_result(None)
+            if not turn.comes.done():
+                self._running += turn.num_answers
+                turn.comes.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Entry(Generic[Item]):
+    """One item of a line, in its order."""
+
+    place: float
+    number: int  # first come, first served among equals
+    cost: int = field(compare=False)
+    item: Item = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Line(Generic[Item]):
+    """What one tenant waits with, the next one first, and tokens that it has saved."""
+
+    waiting: list[_Entry[Item]] = field(default_factory=list)
+    saved: int = 0
+
+
+class FairQueue(Generic[Item]):
+    """Items of tenants, each with what it costs in tokens.
+
+    Each tenant in turn may spend `QUANTUM` tokens, and saves what is left of them while it waits,
+    so that all get the same share of tokens however many requests each has, and however long they
+    are. M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", 1996. No
+    I/O and no clock.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line[Item]] = {}  # none is empty
+        self._turns: deque[str] = deque()  # the tenant whose turn it is stands first
+        self._size = 0
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def length_of(self, tenant: str) -> int:
+        """Items of one tenant."""
+        line = self._lines.get(tenant)
+        return 0 if line is None else len(line.waiting)
+
+    def ahead_of(self, tenant: str, place: float) -> int:
+        """Items that would be taken out before another one, where all cost the same: those of its
+        tenant with no larger place, and of each other tenant as many and one."""
+        line = self._lines.get(tenant)
+        own = 0 if line is None else sum(entry.place <= place for entry in line.waiting)
+        others = (len(one.waiting) for name, one in self._lines.items() if name != tenant)
+        return own + sum(min(count, own + 1) for count in others)
+
+    def longest(self) -> str:
+        """The tenant with most items; of an empty queue there is none (ValueError)."""
+        return max(self._lines, key=self.length_of)
+
+    def push(self, tenant: str, cost: int, item: Item, place: float = 0.0) -> None:
+        """Adds an item behind those of its tenant that have no larger place; one that costs less
+        than a token costs one."""
+        line = self._lines.get(tenant)
+        if line is None:
+            line = self._lines[tenant] = _Line()
+            self._turns.append(tenant)
+        self._num_pushed += 1
+        insort(line.waiting, _Entry(place, self._num_pushed, max(1, cost), item))
+        self._size += 1
+
+    def pop(self) -> Item:
+        """Takes out the item that is next. Raises IndexError where there is none."""
+        while True:
+            tenant = self._turns[0]
+            line = self._lines[tenant]
+            first = line.waiting[0]
+            if first.cost <= line.saved:
+                line.saved -= first.cost
+                del line.waiting[0]
+                self._forget_if_empty(tenant)
+                return first.item
+            line.saved += QUANTUM
+            self._turns.rotate(-1)
+
+    def pop_last(self, tenant: str) -> Item:
+        """Takes out what stands last of a tenant's. Raises KeyError where it has nothing."""
+        entry = self._lines[tenant].waiting.pop()
+        self._forget_if_empty(tenant)
+        return entry.item
+
+    def remove(self, tenant: str, item: Item) -> None:
+        """Takes out one item of a tenant, if it is there."""
+        line = self._lines.get(tenant)
+        for entry in () if line is None else tuple(line.waiting):
+            if entry.item is item:
+                assert line is not None
+                line.waiting.remove(entry)
+                self._forget_if_empty(tenant)
+                return
+
+    def _forget_if_empty(self, tenant: str) -> None:
+        """An item has gone. Who has nothing to wait for saves nothing."""
+        self._size -= 1
+        if not self._lines[tenant].waiting:
+            del self._lines[tenant]
+            self._turns.remove(tenant)
+
+
+class HoldTimes:
+    """How long requests hold a slot, in seconds: mean and mean deviation, weighted as round-trip
+    times are (RFC 6298), and what size, the most tokens of an answer, they have on average.
+
+    What a fleet under too much load answers too late is work for nothing, and the more comes the
+    more of it there is. So a request whose deadline cannot be met behind those that wait is refused
+    at once (load shedding)."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean_s = 0.0
+        self._deviation_s = 0.0
+        self._size = 0.0
+
+    def add(self, held_s: float, size: int, *, is_answered: bool) -> None:
+        """Counts a request that has left its slot. One that was broken off would have held it for
+        longer, and says something only where it had it longer than most."""
+        if not is_answered and held_s <= self._mean_s:
+            return
+        self._count += 1
+        gain = max(GAIN, 1 / self._count)  # the first ones count alike
+        off_s = held_s - self._mean_s
+        if self._count > 1:
+            self._deviation_s += gain * (abs(off_s) - self._deviation_s)
+        self._mean_s += gain * off_s
+        self._size += gain * (size - self._size)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough requests have ended."""
+        return self._count >= LEAST_HOLDS
+
+    def hold_s(self, size: int, margin: float = 0.0) -> float:
+        """How long a request of this size may hold its slot, `margin` deviations beyond the mean.
+        A smaller one takes less time; a larger one need not take more, as answers may end early."""
+        if not self.is_known:
+            return 0.0
+        return min(1.0, size / max(1.0, self._size)) * (self._mean_s + margin * self._deviation_s)
+
+    def wait_s(self, ahead: int, slots: int) -> float:
+        """How long it takes until `ahead` others and one more have got one of the busy slots."""
+        return (ahead + 1) * self._mean_s / max(1, slots) if self.is_known else 0.0
+
+    def late_s(self, left_s: float, size: int, ahead: int, slots: int) -> float:
+        """By how much a request that has `left_s` seconds and as many others ahead of it would be
+        late; 0 or less where it is in time."""
+        return self.wait_s(ahead, slots) + self.hold_s(size, MARGIN) - left_s

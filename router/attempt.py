@@ -3,7 +3,7 @@
 Prefill computes from the first moment; decode answers with its reservation, which is passed on, and
 only prefill's push waits for it. A patient attempt begins to prefill once pages are held. A worker
 that breaks the tables of `request.py` is as good as lost. Whichever way the attempt ends, its calls
-are ended here or handed to `cleanup.py`. Not here: what comes after a failed attempt
+are ended here or handed to `calls.py`. Not here: what comes after a failed attempt
 (`handler.py`).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec.structs import asdict
 
@@ -24,7 +24,8 @@ from effuse.router.detokenizer import draft_text
 from effuse.router.fleet import DecodeDemand
 from effuse.router.ladder import Failure, FailureKind, judge
 from effuse.router.policy import Placement, life_of
-from effuse.router.request import BrokenStream, Event, IllegalRequestEvent, Request, State
+from effuse.router.request import BrokenStream, Request
+from effuse.router.request_states import Event, IllegalRequestEvent, State
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
@@ -42,6 +43,16 @@ class Unfinished(Exception):
         self.failure = failure
 
 
+class AttemptListener(Recipient, Protocol):
+    """Who is told of an answer, and of the attempts at it."""
+
+    def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
+        """Another attempt begins on these workers."""
+
+    def note_reserved(self, placement: Placement) -> None:
+        """The decode worker of the attempt holds pages for the prompt."""
+
+
 class Attempt:
     """Run once. The request has begun its attempt on `placement` already."""
 
@@ -50,17 +61,17 @@ class Attempt:
         router: Router,
         request: Request,
         placement: Placement,
-        client: Recipient,
+        told: AttemptListener,
         share: DecodeDemand,
     ) -> None:
         self._router = router
         self._request = request
         self._placement = placement
-        self._client = client
+        self._told = told
         self._share = share
         self.transfer_id = secrets.token_hex(16)
         self._id = worker_pb2.AttemptId(
-            request_id=request.id, attempt=request.num_attempts, transfer_id=self.transfer_id
+            request_id=request.id, attempt=request.attempt, transfer_id=self.transfer_id
         )
         self._peer = f"decode worker {placement.decode.worker_id}"
         self._prefill: PrefillCall | None = None
@@ -132,6 +143,7 @@ class Attempt:
             drafts=request.asked.wants_drafts or self._router.monitor.num_watchers > 0,
             num_logprobs=request.asked.num_logprobs,
             resume=request.resumption(),
+            group=request.group,
         )
         if placement.prefill is None:
             message.local.SetInParent()
@@ -162,7 +174,7 @@ class Attempt:
             self._router.fleet.standing.note(failure)
             self._router.metrics.count_failure(failure)
             if (news := self._request.flush_text()) is not None:
-                await self._client.send(news)
+                await self._told.send(news)
             self._end_calls()
             return self._finish_reason(is_stopped=self._request.end_token_id is not None)
 
@@ -175,7 +187,7 @@ class Attempt:
             for event in (response, *response.then):
                 news = self._take_event(event)
                 if news is not None:
-                    await self._client.send(news)
+                    await self._told.send(news)
                 if event.HasField("finished") or self._request.text.is_stopped:
                     return self._finish_reason(is_stopped=event.finished.stopped)
             worker = self._placement.prefill
@@ -216,6 +228,7 @@ class Attempt:
             raise Refused(f"{decode.worker_id} answered for another life or attempt")
         if self._placement.prefill is not None:
             self._request.connector = reservation.connector
+        self._told.note_reserved(self._placement)
 
     def _take_verified(self, verified: worker_pb2.PrefillVerified, now: float) -> None:
         self._request.add_verified(verified, now)
@@ -235,7 +248,9 @@ class Attempt:
             text=draft_text(self._router.tokenizer, block.token_ids[skipped:], masked[skipped:]),
             num_masks=sum(masked),
         )
-        return generation_pb2.GenerateStreamResponse(request_id=self._request.id, draft=shown)
+        return generation_pb2.GenerateStreamResponse(
+            request_id=self._request.id, answer_index=self._request.index, draft=shown
+        )
 
     def _finish_reason(self, *, is_stopped: bool) -> FinishReason:
         """is_stopped: whether a stop id ended the answer; a stop string may have."""

@@ -20,7 +20,7 @@ from effuse.protos.errors import InvalidRequest, NotFound, Unavailable
 from effuse.router.findings import Findings, check_model_name, shown
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import Candidate, Condition, live_workers
-from effuse.router.texts import Texts
+from effuse.router.prompt import Texts
 from effuse.router.validation import KNOBS
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 

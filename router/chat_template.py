@@ -2,7 +2,7 @@
 
 Templates are programs that a checkpoint brings, in Jinja. They run in Jinja's sandbox, where they
 reach nothing but what they are given and cannot change that, and within bounds of time and size.
-Not here: which of a client's words may become special tokens (`special_tokens.py`), encoding
+Not here: which of a client's words may become special tokens (`tokenizer.py`), encoding
 (`tokenizer.py`).
 """
 

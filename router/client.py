@@ -17,8 +17,29 @@ STALLED_S: Final = 60.0
 Told = TypeVar("Told")
 
 
-def finished_of(answer: pb.GenerateResponse) -> pb.Finished:
-    """How a whole answer ends, as a stream says it."""
+def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
+    """What a stream says of a whole answer and of those beside it, the last event included."""
+    events = []
+    if answer.HasField("echo"):
+        events.append(pb.GenerateStreamResponse(request_id=answer.request_id, echo=answer.echo))
+    for index, one in enumerate((answer, *answer.others)):
+        commit = pb.BlockCommit(
+            num_tokens=one.usage.completion_tokens,
+            text=one.text,
+            token_ids=one.token_ids,
+            forward_passes=one.stats.forward_passes,
+            logprobs=one.logprobs,
+        )
+        about = pb.GenerateStreamResponse(request_id=answer.request_id, answer_index=index)
+        if commit.num_tokens or commit.text:
+            events.append(pb.GenerateStreamResponse(commit=commit))
+            events[-1].MergeFrom(about)
+        events.append(pb.GenerateStreamResponse(finished=_finished_of(one)))
+        events[-1].MergeFrom(about)
+    return events
+
+
+def _finished_of(answer: pb.GenerateResponse) -> pb.Finished:
     finished = pb.Finished(
         finish_reason=answer.finish_reason,
         usage=answer.usage,
@@ -28,23 +49,6 @@ def finished_of(answer: pb.GenerateResponse) -> pb.Finished:
     )
     _copy_stop(answer, finished)
     return finished
-
-
-def events_of(answer: pb.GenerateResponse) -> list[pb.GenerateStreamResponse]:
-    """What a stream says of a whole answer before its end."""
-    events = []
-    if answer.HasField("echo"):
-        events.append(pb.GenerateStreamResponse(request_id=answer.request_id, echo=answer.echo))
-    commit = pb.BlockCommit(
-        num_tokens=answer.usage.completion_tokens,
-        text=answer.text,
-        token_ids=answer.token_ids,
-        forward_passes=answer.stats.forward_passes,
-        logprobs=answer.logprobs,
-    )
-    if commit.num_tokens or commit.text:
-        events.append(pb.GenerateStreamResponse(request_id=answer.request_id, commit=commit))
-    return events
 
 
 def _copy_stop(
@@ -69,36 +73,50 @@ class Recipient(Protocol):
 
 
 class WholeAnswer:
-    """Gathers the answer for a unary call, and for who asks again."""
+    """Gathers an answer, or several, for a unary call, and for who asks again."""
 
     def __init__(self) -> None:
-        self._text: list[str] = []
-        self._said = pb.GenerateResponse()
+        self._text: dict[int, list[str]] = {}
+        self._said: dict[int, pb.GenerateResponse] = {}
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
         """Keeps what is final."""
         self.take(event)
 
     def take(self, event: pb.GenerateStreamResponse) -> None:
-        """Keeps text, tokens, log-probabilities and the prompt; nothing of drafts."""
+        """Keeps text, tokens, log-probabilities, the prompt and ends; nothing of drafts."""
+        said = self._said.setdefault(event.answer_index, pb.GenerateResponse())
         if event.HasField("echo"):
-            self._said.echo.CopyFrom(event.echo)
+            said.echo.CopyFrom(event.echo)
         elif event.HasField("commit"):
-            self._text.append(event.commit.text)
-            self._said.token_ids.extend(event.commit.token_ids)
-            self._said.logprobs.extend(event.commit.logprobs)
+            self._text.setdefault(event.answer_index, []).append(event.commit.text)
+            said.token_ids.extend(event.commit.token_ids)
+            said.logprobs.extend(event.commit.logprobs)
+        elif event.HasField("finished"):
+            self._end(said, event)
 
-    def response(self, request_id: str, finished: pb.Finished) -> pb.GenerateResponse:
-        """The whole of it, once it has ended so."""
-        said = self._said
-        said.request_id, said.text = request_id, "".join(self._text)
+    def one(self, index: int) -> pb.GenerateResponse:
+        """An answer that has ended, without others."""
+        return self._said[index]
+
+    def response(self, request_id: str) -> pb.GenerateResponse:
+        """The whole of it, once every answer has ended."""
+        first, *others = (said for _, said in sorted(self._said.items()))
+        first.request_id = request_id
+        del first.others[:]
+        first.others.extend(others)
+        return first
+
+    def _end(self, said: pb.GenerateResponse, event: pb.GenerateStreamResponse) -> None:
+        finished = event.finished
+        said.request_id = event.request_id
+        said.text = "".join(self._text.pop(event.answer_index, ()))
         said.finish_reason, said.model, said.seed = (
             finished.finish_reason, finished.model, finished.seed
         )  # fmt: skip
         said.usage.CopyFrom(finished.usage)
         said.stats.CopyFrom(finished.stats)
         _copy_stop(finished, said)
-        return said
 
 
 class AnswerStream(Generic[Told]):
@@ -126,9 +144,12 @@ class AnswerStream(Generic[Told]):
             raise ClientGone("the client's call is over") from error
 
     async def finish(
-        self, answer: Awaitable[pb.Finished], last: Callable[[pb.Finished], Told]
+        self,
+        answer: Awaitable[pb.GenerateStreamResponse],
+        last: Callable[[pb.GenerateStreamResponse], Told],
     ) -> None:
-        """Waits for the end of an answer and writes the `last` event; raises `EffuseError`."""
+        """Waits for the last event of a request and writes what it is here; raises
+        `EffuseError`."""
         try:
             await self.send(last(await answer))
         except EffuseError:

@@ -63,6 +63,7 @@ class RouterConfig(Access):
         int, "requests on workers at once, at most as many as decode workers take (max-num-seqs)"
     ] = 1024
     max_queue: Annotated[int, "requests that wait behind them"] = 1024
+    max_answers: Annotated[int, "answers that one request may ask for (n)"] = 8
     max_losses: Annotated[
         int, "workers that may be lost under a request, one after the other without a new block"
     ] = 8
@@ -102,6 +103,7 @@ class RouterConfig(Access):
             ("tokenizer_threads", 1, 64),
             ("max_concurrent_requests", 1, 1 << 20),
             ("max_queue", 0, 1 << 20),
+            ("max_answers", 1, 64),
             ("max_losses", 0, 1000),
         ):
             checks.whole(name, getattr(self, name), low, high)

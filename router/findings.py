@@ -1,6 +1,9 @@
-"""What is wrong with a request: its findings, and the checks of names that several calls take.
+"""What is wrong with a request: its findings, the checks of names that several calls take, and of
+its input: whether text, a chat or ids have a form that can be encoded.
 
-Each finding names the field, the accepted form and what was found. Pure.
+Each finding names the field, the accepted form and what was found. Pure, and before it costs
+anything. Not here: what only an input's encoding shows (`prompt.py`), the settings
+(`validation.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from effuse.client.chat import ROLES
 from effuse.config.decoding import Bounds
+from effuse.placement.records import ModelInfo
 from effuse.protos.errors import FieldViolation, InvalidRequest
+from effuse.v1 import generation_pb2 as pb
 
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
 MODEL_NAME_FORM: Final = "1 to 256 characters of A-Z a-z 0-9 . _ : / + @ -, without '..' or '//'"
+MAX_BYTES_PER_TOKEN: Final = 16
+"""No prose comes near it; text above it cannot fit the context and is refused before it costs."""
+
+NOT_ARGUMENTS: Final = frozenset({"messages", "add_generation_prompt"})
+"""Variables of a template that are fields of their own."""
 
 
 @dataclass(slots=True)
@@ -73,3 +84,77 @@ def shown(text: str, most: int = 40) -> str:
     """`text` as it may stand in an error: quoted, in ASCII, cut."""
     tail = "" if len(text) <= most else f"... ({len(text)} characters)"
     return ascii(text[:most]) + tail
+
+
+def most_prompt_bytes(model: ModelInfo) -> int:
+    """Most UTF-8 that a prompt is worth being encoded at."""
+    return MAX_BYTES_PER_TOKEN * model.max_model_len
+
+
+def check_input(
+    request: pb.GenerateRequest,
+    model: ModelInfo,
+    refused: Mapping[int, str],
+    takes_chats: bool,
+    findings: Findings,
+) -> None:
+    """The input of `request`. `refused`: ids that no prompt may hold, and what they are;
+    `takes_chats`: whether there is a chat template for the model."""
+    match request.WhichOneof("input"):
+        case None:
+            findings.add("prompt", "one of prompt, prompt_token_ids and chat", "none of them")
+        case "prompt" if not request.prompt:
+            findings.add("prompt", "text of at least one character", "an empty string")
+        case "prompt":
+            _check_bytes("prompt", len(request.prompt.encode()), model, findings)
+        case "prompt_token_ids":
+            _check_prompt_ids(request.prompt_token_ids, model, refused, findings)
+        case "chat" if not takes_chats:
+            form = f"prompt or prompt_token_ids: model {model.name!r} has no chat template"
+            findings.add("chat", form, "chat")
+        case "chat":
+            _check_chat(request.chat, model, findings)
+    if request.parse_special_tokens and request.HasField("prompt_token_ids"):
+        findings.add("parse_special_tokens", "it unset with ids, which are not parsed", "true")
+
+
+def _check_bytes(name: str, num_bytes: int, model: ModelInfo, findings: Findings) -> None:
+    most = most_prompt_bytes(model)
+    if num_bytes > most:
+        context = f"the model takes {model.max_model_len} tokens"
+        findings.add(name, f"at most {most} bytes ({context})", f"{num_bytes} bytes")
+
+
+def _check_chat(chat: pb.ChatInput, model: ModelInfo, findings: Findings) -> None:
+    name, num_messages = "chat.messages", len(chat.messages)
+    if not 1 <= num_messages <= model.max_model_len:
+        findings.add(name, f"from 1 to {model.max_model_len} messages", num_messages)
+        return
+    strange = [at for at, one in enumerate(chat.messages) if one.role not in ROLES]
+    for at in strange[:1]:
+        form = f"one of {', '.join(ROLES)}"
+        findings.add(f"{name}[{at}].role", form, shown(chat.messages[at].role))
+    _check_bytes(name, sum(len(one.content.encode()) for one in chat.messages), model, findings)
+    _check_bytes("chat.template_arguments", chat.template_arguments.ByteSize(), model, findings)
+    for argument in sorted(NOT_ARGUMENTS & chat.template_arguments.fields.keys()):
+        form = f"names but {' and '.join(sorted(NOT_ARGUMENTS))}, which are fields"
+        findings.add("chat.template_arguments", form, argument)
+    if chat.continue_last_message:
+        last, role = f"{name}[{num_messages - 1}].role", chat.messages[-1].role
+        if role != "assistant":
+            findings.add(last, "assistant, whose last message is continued", shown(role))
+        if chat.add_generation_prompt:
+            form = "false where the last message is continued"
+            findings.add("chat.add_generation_prompt", form, "true")
+
+
+def _check_prompt_ids(
+    token_ids: pb.TokenIds, model: ModelInfo, refused: Mapping[int, str], findings: Findings
+) -> None:
+    name, num_ids = "prompt_token_ids.ids", len(token_ids.ids)
+    if num_ids == 0:
+        findings.add(name, "at least one id", "none")
+    elif num_ids >= model.max_model_len:
+        findings.add(name, f"at most {model.max_model_len - 1} ids", f"{num_ids} ids")
+    else:
+        findings.token_ids(name, token_ids.ids, model.vocab_size, refused)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import grpc.aio
 
 from effuse.placement.records import Role, RoutedLoad, WorkerRecord
+from effuse.protos.channels import OPEN, FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost
-from effuse.protos.fleet_channel import OPEN, FleetAccess, FleetChannel
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.calls import is_task_cancelled
 from effuse.router.policy import (
@@ -189,8 +189,9 @@ class RoutedFleet:
         self, placement: Placement, prompt_len: int, max_tokens: int
     ) -> Iterator[DecodeDemand]:
         """Counts an attempt on its workers as long as it lasts; then somebody else may have its
-        seat."""
+        seat. A prompt that is shared counts once."""
         decode, prefill = placement.decode, placement.prefill
+        prompt_len = 0 if placement.shares_prompt else prompt_len
         share = DecodeDemand(self, decode, 0 if prefill else prompt_len)
         self._count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
         if prefill is not None:

@@ -32,20 +32,20 @@ InferStream = AnswerStream[kserve.ModelStreamInferResponse]
 
 
 class TextStream:
-    """Tells the text of one answer as it grows, in KServe's terms."""
+    """Tells the text of answers as it grows, in KServe's terms."""
 
     def __init__(self, asked: kserve.ModelInferRequest, stream: InferStream) -> None:
         self._asked = asked
         self._stream = stream
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Tells new text; raises `ClientGone`."""
-        if event.commit.text:
-            await self._stream.send(piece_of(self._asked, event.commit.text))
+        """Tells new text, or that an answer has ended; raises `ClientGone`."""
+        if event.commit.text or event.HasField("finished"):
+            await self._stream.send(piece_of(self._asked, event))
 
-    def end(self, finished: pb.Finished) -> kserve.ModelStreamInferResponse:
+    def end(self, last: pb.GenerateStreamResponse) -> kserve.ModelStreamInferResponse:
         """The last piece, which has no text."""
-        return piece_of(self._asked, "", finished)
+        return piece_of(self._asked, last, is_last=True)
 
 
 class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
@@ -106,12 +106,12 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         request: kserve.ModelInferRequest,
         context: grpc.aio.ServicerContext[kserve.ModelInferRequest, kserve.ModelInferResponse],
     ) -> kserve.ModelInferResponse:
-        """The whole answer at its end."""
+        """The whole answer, or all answers, at the end."""
         answer = WholeAnswer()
         with request_span(self._router, context):
             accepted = accept(self._router, request_of(request), context, is_stream=False)
-            finished = await serve(self._router, accepted, answer)
-        return answer_of(request, answer.response(accepted.id, finished).text, finished)
+            answer.take(await serve(self._router, accepted, answer))
+        return answer_of(request, answer.response(accepted.id))
 
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
         self,

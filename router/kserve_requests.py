@@ -1,14 +1,14 @@
 """Requests and answers of KServe's inference protocol, as effuse means them; functions of values.
 
 A prompt is the one element of the tensor `text_input`, what can be set are parameters by the names
-of `effuse.Params`, and an answer is `text_output` with `finish_reason`. Tensors are raw where the
-request's are. Not here: the calls (`kserve.py`).
+of `effuse.Params`, and an answer is `text_output` with `finish_reason`, an element each where `n`
+asks for several. Tensors are raw where the request's are. Not here: the calls (`kserve.py`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, get_type_hints
 
 import msgspec
@@ -23,6 +23,7 @@ VERSION: Final = "1"
 INPUT: Final = "text_input"
 TEXT: Final = "text_output"
 REASON: Final = "finish_reason"
+INDEX: Final = "answer_index"
 FINAL: Final = "triton_final_response"
 _ASKS_FOR_FINAL: Final = "triton_enable_empty_final_response"  # the end is always told
 _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
@@ -58,34 +59,48 @@ def check_version(version: str) -> None:
 
 
 def answer_of(
-    asked: kserve.ModelInferRequest, text: str, finished: pb.Finished | None = None
+    asked: kserve.ModelInferRequest, answer: pb.GenerateResponse
 ) -> kserve.ModelInferResponse:
-    """An answer or a piece of one; with `finished` the end, with its reason and token counts."""
+    """An answer with its reason and token counts; of several, an element each and the sums."""
+    answers = (answer, *answer.others)
+    return _response(asked, [one.text for one in answers], answers)
+
+
+def piece_of(
+    asked: kserve.ModelInferRequest, event: pb.GenerateStreamResponse, *, is_last: bool = False
+) -> kserve.ModelStreamInferResponse:
+    """A piece of an answer, or its end, in a stream. It says whether it is the last one of all, and
+    where several were asked for whose it is."""
+    ends = (event.finished,) if event.HasField("finished") else ()
+    response = _response(asked, [event.commit.text], ends)
+    response.parameters[FINAL].bool_param = is_last
+    if "n" in asked.parameters:
+        response.parameters[INDEX].int64_param = event.answer_index
+    return kserve.ModelStreamInferResponse(infer_response=response)
+
+
+def _response(
+    asked: kserve.ModelInferRequest,
+    texts: Sequence[str],
+    ends: Sequence[pb.GenerateResponse | pb.Finished],
+) -> kserve.ModelInferResponse:
     response = kserve.ModelInferResponse(
-        model_name=finished.model if finished else asked.model_name,
+        model_name=ends[0].model if ends else asked.model_name,
         model_version=VERSION,
         id=asked.id,
     )
-    tensors = {TEXT: text}
-    if finished is not None:
-        tensors[REASON] = _REASONS[finished.finish_reason]
+    tensors = {TEXT: texts}
+    if ends:
+        tensors[REASON] = [_REASONS[end.finish_reason] for end in ends]
         for name in ("prompt_tokens", "completion_tokens"):
-            response.parameters[name].int64_param = getattr(finished.usage, name)
+            counts = (getattr(end.usage, name) for end in ends)
+            response.parameters[name].int64_param = sum(counts)
     wanted = {output.name for output in asked.outputs} or tensors.keys()
     is_raw = bool(asked.raw_input_contents)
     for name, told in tensors.items():
         if name in wanted:
-            _add_tensor(response, name, told.encode(), is_raw=is_raw)
+            _add_tensor(response, name, [one.encode() for one in told], is_raw=is_raw)
     return response
-
-
-def piece_of(
-    asked: kserve.ModelInferRequest, text: str, finished: pb.Finished | None = None
-) -> kserve.ModelStreamInferResponse:
-    """The same in a stream, where each piece says whether it is the last one."""
-    response = answer_of(asked, text, finished)
-    response.parameters[FINAL].bool_param = finished is not None
-    return kserve.ModelStreamInferResponse(infer_response=response)
 
 
 def describe_tensors(name: str) -> kserve.ModelMetadataResponse:
@@ -96,7 +111,7 @@ def describe_tensors(name: str) -> kserve.ModelMetadataResponse:
         versions=[VERSION],
         platform="effuse",
         inputs=[tensor(name=INPUT, datatype="BYTES", shape=[1])],
-        outputs=[tensor(name=one, datatype="BYTES", shape=[1]) for one in (TEXT, REASON)],
+        outputs=[tensor(name=one, datatype="BYTES", shape=[-1]) for one in (TEXT, REASON)],
     )
 
 
@@ -169,10 +184,11 @@ def _unpack(raw: bytes) -> bytes | None:
 
 
 def _add_tensor(
-    response: kserve.ModelInferResponse, name: str, element: bytes, *, is_raw: bool
+    response: kserve.ModelInferResponse, name: str, elements: Sequence[bytes], *, is_raw: bool
 ) -> None:
-    tensor = response.outputs.add(name=name, datatype="BYTES", shape=[1])
+    tensor = response.outputs.add(name=name, datatype="BYTES", shape=[len(elements)])
     if is_raw:
-        response.raw_output_contents.append(struct.pack("<I", len(element)) + element)
+        packed = (struct.pack("<I", len(element)) + element for element in elements)
+        response.raw_output_contents.append(b"".join(packed))
     else:
-        tensor.contents.bytes_contents.append(element)
+        tensor.contents.bytes_contents.extend(elements)

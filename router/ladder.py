@@ -203,9 +203,9 @@ class RetryBudget:
         """Attempts that need not wait; below 0 as many wait."""
         return min(self._most, self._left + (now - self._at) * RETRIES_PER_S)
 
-    def add_request(self, now: float) -> None:
-        """A request was accepted."""
-        self._left, self._at = min(self._most, self.left(now) + self._share), now
+    def add_requests(self, count: int, now: float) -> None:
+        """So many were accepted: each answer that is asked for is one."""
+        self._left, self._at = min(self._most, self.left(now) + count * self._share), now
 
     def take(self, now: float) -> float:
         """Takes an attempt out; returns the seconds until it may begin."""

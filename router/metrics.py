@@ -85,7 +85,7 @@ class RouterMetrics(ProcessMetrics):
         self.requests.labels(model, status).inc()
         if tenant := request.tenant.name:
             self.tenants.labels(tenant, status).inc()
-            num_tokens = len(request.prompt_token_ids) + len(request.token_ids)
+            num_tokens = len(request.prompt_token_ids) + request.num_written
             self.tenant_tokens.labels(tenant).inc(num_tokens)
         if request.was_kept:
             self.repeated.inc()
@@ -101,12 +101,13 @@ class RouterMetrics(ProcessMetrics):
     def _count_answer(self, request: Request, stats: Stats) -> None:
         model = request.asked.model.name
         self.prompt_tokens.labels(model).inc(len(request.prompt_token_ids))
-        self.generation_tokens.labels(model).inc(request.text.num_tokens)
+        self.generation_tokens.labels(model).inc(request.num_tokens)
         self.queue_time.labels(model).observe(stats.queue_s)
         self.first_block.labels(model).observe(stats.first_block_s)
         between = self.inter_block.labels(model)
-        for seconds in request.block_gaps():
-            between.observe(seconds)
+        for one in request.parts:
+            for seconds in one.block_gaps():
+                between.observe(seconds)
         if stats.forward_passes:
             self.tokens_per_forward.labels(model).observe(stats.tokens_per_forward)
 

@@ -59,19 +59,19 @@ class Monitor:
     def note_draft(self, request: Request, draft: worker_pb2.DecodeDraft) -> None:
         """A block in flight is so now."""
         if self.num_watchers:
-            self._drafts.setdefault(request.id, {})[draft.token_offset] = draft.block
+            self._drafts.setdefault(request.name, {})[draft.token_offset] = draft.block
 
     def keep_drafts_of(self, requests: list[Request]) -> None:
         """Forgets those of all others."""
-        ids = {request.id for request in requests}
-        self._drafts = {name: drafts for name, drafts in self._drafts.items() if name in ids}
+        names = {request.name for request in requests}
+        self._drafts = {name: drafts for name, drafts in self._drafts.items() if name in names}
 
     def blocks(self, request: Request) -> list[pb.RunningBlock]:
         """Its blocks in flight, as far as they are known: those of the last commit, and drafts."""
         size, first = request.asked.model.block_size, len(request.token_ids)
         offsets = accumulate([size] * len(request.frontier), initial=first)
         known = dict(zip(offsets, request.frontier, strict=False))
-        for offset, block in self._drafts.get(request.id, {}).items():
+        for offset, block in self._drafts.get(request.name, {}).items():
             earlier = known.get(offset)
             if offset + size > first and (
                 earlier is None or block.denoise_count >= earlier.denoise_count
@@ -109,7 +109,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
 
     def _snapshot(self) -> pb.WatchRequestsResponse:
         router = self._router
-        requests = router.requests.running_now()
+        requests = [one for request in router.requests.running_now() for one in request.parts]
         router.monitor.keep_drafts_of(requests)
         return pb.WatchRequestsResponse(
             router=router.id,
@@ -119,9 +119,9 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         )
 
     def _describe(self, request: Request) -> pb.RunningRequest:
-        router, asked = self._router, request.asked
+        router, asked, which = self._router, request.asked, request.name[len(request.id) :]
         told = pb.RunningRequest(
-            name=hashlib.sha256(request.id.encode()).hexdigest()[:12],
+            name=hashlib.sha256(request.id.encode()).hexdigest()[:12] + which,
             model=asked.model.name,
             state=request.state.value,
             prefill_worker=request.prefill_worker,
@@ -135,7 +135,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             blocks=router.monitor.blocks(request),
         )
         if router.config.show_requests:
-            told.name = request.id
+            told.name = request.name
             told.prompt = (asked.prompt or "")[:MOST_CHARACTERS]
             tail = [
                 one for one in request.token_ids[-MOST_TOKENS:] if router.tokenizer.is_text(one)

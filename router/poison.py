@@ -71,7 +71,8 @@ def roles_alone(deaths: Sequence[EngineDeath]) -> frozenset[Role]:
 def digest_of(asked: Asked, prompt_token_ids: Sequence[int], max_tokens: int) -> str:
     """What a request asks of an engine, as 32 hexadecimal digits: equal for equal requests."""
     model, stops = asked.model.name, asked.stop_token_ids
-    sampling = asked.seeded(0).sampling  # a seed that was drawn says nothing of what is asked
+    # A seed that was drawn says nothing of what is asked, nor does which answer to it this is.
+    sampling = msgspec.structs.replace(asked.seeded(0).sampling, answer_index=0)
     extent = (asked.min_tokens, max_tokens, asked.num_logprobs)
     told = (model, prompt_token_ids, extent, stops, sampling, asked.settings)
     return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).hexdigest()

@@ -78,9 +78,14 @@ class Candidate:
         return self.record.capacity.max_num_seqs if self.seats is None else self.seats
 
     @property
+    def num_free_seats(self) -> int:
+        """How many more requests it can run at once; below 0 where it has too many."""
+        return 0 if self.is_full else self.num_seats - self.in_flight.requests
+
+    @property
     def has_seat(self) -> bool:
         """Whether it can run one more request at once."""
-        return not self.is_full and self.in_flight.requests < self.num_seats
+        return self.num_free_seats > 0
 
     @property
     def may_prefill(self) -> bool:
@@ -101,6 +106,8 @@ class AttemptNeeds:
     doubtful: Collection[Pair] = ()  # pairs that come after others
     holder: Holder | None = None
     alone: Collection[Role] = ()  # roles in which it takes only workers kept for it, once empty
+    beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
+    num_answers: int = 1  # to the same prompt, of which this is the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,7 @@ class Placement:
 
     decode: WorkerRecord
     prefill: WorkerRecord | None
+    shares_prompt: bool = False  # another attempt there brings the prompt's KV
 
 
 class Prospect(Enum):
@@ -128,14 +136,17 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
     """Picks the least loaded pair with a free seat; None where there is none.
 
     `auto` lets decode prefill where no prefill worker fits, or where none of those that do can hand
-    over to it, a few prompts at a time; `remote` never, `local` always."""
+    over to it, a few prompts at a time; `remote` never, `local` always. Whose prompt's KV is at a
+    worker goes there if it has a seat."""
     usable = [c for c in candidates if _is_usable(c, need)]
+    if beside := [c for c in usable if c.life == need.beside and c.has_seat]:
+        return Placement(beside[0].record, None, shares_prompt=True)
     writers = [c for c in usable if c.record.role == "prefill" and not c.is_full]
     fitting = _by_fingerprint(() if need.mode == "local" else writers)
     decoders = [c for c in usable if c.record.role == "decode" and _may_decode(c, fitting, need)]
     if not decoders:
         return None
-    decode = min(decoders, key=lambda c: _decode_score(c, _is_cut_off(c, fitting, need)))
+    decode = min(decoders, key=lambda c: _decode_score(c, fitting, need))
     able = list(_writers(decode, fitting, need))
     trusted = [w for w in able if (w.life, decode.life) not in need.doubtful]
     prefill = min(trusted or able, key=_prefill_score, default=None)
@@ -296,10 +307,10 @@ def _rate(prefill: WorkerRecord, decode: WorkerRecord) -> float:
 
 
 def _decode_score(
-    candidate: Candidate, is_cut_off: bool
-) -> tuple[bool, bool, float, int, int, str]:
-    """A trusted way to it where prefill workers fit, free pages net of what is on the way there,
-    then blocks left to denoise."""
+    candidate: Candidate, fitting: Fitting, need: AttemptNeeds
+) -> tuple[bool, bool, bool, float, int, int, str]:
+    """A trusted way to it where prefill workers fit, seats for all answers, free pages net of what
+    is on the way there, then blocks left to denoise."""
     record, load = candidate.record, candidate.record.load
     capacity = max(1, record.capacity.total_pages)
     own_pages = -(-candidate.in_flight.tokens // record.capacity.page_size)
@@ -308,7 +319,9 @@ def _decode_score(
     own_blocks = -(-candidate.in_flight.tokens // record.model.block_size)
     blocks = max(own_blocks, load.blocks_left)
     placed = candidate.in_flight.placed
-    return candidate.is_suspect, is_cut_off, used, blocks, placed, record.worker_id
+    trust = candidate.is_suspect, _is_cut_off(candidate, fitting, need)
+    lacks_seats = candidate.num_free_seats < need.num_answers
+    return *trust, lacks_seats, used, blocks, placed, record.worker_id
 
 
 def _prefill_score(candidate: Candidate) -> tuple[bool, int, int, str]:

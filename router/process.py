@@ -21,8 +21,7 @@ from effuse.compat import (
     vllm_engine_pb2,
     vllm_engine_pb2_grpc,
 )
-from effuse.placement.redis_access import RedisAccess
-from effuse.placement.store import Store
+from effuse.placement.store import RedisAccess, Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
@@ -32,9 +31,9 @@ from effuse.router.kserve import InferenceServicer
 from effuse.router.monitor import MonitorServicer
 from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import live_workers
+from effuse.router.prompt import Texts
 from effuse.router.router import Router
 from effuse.router.server import GenerationServicer
-from effuse.router.texts import Texts
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs

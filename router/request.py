@@ -1,18 +1,18 @@
 """One request: what was asked, where it is, what was tried and delivered, what it cost, its story.
 
-Pure: no I/O, no clock of its own. What workers say moves it on, by a table of states and events,
-and by the only-writer rule: what was delivered is never changed, repeated or lost, whichever worker
-says it. Not here: what is done on each event (`handler.py`, `attempt.py`).
+Pure: no I/O, no clock of its own. What workers say moves it on, by the table of its states
+(`request_states.py`), and by the only-writer rule: what was delivered is never changed, repeated or
+lost, whichever worker says it. One that asks for several answers is these, each a request of its
+own here. Not here: what is done on each event (`answer.py`, `attempt.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Final
 
 from effuse.placement.records import Role
@@ -21,7 +21,14 @@ from effuse.router.detokenizer import AnswerText
 from effuse.router.keys import NOBODY, Tenant
 from effuse.router.ladder import Setbacks
 from effuse.router.poison import digest_of
-from effuse.router.policy import Fingerprint, Holder
+from effuse.router.policy import Fingerprint, Holder, WorkerLife
+from effuse.router.request_states import (
+    ENDED,
+    TRANSITIONS,
+    Event,
+    IllegalRequestEvent,
+    State,
+)
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
@@ -29,74 +36,12 @@ from effuse.v1 import worker_pb2
 STORY_LENGTH: Final = 64
 """Events kept of each request; the first ones are dropped, the end is what one looks for."""
 
-
-class State(Enum):
-    """Where a request is."""
-
-    QUEUED = "queued"  # admitted, waits for its turn
-    STARTING = "starting"  # an attempt is open, no pages are held for it yet
-    PREFILLING = "prefilling"  # pages are held, the prompt's KV is not complete
-    DECODING = "decoding"  # the prompt's KV is complete
-    LOST = "lost"  # the attempt is over, another one may follow
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-class Event(Enum):
-    """What happens to a request."""
-
-    PLACED = "placed"  # an attempt begins on chosen workers
-    RESERVED = "reserved"
-    VERIFIED = "verified"
-    COMMITTED = "committed"
-    LOST = "lost"  # the attempt failed in a way that another one may not
-    FINISHED = "finished"  # also where its answer was kept from before
-    FAILED = "failed"
-    CANCELLED = "cancelled"  # by the client or by its deadline
-
-
-_S, _E = State, Event
-ENDED: Final = frozenset({_S.FINISHED, _S.FAILED, _S.CANCELLED})
-
-TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
-    (_S.QUEUED, _E.PLACED): _S.STARTING,
-    (_S.QUEUED, _E.FINISHED): _S.FINISHED,
-    (_S.QUEUED, _E.FAILED): _S.FAILED,
-    (_S.QUEUED, _E.CANCELLED): _S.CANCELLED,
-    (_S.STARTING, _E.RESERVED): _S.PREFILLING,
-    (_S.STARTING, _E.LOST): _S.LOST,
-    (_S.STARTING, _E.FAILED): _S.FAILED,
-    (_S.STARTING, _E.CANCELLED): _S.CANCELLED,
-    (_S.PREFILLING, _E.VERIFIED): _S.DECODING,
-    (_S.PREFILLING, _E.LOST): _S.LOST,
-    (_S.PREFILLING, _E.FAILED): _S.FAILED,
-    (_S.PREFILLING, _E.CANCELLED): _S.CANCELLED,
-    (_S.DECODING, _E.COMMITTED): _S.DECODING,
-    (_S.DECODING, _E.FINISHED): _S.FINISHED,
-    (_S.DECODING, _E.LOST): _S.LOST,
-    (_S.DECODING, _E.FAILED): _S.FAILED,
-    (_S.DECODING, _E.CANCELLED): _S.CANCELLED,
-    (_S.LOST, _E.PLACED): _S.STARTING,
-    (_S.LOST, _E.FAILED): _S.FAILED,
-    (_S.LOST, _E.CANCELLED): _S.CANCELLED,
-}
-
 _PUBLIC_STATES: Final = {
-    _S.QUEUED: pb.REQUEST_STATE_QUEUED,
-    _S.FINISHED: pb.REQUEST_STATE_FINISHED,
-    _S.FAILED: pb.REQUEST_STATE_FAILED,
-    _S.CANCELLED: pb.REQUEST_STATE_CANCELLED,
+    State.QUEUED: pb.REQUEST_STATE_QUEUED,
+    State.FINISHED: pb.REQUEST_STATE_FINISHED,
+    State.FAILED: pb.REQUEST_STATE_FAILED,
+    State.CANCELLED: pb.REQUEST_STATE_CANCELLED,
 }
-
-
-class IllegalRequestEvent(Exception):
-    """An event that cannot happen in this state; a worker broke the protocol, or we did."""
-
-    def __init__(self, state: State, event: Event) -> None:
-        super().__init__(f"a request that is {state.value} cannot be {event.value}")
-        self.state = state
-        self.event = event
 
 
 class BrokenStream(Exception):
@@ -131,6 +76,12 @@ class Request:
     is_ended_by_id: bool = False  # somebody has asked for its end
     was_kept: bool = False  # it was answered with what was kept from before
 
+    # Where it asks for several answers: these, once it is admitted, and what each of them shares.
+    answers: Sequence[Request] = ()
+    group: str = ""  # by which decode workers know that answers have their prompt in common
+    beside: WorkerLife | None = None  # the decode worker that has the prompt's KV, or will
+    attempt_numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
     max_tokens: int = 0
@@ -139,6 +90,7 @@ class Request:
     # Where it is, and how it came there. Workers are ids for people to read.
     state: State = State.QUEUED
     num_attempts: int = 0
+    attempt: int = 0  # number of the last one, among those of all answers
     prefill_worker: str = ""
     decode_worker: str = ""
     status: str = ""  # name of the gRPC status it ended with
@@ -176,9 +128,34 @@ class Request:
         return self._digest
 
     @property
+    def index(self) -> int:
+        """Which of the answers it is."""
+        return self.asked.sampling.answer_index
+
+    @property
+    def name(self) -> str:
+        """Its id, and for all but the first answer which one it is."""
+        return f"{self.id}/{self.index}" if self.index else self.id
+
+    @property
     def holder(self) -> Holder:
         """Who it is to whoever keeps workers for it alone."""
-        return Holder(self.digest, self.id)
+        return Holder(self.digest, self.name)
+
+    @property
+    def parts(self) -> Sequence[Request]:
+        """Its answers where there are several; else itself."""
+        return self.answers or (self,)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers, those behind their ends left out."""
+        return sum(one.text.num_tokens for one in self.parts)
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of all answers that workers wrote."""
+        return sum(len(one.token_ids) for one in self.parts)
 
     # Where it is.
 
@@ -202,9 +179,10 @@ class Request:
         The number rises before anything is sent, so nothing of an earlier attempt is taken."""
         self.apply_event(Event.PLACED, now, f"{prefill_worker or 'local'} -> {decode_worker}")
         self.num_attempts += 1
+        self.attempt = next(self.attempt_numbers)
         self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
         self.connector = ""
-        return self.num_attempts
+        return self.attempt
 
     def end_attempt(self, error: EffuseError) -> None:
         """The attempt failed; whether another one follows is decided elsewhere."""
@@ -310,7 +288,7 @@ class Request:
             forward_passes=self.earlier_forwards + self.forwards,
             logprobs=logprobs,
         )
-        return pb.GenerateStreamResponse(request_id=self.id, commit=commit)
+        return pb.GenerateStreamResponse(request_id=self.id, answer_index=self.index, commit=commit)
 
     # What is told of it.
 
@@ -320,7 +298,7 @@ class Request:
         echo = pb.PromptEcho(text=text, token_ids=ids)
         return pb.GenerateStreamResponse(request_id=self.id, echo=echo)
 
-    def finished(self, reason: pb.FinishReason, now: float) -> pb.Finished:
+    def finished(self, reason: pb.FinishReason, now: float) -> pb.GenerateStreamResponse:
         """What its client is told at a good end."""
         told = pb.Finished(
             finish_reason=reason,
@@ -333,13 +311,12 @@ class Request:
             told.stop_string = self.text.matched_stop
         elif self.end_token_id is not None:
             told.end_token_id = self.end_token_id
-        return told
+        return pb.GenerateStreamResponse(request_id=self.id, answer_index=self.index, finished=told)
 
     def usage(self) -> pb.Usage:
-        """Token counts so far."""
-        return pb.Usage(
-            prompt_tokens=len(self.prompt_token_ids), completion_tokens=self.text.num_tokens
-        )
+        """Token counts so far; the prompt's are the first answer's."""
+        prompt_tokens = 0 if self.index else len(self.prompt_token_ids)
+        return pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=self.num_tokens)
 
     def stats(self, now: float) -> pb.GenerationStats:
         """What it cost, at its end."""
@@ -352,7 +329,7 @@ class Request:
             time_to_first_block=timedelta(seconds=max(0.0, first_block - self.arrived)),
             total_duration=timedelta(seconds=now - self.arrived),
             forward_passes=forwards,
-            tokens_per_forward=self.text.num_tokens / forwards if forwards else 0.0,
+            tokens_per_forward=self.num_tokens / forwards if forwards else 0.0,
             kv_bytes=self.kv_bytes,
             kv_pages=self.kv_pages,
             connector=self.connector,
@@ -367,18 +344,29 @@ class Request:
 
     def describe(self) -> pb.GetRequestResponse:
         """Where it is, or how it ended, for who looks it up."""
+        state = _PUBLIC_STATES.get(self.state, pb.REQUEST_STATE_RUNNING)
+        if self.answers and not self.is_ended:
+            state = pb.REQUEST_STATE_RUNNING
+        first = self.parts[0]
         return pb.GetRequestResponse(
             request_id=self.id,
-            state=_PUBLIC_STATES.get(self.state, pb.REQUEST_STATE_RUNNING),
-            attempt=self.num_attempts,
-            prefill_worker=self.prefill_worker,
-            decode_worker=self.decode_worker,
+            state=state,
+            attempt=first.num_attempts,
+            prefill_worker=first.prefill_worker,
+            decode_worker=first.decode_worker,
             status=self.status,
         )
+
+    def tell_state(self) -> str:
+        """Where it is, for the text of an error."""
+        return "being answered" if self.answers else self.state.value
 
     def tell_progress(self) -> str:
         """How far it got and what it met with, for the text of an error; empty before it was
         tried."""
+        if self.answers:
+            complete = sum(one.state is State.FINISHED for one in self.answers)
+            return f"{complete} of {len(self.answers)} answers were complete"
         if not self.num_attempts:
             return ""
         far = f"{len(self.token_ids)} of {self.max_tokens} tokens were written"
@@ -387,7 +375,7 @@ class Request:
 
     def labels(self) -> dict[str, str]:
         """The same for programs."""
-        return {"tokens": str(len(self.token_ids)), **self.setbacks.labels()}
+        return {"tokens": str(self.num_written), **self.setbacks.labels()}
 
     def tell_story(self) -> str:
         """The story in one line, times relative to its first event."""

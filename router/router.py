@@ -19,15 +19,15 @@ from effuse.placement.fleet import FleetView
 from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
-from effuse.protos.errors import EngineLost, Poisonous
-from effuse.protos.fleet_channel import FleetAccess
+from effuse.protos.channels import FleetAccess
+from effuse.protos.errors import EngineLost, InvalidRequest, Poisonous
 from effuse.protos.gate import CALLER
 from effuse.router.admission import Admission
+from effuse.router.calls import Cleanup
 from effuse.router.catalogue import Catalogue
-from effuse.router.cleanup import Cleanup
 from effuse.router.config import RouterConfig
 from effuse.router.fleet import RoutedFleet
-from effuse.router.keys import KeyRing, Tenant
+from effuse.router.keys import KeyRing, Quotas, Tenant
 from effuse.router.known_requests import KnownRequests
 from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import RouterMetrics
@@ -35,7 +35,6 @@ from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, Prospect, life_of
-from effuse.router.quotas import Quotas
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
@@ -133,8 +132,8 @@ class Router:
     def resolve(self, message: pb.GenerateRequest, *, is_stream: bool) -> Asked:
         """What a client's message asks for, every setting resolved; raises `EffuseError` with all
         that can be said against it."""
-        tokenizer = self.tokenizer
-        return validate(
+        tokenizer, most = self.tokenizer, self.config.max_answers
+        asked = validate(
             message,
             self.catalogue.find(message.model if message.HasField("model") else None),
             tokenizer.reserved_ids,
@@ -143,6 +142,10 @@ class Router:
             takes_chats=tokenizer.has_chat_template,
             chat_end_ids=tokenizer.chat_end_ids,
         )
+        if asked.num_answers > most:
+            found = f"expected at most {most}, this router's --max-answers, got {asked.num_answers}"
+            raise InvalidRequest.of("n", found)
+        return asked
 
     def tenant(self) -> Tenant:
         """Whose call is being answered, and what it may have."""
@@ -189,13 +192,13 @@ class Router:
         )
         treatment = self.verdicts.add_death(request.digest, death)
         if treatment is not Treatment.SHARED:
-            name, digest = request.id, request.digest
+            name, digest = request.name, request.digest
             LOG.warning("engines die under request %s: %s is %s", name, digest, treatment.value)
 
     def note_survival(self, request: Request) -> None:
         """The request has written something: others may join one that ran alone."""
         if request.alone and self.verdicts.add_survival(request.digest, len(request.token_ids)):
-            LOG.info("request %s (%s) is cleared", request.id, request.digest)
+            LOG.info("request %s (%s) is cleared", request.name, request.digest)
             request.alone = ()
             self.fleet.release_workers(request.holder)
 
@@ -256,7 +259,8 @@ def _figures(request: Request, stats: Stats) -> dict[str, str | int | float]:
     return {
         "model": request.asked.model.name,
         "prompt_tokens": len(request.prompt_token_ids),
-        "tokens": request.text.num_tokens,
+        "answers": request.asked.num_answers,
+        "tokens": request.num_tokens,
         "queue_s": stats.queue_s,
         "prefill_s": stats.prefill_s,
         "handoff_s": stats.handoff_s,

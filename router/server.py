@@ -27,31 +27,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> pb.GenerateResponse:
-        """The whole answer at its end."""
+        """The whole answer, or all answers, at the end."""
         answer = WholeAnswer()
         with request_span(self._router, context):
             accepted = accept(self._router, request, context, is_stream=False)
-            finished = await serve(self._router, accepted, answer)
-        return answer.response(accepted.id, finished)
+            answer.take(await serve(self._router, accepted, answer))
+        return answer.response(accepted.id)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
         self,
         request: pb.GenerateStreamRequest,
         context: grpc.aio.ServicerContext[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
     ) -> None:
-        """The answer as it grows.
+        """The answer as it grows, or several.
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
         with request_span(self._router, context):
             accepted = accept(self._router, request.request, context, is_stream=True)
             stream = AnswerStream(context)
-            await stream.finish(
-                serve(self._router, accepted, stream),
-                lambda finished: pb.GenerateStreamResponse(
-                    request_id=accepted.id, finished=finished
-                ),
-            )
+            await stream.finish(serve(self._router, accepted, stream), lambda last: last)
 
     async def CancelRequest(
         self,
@@ -94,16 +89,18 @@ def request_span(
     return router.traces.span("generate", context.invocation_metadata() or ())
 
 
-async def serve(router: Router, request: Request, client: Recipient) -> pb.Finished:
-    """Serves an accepted request, and tells its span how it ended; raises `EffuseError`."""
-    finished = await Handler(router, request, client).serve()
+async def serve(router: Router, request: Request, client: Recipient) -> pb.GenerateStreamResponse:
+    """Serves an accepted request but for its last event, and tells its span how it ended; raises
+    `EffuseError`."""
+    last = await Handler(router, request, client).serve()
+    usage = request.usage() if request.answers else last.finished.usage
     router.traces.annotate(
         {
-            "gen_ai.request.model": finished.model,
-            "gen_ai.usage.input_tokens": finished.usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": finished.usage.completion_tokens,
+            "gen_ai.request.model": last.finished.model,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
             "effuse.request_id": request.id,
             "effuse.attempts": request.num_attempts,
         }
     )
-    return finished
+    return last

@@ -30,7 +30,8 @@ from effuse.protos.errors import AlreadyRunning, Unavailable
 from effuse.router.client import Recipient, WholeAnswer
 from effuse.router.keys import Tenant
 from effuse.router.policy import Placement
-from effuse.router.request import Request, State
+from effuse.router.request import Request
+from effuse.router.request_states import State
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
 
@@ -119,17 +120,20 @@ class SharedRequest:
     # Where it is.
 
     def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
-        """Another attempt begins on these workers."""
+        """Another attempt begins on these workers; of several answers, one at the first."""
         prefill = placement.prefill
         self._record = msgspec.structs.replace(
             self._first_record(),
-            attempt=self._request.num_attempts,
+            attempt=self._request.parts[0].num_attempts,
             transfer_id=transfer_id,
             decode=_placed_on(placement.decode),
             prefill=None if prefill is None else _placed_on(prefill),
             prompt_tokens=len(self._request.prompt_token_ids),
         )
         self._write(self._record)
+
+    def note_reserved(self, placement: Placement) -> None:
+        """A decode worker holds pages for the prompt, which other routers need not know."""
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
         """Tells the client, and keeps what is final where others may be asked for it."""
@@ -139,21 +143,22 @@ class SharedRequest:
 
     # Its end.
 
-    def end(self, finished: pb.Finished | None) -> None:
-        """The request is over; `finished` is what its client is told at a good end."""
+    def end(self, last: pb.GenerateStreamResponse | None) -> None:
+        """The request is over; `last` is what its client is told at a good end."""
         if self._record is None:
             return
         request = self._request
         record = msgspec.structs.replace(
             self._record,
             state=_STATES.get(request.state, "failed"),
-            num_tokens=request.text.num_tokens,
+            num_tokens=request.num_tokens,
         )
         self._record = None
-        if finished is None or not self._is_kept:
+        if last is None or not self._is_kept:
             self._write(record)
             return
-        said = self._said.response(request.id, finished)
+        self._said.take(last)
+        said = self._said.response(request.id)
         self._write(record, said if said.ByteSize() <= MOST_BYTES else None)
 
     @property

@@ -1,39 +1,155 @@
 """Text and chats to ids, and ids to text, with the `tokenizers` library alone, off the event loop
 where it is long.
 
-Special tokens that a client spells stay text, unless it asks for them to be parsed; what
-`tokenizer.json` puts around a prompt is added, and a chat has what its template writes. Not here:
-following an answer (`detokenizer.py`), the template's rendering (`chat_template.py`).
+A model reads its special tokens as structure: where a message ends, who speaks. So they may come
+from the checkpoint's template alone, and those that a client spells stay text, unless it asks for
+them to be parsed. Before a template sees a client's strings, the first character of every special
+token that they spell is exchanged for a stand-in; what it renders is cut at the special tokens that
+are in it now, which are the template's; and in the text between them the characters come back.
+Lengths, white space and all else that a template looks at stay as they are. What `tokenizer.json`
+puts around a prompt is added. Not here: following an answer (`detokenizer.py`), the template's
+rendering (`chat_template.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import tokenizers
 
 from effuse.client.chat import Chat, Message
 from effuse.router.chat_template import ChatTemplate, ChatTemplateError
-from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, strings_of
 
 LOG: Final = logging.getLogger(__name__)
+
+PRIVATE: Final = range(0xF0000, 0x110000)
+"""Characters without a meaning, for stand-ins: Unicode's planes for private use."""
 FILE: Final = "tokenizer.json"
 INLINE_BYTES: Final = 512
 """Text up to this size is encoded on the spot: about 0.2 ms at worst, as much as two switches of
 thread cost on a busy machine."""
-
 _RESERVED: Final = re.compile(r"pad|mask|unk|reserved", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialToken:
+    """A token that stands for structure. White space beside it may belong to it."""
+
+    id: int
+    text: str
+    takes_left: bool = False
+    takes_right: bool = False
+
+
+class SpecialTokens:
+    """Those of one tokenizer."""
+
+    def __init__(self, tokens: Iterable[SpecialToken]) -> None:
+        self._by_text = {token.text: token for token in tokens}
+        pattern = _any_of(self._by_text)
+        self._whole = re.compile(pattern)
+        self._begin = re.compile(f"(?={pattern})")
+        self._beginnings = frozenset(
+            text[:length] for text in self._by_text for length in range(1, len(text))
+        )
+        self._longest = max(map(len, self._by_text), default=0)
+
+    def cut(self, text: str) -> Iterator[str | SpecialToken]:
+        """The parts of `text`: special tokens, and the text between them where there is any."""
+        end = 0
+        for found in self._whole.finditer(text):
+            token = self._by_text[found.group()]
+            between = text[end : found.start()]
+            if between := between.rstrip() if token.takes_left else between:
+                yield between
+            yield token
+            end = found.end()
+            while token.takes_right and text[end : end + 1].isspace():
+                end += 1
+        if end < len(text):
+            yield text[end:]
+
+    def disguise(self, strings: Sequence[str]) -> Disguise:
+        """Stand-ins that none of `strings` holds: a client's, and the template's own text. Raises
+        ValueError where they hold all that could be one."""
+        used = set().union(*strings)
+        firsts = sorted({text[0] for text in self._by_text})
+        free = (mark for mark in map(chr, PRIVATE) if mark not in used)
+        marks = list(itertools.islice(free, len(firsts) + 1))
+        if len(marks) <= len(firsts):
+            raise ValueError("expected text that leaves characters for private use unused")
+        return Disguise(self._starts, dict(zip(firsts, marks, strict=False)), marks[-1])
+
+    def _starts(self, text: str) -> set[int]:
+        """Where special tokens begin, and where one would if other text followed at the end."""
+        starts = {found.start() for found in self._begin.finditer(text)}
+        tail = range(max(0, len(text) - self._longest + 1), len(text))
+        return starts.union(at for at in tail if text[at:] in self._beginnings)
+
+
+@dataclass(frozen=True, slots=True)
+class Disguise:
+    """Hides special tokens in strings, and undoes that. `mark` is one more character that stands in
+    none of them."""
+
+    starts: Callable[[str], Iterable[int]]
+    stand_ins: Mapping[str, str]
+    mark: str
+
+    def hide(self, value: Any) -> Any:
+        """`value`, of JSON's types or tuples, with special tokens hidden in every string of it."""
+        if isinstance(value, str):
+            characters = list(value)
+            for at in self.starts(value):
+                characters[at] = self.stand_ins[value[at]]
+            return "".join(characters)
+        if isinstance(value, Mapping):
+            return {self.hide(name): self.hide(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hide(one) for one in value]
+        return value
+
+    def show(self, text: str) -> str:
+        """`text` with what was hidden in it."""
+        return text.translate({ord(mark): first for first, mark in self.stand_ins.items()})
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Every string in a value of JSON's types, the names of objects' fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(strings_of, (*value, *value.values())))
+    elif isinstance(value, list | tuple):
+        yield from itertools.chain.from_iterable(map(strings_of, value))
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A regular expression for the longest of `texts`, none of them empty. A letter is looked at
+    once, and not once for each of them: models have hundreds, and clients send what they like."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[0], []).append(text[1:])
+    branches = [re.escape(first) + _end_of(found) for first, found in rests.items()]
+    return f"(?:{'|'.join(branches)})" if branches else "(?!)"
+
+
+def _end_of(rests: Sequence[str]) -> str:
+    longer = [rest for rest in rests if rest]
+    optional = "?" if len(longer) < len(rests) else ""
+    return _any_of(longer) + optional if longer else ""
 
 
 class TokenizerError(Exception):

@@ -1,7 +1,7 @@
 """From a client's request to one in which every setting is resolved, or to all that is wrong.
 
 Pure: the request and what is known of the model in, values out. Done before anything is reserved,
-before the prompt is tokenised. Not here: its input (`inputs.py`), whether the model exists
+before the prompt is tokenised. Not here: its input (`findings.py`), whether the model exists
 (`catalogue.py`), whether there is room (`admission.py`).
 """
 
@@ -17,6 +17,7 @@ from effuse.client.chat import Chat
 from effuse.client.params import ALGORITHMS, ALGS, CACHES, PRIORITIES, REMASKINGS, SCORES, Priority
 from effuse.config.decoding import (
     ALG_TEMP,
+    ANSWERS,
     BIAS,
     BLOCK_LENGTH,
     CANVAS_ALGORITHMS,
@@ -46,8 +47,7 @@ from effuse.config.decoding import (
     Sampling,
 )
 from effuse.placement.records import ModelInfo
-from effuse.router.findings import Findings
-from effuse.router.inputs import check_input
+from effuse.router.findings import Findings, check_input
 from effuse.v1 import generation_pb2 as pb
 
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
@@ -79,11 +79,7 @@ KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
         "editing_threshold", "max_post_steps",
     },
     "llada": {
-        "remasking",
-        "block_length",
-        "steps",
-        "cfg_scale",
-        "logits_eos_inf",
+        "remasking", "block_length", "steps", "cfg_scale", "logits_eos_inf",
         "confidence_eos_eot_inf",
     },
     "dream": {"steps", "alg", "eps", "alg_temp"},
@@ -119,6 +115,7 @@ class Asked:
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included unless they are ignored
     sampling: Sampling
     has_seed: bool  # the client's; else it is 0 until one is drawn
+    num_answers: int
     settings: DecodeSettings
     priority: Priority
     wants_token_ids: bool
@@ -162,6 +159,8 @@ def validate(
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
     _check_algorithm(request.sampling, algorithm, model, decode_prefills, findings)
+    num_answers = request.n if request.HasField("n") else 1
+    findings.number("n", num_answers, ANSWERS)
     findings.number("output.logprobs", request.output.logprobs, LOGPROBS)
     findings.choice("priority", request.priority, PRIORITY_NAMES)
     if request.output.drafts and not is_stream:
@@ -182,6 +181,7 @@ def validate(
         stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
         sampling=_resolve_sampling(request.sampling, model),
         has_seed=request.sampling.HasField("seed"),
+        num_answers=num_answers,
         settings=_resolve_settings(request.decoding, algorithm, model),
         priority=_PRIORITIES.get(request.priority, "normal"),
         wants_token_ids=request.output.token_ids,

@@ -50,14 +50,27 @@ class EngineAnswer:
         self._whole = WholeAnswer()
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
-        """Tells new tokens; raises `ClientGone`. Text is the gateway's own matter."""
+        """Tells new tokens, and the end of an answer that others outlive; raises `ClientGone`. Text
+        is the gateway's own matter."""
+        if event.HasField("finished"):
+            await self._stream.send(self.end(event))
+            return
         self._whole.take(event)
         if self._is_stream and event.commit.token_ids:
-            await self._stream.send(chunk_of(event.commit, len(self._request.prompt_token_ids)))
+            await self._stream.send(chunk_of(event, self._prompt_tokens))
 
-    def end(self, finished: pb.Finished) -> engine.GenerateResponse:
-        """The last message."""
-        return complete_of(self._whole.response(self._request.id, finished))
+    def end(self, ended: pb.GenerateStreamResponse) -> engine.GenerateResponse:
+        """The last message of an answer."""
+        self._whole.take(ended)
+        answer = self._whole.one(ended.answer_index)
+        return complete_of(answer, ended.answer_index, self._prompt_tokens)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        """Also of an answer that was kept, whose prompt was not encoded again: there the first one
+        is told first."""
+        prompt_tokens = len(self._request.prompt_token_ids)
+        return prompt_tokens or self._whole.one(0).usage.prompt_tokens
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):

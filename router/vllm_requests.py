@@ -34,6 +34,7 @@ def request_of(
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else chat_end_ids)}
     request = pb.GenerateRequest(
         request_id=asked.request_id or None,
+        n=None if params.n < 2 else params.n,
         sampling=pb.SamplingParams(
             temperature=params.temperature if params.HasField("temperature") else None,
             top_p=None if params.top_p in (0.0, 1.0) else params.top_p,
@@ -65,25 +66,30 @@ def request_of(
     return request
 
 
-def chunk_of(commit: pb.BlockCommit, prompt_tokens: int) -> engine.GenerateResponse:
+def chunk_of(event: pb.GenerateStreamResponse, prompt_tokens: int) -> engine.GenerateResponse:
     """Final tokens as a chunk."""
+    commit = event.commit
     chunk = engine.GenerateStreamChunk(
         token_ids=commit.token_ids,
         prompt_tokens=prompt_tokens,
         completion_tokens=commit.token_offset + commit.num_tokens,
         output_logprobs=_logprobs_of(commit),
+        index=event.answer_index,
     )
     return engine.GenerateResponse(chunk=chunk)
 
 
-def complete_of(answer: pb.GenerateResponse) -> engine.GenerateResponse:
-    """A whole answer as what ends it."""
+def complete_of(
+    answer: pb.GenerateResponse, index: int, prompt_tokens: int
+) -> engine.GenerateResponse:
+    """A whole answer as what ends it; each of several tells of the prompt's tokens here."""
     complete = engine.GenerateComplete(
         output_ids=answer.token_ids,
         finish_reason=_FINISH_REASONS[answer.finish_reason],
-        prompt_tokens=answer.usage.prompt_tokens,
+        prompt_tokens=prompt_tokens,
         completion_tokens=answer.usage.completion_tokens,
         output_logprobs=_logprobs_of(answer),
+        index=index,
     )
     match answer.WhichOneof("matched_stop"):
         case "end_token_id":
@@ -129,8 +135,6 @@ def describe_model(model: ModelInfo) -> engine.GetModelInfoResponse:
 
 def _check(asked: engine.GenerateRequest) -> None:
     findings, params = Findings(), asked.sampling_params
-    if params.n > 1:
-        findings.add("sampling_params.n", "1, as effuse gives one answer a request", params.n)
     if params.logprobs < 0:
         findings.add("sampling_params.logprobs", "a count from 0 on", params.logprobs)
     if strange := [token_id for token_id in params.logit_bias if token_id < 0]:

@@ -1,5 +1,5 @@
-"""For every test: one torch thread, the checkout off the import path, no skip but for want of a GPU
-or of another people's client."""
+"""For every test: one torch thread, the checkout off the import path, no skip but for want of a
+GPU, of another people's client or of the right to make networks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
-_RULE = "only tests marked gpu or client may be skipped"
+_MARKS = ("gpu", "client", "network")
+_RULE = f"only tests marked {', '.join(_MARKS)} may be skipped"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,9 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Nothing but tests marked gpu or client may be skipped."""
+    """Nothing but tests with these marks may be skipped."""
     report = yield
-    may_be = any(item.get_closest_marker(name) for name in ("gpu", "client"))
+    may_be = any(item.get_closest_marker(name) for name in _MARKS)
     if report.skipped and not may_be:
         report.outcome, report.longrepr = "failed", f"{_RULE}: {report.longrepr}"
     return report

@@ -36,7 +36,7 @@ from effuse.worker.messages import (
     Verified,
     WriterGone,
 )
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN = 900, 901, 902, 903, 904, 905
 COMPILE, LONG_FORWARD = 906, 907

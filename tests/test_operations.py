@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from every_metric import router_metrics, scraped_name, worker_metrics
 
-from effuse.decode_worker.config import DecodeConfig
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.protos import errors
 from effuse.router.config import RouterConfig
 from effuse.telemetry.metrics import ProcessMetrics
+from effuse.worker.config import DecodeConfig, PrefillConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "operations.md").read_text()

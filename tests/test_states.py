@@ -14,14 +14,14 @@ import pytest
 
 from effuse.kvtransfer import handoff, pool
 from effuse.placement import lease
-from effuse.router import request
+from effuse.router import request_states
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "states.md").read_text()
 DIAGRAMS = re.findall(r"```mermaid\n(.*?)```", PAGE, re.DOTALL)
 ARROW = re.compile(r"^ {4}(\w+) --> (\w+) : ([^/\n]+?)(?: / (.+))?$", re.MULTILINE)
 TABLES: dict[str, Mapping[Any, Any]] = {
-    "request": request.TRANSITIONS,
+    "request": request_states.TRANSITIONS,
     "page": pool.TRANSITIONS,
     "receiver": handoff.RECEIVER,
     "sender": handoff.SENDER,

@@ -14,25 +14,25 @@ import torch
 import effuse.models
 from effuse.config.decoding import Algorithm, Sampling
 from effuse.kernels.attention import block_attention
+from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
-from effuse.kvtransfer.zmq_curve import CurveKeys
+from effuse.kvtransfer.zmq_sockets import CurveKeys
 from effuse.models.defaults import read_defaults
-from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
-from effuse.protos.fleet_secret import FleetSecret
+from effuse.protos.gate import FleetSecret
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Ready
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 # A block's KV is stored by the forward that follows the one in which it settled.
 COMMIT_RULE = "settled_recompute"

@@ -1,19 +1,32 @@
-"""The attempts that run in this worker, and those that ended here not long ago.
+"""The attempts that run in this worker, and those that ended here not long ago; how they fail.
 
-Carries the engine's events to whoever handles an attempt. No I/O; the clock is injected. An attempt
-stays in the table until nothing of it is left in the engine; after that its transfer id is refused.
+Carries the engine's events to whoever handles an attempt, and tells its failures in the errors that
+callers get. No I/O; the clock is injected. An attempt stays in the table until nothing of it is
+left in the engine; after that its transfer id is refused.
 """
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.protos.errors import AlreadyRunning, EffuseError, Refused
-from effuse.worker.messages import CoreEvent, Draft, Failed, Reserved
+from effuse.protos.errors import (
+    AlreadyRunning,
+    Bug,
+    DeadlineExceeded,
+    EffuseError,
+    InvalidRequest,
+    Overloaded,
+    Refused,
+    TransferFailed,
+    Unavailable,
+)
+from effuse.worker.messages import CoreEvent, Draft, Failed, FailureCode, Reserved
 
 _MOST_QUEUED_DRAFTS = 64  # a slow reader misses drafts, never commits
+_RETRY_AFTER_S: Final = 0.5  # where the engine names none: about the time of a short request
 
 
 class OpenAttempt:
@@ -157,3 +170,34 @@ def attempt_of(event: CoreEvent) -> AttemptId:
 
 def _try(attempt_id: AttemptId) -> tuple[str, int]:
     return attempt_id.request_id, attempt_id.attempt
+
+
+_KINDS: Final[Mapping[FailureCode, type[EffuseError]]] = {
+    "ALREADY_EXISTS": AlreadyRunning,
+    "FAILED_PRECONDITION": Refused,
+    "RESOURCE_EXHAUSTED": Overloaded,
+    "ABORTED": Refused,
+    "DEADLINE_EXCEEDED": TransferFailed,
+    "UNAVAILABLE": Unavailable,
+    "DATA_LOSS": TransferFailed,
+    "INTERNAL": Bug,
+}
+
+
+def to_error(failed: Failed) -> EffuseError:
+    """Returns the error that tells a caller what the engine said."""
+    if failed.code == "INVALID_ARGUMENT":
+        return InvalidRequest.of(failed.field or "", failed.message)
+    kind = _KINDS[failed.code]
+    labels = {"field": failed.field} if failed.field else None
+    retry_after_s = failed.retry_after_s
+    if retry_after_s is None and kind in (Overloaded, Unavailable, TransferFailed):
+        retry_after_s = _RETRY_AFTER_S
+    # The class says what is usual; of our own mistakes only the engine knows.
+    retryable = failed.retryable if kind is Bug else None
+    return kind(failed.message, retryable=retryable, retry_after_s=retry_after_s, labels=labels)
+
+
+def deadline_passed(what: str) -> DeadlineExceeded:
+    """The error of a caller whose time is over."""
+    return DeadlineExceeded(f"the deadline passed before {what}")

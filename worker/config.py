@@ -1,8 +1,9 @@
-"""What both workers are told at their start: one frozen value, one flag per field.
+"""What a worker is told at its start, of either kind: one frozen value, one flag per field.
 
 Values that are found at run time (pages in the pool, the port taken) live where they are found.
 """
 
+import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import msgspec
 
 from effuse.config import checks
 from effuse.config.access import Access
+from effuse.config.decoding import WINDOW, Algorithm
+from effuse.kvtransfer.messages import MAX_LEASE_S
 from effuse.placement.keys import check_name
 from effuse.telemetry.logs import LogFormat, LogLevel
 
@@ -25,6 +28,7 @@ END_S: Final = 10.0
 """What attempts that are cut off at the end have to leave the engine."""
 STOP_S: Final = 20.0
 """What an engine that they do not leave has to end, killed if need be."""
+_MOST_STOP_IDS = 128  # more than a router lets through; a GPU keeps room for them in every slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +147,46 @@ class WorkerConfig(Access):
         if self.advertise_host is not None:
             return self.advertise_host
         return socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """Settings of a prefill worker. Raises ValueError naming the accepted form."""
+
+    reservation_s: Annotated[float, "longest that a computed prompt waits for a reservation"] = 60.0
+    min_handoff_gbps: Annotated[
+        float,
+        "refuse decode workers that KV reaches slower, in 10^9 bytes a second as measured at the "
+        "start; 0 refuses none",
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.seconds("reservation_s", self.reservation_s)
+        if not (math.isfinite(self.min_handoff_gbps) and self.min_handoff_gbps >= 0):
+            raise ValueError(
+                f"--min-handoff-gbps: expected 0 or more GB/s, got {self.min_handoff_gbps:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """Settings of a decode worker. Raises ValueError naming the accepted form."""
+
+    default_algorithm: Annotated[
+        Algorithm | None, "used where a request names none (default: the model's)"
+    ] = None
+    handoff_lease_s: Annotated[
+        float, "longest push of a computed prompt, and longest silence of its writer before"
+    ] = 60.0
+    max_window: Annotated[int, "most blocks in flight that a request may ask for"] = 8
+    max_stop_ids: Annotated[int, "most stop ids of a request, end-of-sequence ids included"] = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.seconds("handoff_lease_s", self.handoff_lease_s, MAX_LEASE_S)
+        checks.whole("max_window", self.max_window, int(WINDOW.low), int(WINDOW.high))
+        checks.whole("max_stop_ids", self.max_stop_ids, 1, _MOST_STOP_IDS)
 
 
 def to_json(config: WorkerConfig) -> bytes:

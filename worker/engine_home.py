@@ -1,6 +1,6 @@
 """Private directories of engines' sockets: made for a front, swept after fronts that were killed.
 
-A front removes its own when its engine ends. Not here: the socket (`engine_client.py`).
+A front removes its own when its engine ends. Not here: the socket (`supervisor.py`).
 """
 
 import logging

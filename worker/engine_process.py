@@ -1,4 +1,5 @@
-"""The engine's process: takes messages, steps its core, says what happened, shows that it lives.
+"""The engine's process: takes messages, steps its core, says what happened, shows that it lives;
+and what both workers' cores have in common: forwards that may fail, and an outbox.
 
 Knows no gRPC and no model: each worker's `build.py` makes the core. The process ends with its
 front, however that ended.
@@ -20,13 +21,16 @@ from typing import NoReturn, TypeVar
 import msgspec
 import zmq
 
+from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load
 from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import (
     AbortDone,
+    CoreEvent,
     EngineCore,
     Failed,
+    FailureCode,
     Finished,
     PromptPushed,
     Ready,
@@ -35,10 +39,11 @@ from effuse.worker.messages import (
     ToEngine,
     ToFront,
 )
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 LOG = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=WorkerConfig)
+_Result = TypeVar("_Result")
 _ENCODER = msgspec.msgpack.Encoder()
 _ENDS = (Finished, Failed, PromptPushed, AbortDone)  # of an attempt
 
@@ -46,6 +51,8 @@ _PR_SET_PDEATHSIG = 1
 _WAIT_DEVICE_MS = 1  # that it has ended something no descriptor tells
 _WAIT_BUSY_MS = 2  # a peer or the connector may have something soon
 _WAIT_IDLE_MS = 100
+KEEP_ABORTED_S = 600.0  # how long an engine refuses attempts that were aborted before they began
+_MOST_FAILED_FORWARDS = 8  # in a row; then the device is taken for lost and the process ends
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,3 +218,62 @@ def _path(kind: type, value: object) -> object:
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise NotImplementedError(f"{kind} in a config")
+
+
+class ForwardFailed(Exception):
+    """A forward failed: only what was in it fails with it. The message is for callers."""
+
+
+class ForwardGuard:
+    """Keeps an engine alive where a forward fails, unless eight in a row do."""
+
+    def __init__(self) -> None:
+        self._num_failed = 0  # in a row
+
+    def run(self, forward: Callable[[], _Result], num_requests: int) -> _Result:
+        """What `forward`, over so many requests, returns. Raises ForwardFailed where it raises
+        anything; the eighth time in a row raises what it raised."""
+        try:
+            result = forward()
+        except Exception as error:
+            LOG.exception("a forward over %d requests failed", num_requests)
+            self._num_failed += 1
+            if self._num_failed >= _MOST_FAILED_FORWARDS:
+                raise
+            raise ForwardFailed("the model failed in this step") from error
+        self._num_failed = 0
+        return result
+
+
+class Outbox:
+    """What an engine says to its front, in order, since the last drain."""
+
+    def __init__(self) -> None:
+        self._events: list[CoreEvent] = []
+
+    def drain(self) -> Sequence[CoreEvent]:
+        """Hands over what was said, and starts anew."""
+        events, self._events = self._events, []
+        return events
+
+    def say(self, *events: CoreEvent) -> None:
+        """Adds events in their order."""
+        self._events += events
+
+    def failed(
+        self,
+        attempt: AttemptId,
+        code: FailureCode,
+        message: str,
+        *,
+        retryable: bool = False,
+        field: str | None = None,
+    ) -> None:
+        """Says that an attempt has ended without success."""
+        self.say(
+            Failed(attempt=attempt, code=code, message=message, retryable=retryable, field=field)
+        )
+
+    def abort_done(self, attempt: AttemptId, *, was_running: bool) -> None:
+        """Says that nothing of an aborted attempt is left here."""
+        self.say(AbortDone(attempt=attempt, was_running=was_running))

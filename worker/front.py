@@ -18,11 +18,10 @@ from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
 from effuse.placement.announcer import Announcer, Superseded
 from effuse.placement.fleet import FleetView
-from effuse.placement.redis_access import RedisAccess
-from effuse.placement.store import Store
+from effuse.placement.store import RedisAccess, Store
 from effuse.protos import rpc
+from effuse.protos.channels import FleetAccess
 from effuse.protos.errors import Draining
-from effuse.protos.fleet_channel import FleetAccess
 from effuse.protos.gate import FleetOnly, ProofServicer
 from effuse.telemetry import logs
 from effuse.telemetry.traces import TracesUnavailable
@@ -30,10 +29,9 @@ from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, WorkerConfig
-from effuse.worker.engine_client import new_incarnation
 from effuse.worker.service import WorkerServicer
 from effuse.worker.shell import Shell, WorkerIdentity
-from effuse.worker.supervisor import GaveUp, Supervisor
+from effuse.worker.supervisor import GaveUp, Supervisor, new_incarnation
 
 LOG = logging.getLogger(__name__)
 

@@ -93,6 +93,7 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         None  # likeliest ids to send with log-probabilities; None sends none
     )
     resume: Resume | None = None
+    group: str = ""  # whose members share the KV of an equal prompt; empty: none
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -100,6 +100,7 @@ def _load_families(load: Load) -> Iterator[Metric]:
     yield pages
     for name, text, count in (
         ("num_preemptions", "Requests that lost their pages to older ones", load.preemptions),
+        ("prompts_shared", "Prompts whose KV another attempt had", load.prompts_shared),
         ("engine_steps", "Forwards", load.steps),
         ("engine_step_requests", "Requests in forwards, added up", load.step_requests),
         ("engine_step_tokens", "Rows of forwards, added up", load.step_tokens),

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Capacity, Link, Load, Role, WorkerRecord, WorkerState
+from effuse.protos.channels import OPEN, FleetAccess
 from effuse.protos.errors import Draining, EffuseError, Replaced, Starting
-from effuse.protos.fleet_channel import OPEN, FleetAccess
 from effuse.telemetry.traces import Carrier, Traces
 from effuse.worker import peer
 from effuse.worker.attempts import Attempts, OpenAttempt
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, ToEngine
 from effuse.worker.metrics import WorkerMetrics, WorkerReadings
-from effuse.worker.quarantines import Quarantines
+from effuse.worker.peer import Quarantines
 from effuse.worker.supervisor import EngineLife, Supervisor
 
 LOG = logging.getLogger(__name__)

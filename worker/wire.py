@@ -187,6 +187,7 @@ def sampling(message: pb.DecodeSampling) -> Sampling:
             top_p=message.top_p,
             top_k=message.top_k,
             seed=message.seed,
+            answer_index=message.answer_index,
             min_p=message.min_p,
             presence_penalty=message.presence_penalty,
             frequency_penalty=message.frequency_penalty,
@@ -258,6 +259,13 @@ def num_logprobs(message: pb.DecodeRequest) -> int | None:
     if message.num_logprobs not in LOGPROBS:
         raise _wrong("num_logprobs", LOGPROBS.form, message.num_logprobs)
     return message.num_logprobs
+
+
+def group(message: pb.DecodeRequest) -> str:
+    """Reads with whom the prompt's KV may be shared; empty with nobody."""
+    if len(message.group) > _MOST_ID_CHARS:
+        raise _wrong("group", f"at most {_MOST_ID_CHARS} characters", len(message.group))
+    return message.group
 
 
 def logprobs_to_proto(told: TokenLogprobs | None) -> generation_pb2.TokenLogprobs:

@@ -29,6 +29,8 @@ class Kind(Enum):
     REDIS_KILLED = "Redis killed"
     REDIS_PAUSED = "Redis paused"
     REDIS_EMPTIED = "Redis emptied"
+    NETWORK_CUT = "network cut"
+    NETWORK_SLOWED = "network slowed"
 
 
 KILLS = frozenset({Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.ROUTER_KILLED, Kind.REDIS_KILLED})
@@ -40,6 +42,7 @@ OF_LINKS: dict[Kind, Harm] = {
     Kind.LINK_SLOWED: Harm.SLOWED,
     Kind.LINK_DELAYED: Harm.DELAYED,
 }
+OF_NETWORKS = frozenset({Kind.NETWORK_CUT, Kind.NETWORK_SLOWED})  # `network.py`
 LASTING = PAUSES | OF_LINKS.keys()
 LONGEST_PAUSE_S = 8.0  # longer than a lease, and than an engine may be silent
 LONGEST_HARM_S = 3.0  # to a link: about as long as a silent connection is borne

@@ -66,6 +66,8 @@ def test_without_a_prompt_standard_input_is_one(monkeypatch: pytest.MonkeyPatch)
         (["--chat", "--template-argument", "a b=1"], "expected NAME=JSON"),
         (["--chat", "--template-argument", "a"], "expected NAME=JSON"),
         (["--chat", "--request-id", "mine"], "expected one prompt, got a chat"),
+        (["--chat", "--n", "2"], "--n: expected 1 with --chat"),
+        (["a", "--n", "0"], "expected an integer from 1 to 64, got 0"),
         (["--file", __file__ + "c"], "expected a file"),
         (["--file", "latin"], "expected UTF-8 text in latin"),
     ],
@@ -112,3 +114,19 @@ def test_a_chat_keeps_its_history(
     told = capsys.readouterr()
     assert told.out == f"{answer}\n{answer}\n"
     assert told.err == "> > effuse generate: expected UTF-8 text, not sent\n> > "
+
+
+@pytest.mark.parametrize("watch", [[], ["--watch"]], ids=["text", "watch"])
+def test_several_answers_stand_one_behind_the_other(
+    watch: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].others = [ids_of("four"), ids_of("none")]
+        target = f"127.0.0.1:{fleet.router.port}"
+        await generate.run(parse(["how many?", "--n", "3", "--stats", "--target", target, *watch]))
+
+    router.fakes.run(body)
+    told = capsys.readouterr()
+    assert told.out.endswith("\nfour\nnone\n") and "the answer is three" in told.out
+    assert (told.out == "the answer is three\nfour\nnone\n") == (not watch)
+    assert len(told.err.splitlines()) == 3, "the figures of each"

@@ -28,7 +28,7 @@ def test_nothing_given_leaves_every_knob_unset() -> None:
 
 def test_every_flag_reaches_its_field() -> None:
     knobs = _parse(
-        *("--model", "m", "--max-tokens", "9", "--stop", "a", "--stop", "b"),
+        *("--model", "m", "--n", "3", "--max-tokens", "9", "--stop", "a", "--stop", "b"),
         *("--stop-token-id", "3", "--ignore-eos", "--temperature", "0.5", "--top-p", "0.25"),
         *("--top-k", "4", "--seed", "18446744073709551615", "--algorithm", "block_diffusion"),
         *("--window", "2", "--confidence-threshold", "0.75", "--block-add-threshold", "0.5"),

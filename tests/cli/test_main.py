@@ -14,9 +14,8 @@ import pytest
 
 from effuse.cli.__main__ import COMMANDS, find, main
 from effuse.config.flags import Dataclass, HelpWithDefaults, add_flags, make_parser
-from effuse.decode_worker.config import DecodeConfig
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.router.config import RouterConfig
+from effuse.worker.config import DecodeConfig, PrefillConfig
 
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,11 +31,9 @@ from effuse.cli.keeper import Rolling, watch_over
 from effuse.cli.process import Process
 from effuse.cli.up import UpView, main, parse
 from effuse.config.flags import flag_of
-from effuse.decode_worker.config import DecodeConfig
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.router.config import RouterConfig
 from effuse.router.config import parse as router_config
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 TWO = ("0", "1")
 

@@ -164,6 +164,27 @@ def test_pieces_then_the_answer(router: FakeRouter, target: str) -> None:
     assert list(router.asked[0].prompt_token_ids.ids) == [7, 8]
 
 
+def test_of_several_answers_the_pieces_are_the_first_ones(router: FakeRouter, target: str) -> None:
+    second = pb.GenerateStreamResponse(
+        answer_index=1, commit=pb.BlockCommit(text="xy", num_tokens=2, token_ids=[8, 9])
+    )
+    end = pb.GenerateStreamResponse(
+        answer_index=1, finished=pb.Finished(finish_reason=pb.FINISH_REASON_LENGTH, model="m")
+    )
+    router.events = [EVENTS[0], second, *EVENTS[1:], end]
+    with effuse.Client(target) as client:
+        stream = client.stream("hello", effuse.Params(n=2))
+        assert list(stream) == ["ab", "c"]
+        assert [one.text for one in stream.answer.answers] == ["abc", "xy"]
+        assert stream.answer.others[0].finish_reason == "length"
+        router.events.pop()
+        with pytest.raises(effuse.StreamBroken):
+            _ = client.stream("hello", effuse.Params(n=2)).answer
+    assert router.asked[0].n == 2
+    unary = pb.GenerateResponse(others=[WHOLE, pb.GenerateResponse(text="z")])
+    assert [one.text for one in effuse.Answer.of(unary, 1.0).answers] == ["", "abc", "z"]
+
+
 def test_the_asyncio_client_says_the_same(target: str) -> None:
     async def ask() -> None:
         async with effuse.AsyncClient(target) as client:

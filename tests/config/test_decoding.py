@@ -64,6 +64,7 @@ def test_bounds_hold_their_ends_and_no_nan() -> None:
         (Sampling, "top_p", math.nan, "got nan"),
         (Sampling, "top_k", -1, "from 0 to 2147483647; 0 keeps all"),
         (Sampling, "seed", 2**64, "from 0 to 18446744073709551615"),
+        (Sampling, "answer_index", 64, "from 0 to 63"),
         (Stopping, "max_tokens", 0, "from 1 to 2147483647"),
         (Stopping, "max_tokens", 2**31, "got 2147483648"),
     ],
@@ -102,7 +103,8 @@ def test_fields_have_the_names_of_the_wire() -> None:
     assert names(worker_pb2.DecodeSampling) == set(Sampling.__struct_fields__)
     assert names(worker_pb2.DecodeRequest) >= set(Stopping.__struct_fields__)
     assert names(generation_pb2.DecodingParams) == set(DecodeSettings.__struct_fields__)
-    assert names(generation_pb2.SamplingParams) == set(Sampling.__struct_fields__)
+    asked = set(Sampling.__struct_fields__) - {"answer_index"}  # which follows from n
+    assert names(generation_pb2.SamplingParams) == asked
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from decoding.engines import make_request, oracle_settings
 from oracle.decode import decode
 
 from effuse.decode_worker.build import build, denoises_on_device
-from effuse.decode_worker.config import DecodeConfig
+from effuse.worker.config import DecodeConfig
 from effuse.worker.messages import Committed
 
 PROMPT = tuple(range(20, 33))

@@ -260,8 +260,8 @@ def test_of_attempts_that_are_late_together_one_may_end_by_itself(model: Transfo
 def test_either_executor_runs_over_the_same_parts(model: Transformer, on_device: bool) -> None:
     class MadeRig(Rig):
         def make_executor(self) -> Executor:
-            kv = self.memory.layer_views()
-            return make_executor(model, kv, self.forward, self.limits, on_device=on_device)
+            parts = (self.memory, self.forward, self.limits)
+            return make_executor(model, *parts, on_device=on_device)
 
     engine = MadeRig(model).engine
     engine.handle(make_request("a", PROMPT))

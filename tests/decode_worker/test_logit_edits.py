@@ -16,7 +16,7 @@ from oracle.decode import decode_with
 from oracle.forward import RawModel, load_raw
 
 from effuse.config.decoding import Sampling, Stopping
-from effuse.decode_worker.logit_edits import edits_for
+from effuse.decode_worker.request import edits_for
 from effuse.decode_worker.sequence import Sequence
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import Committed, Resume, StartDecode

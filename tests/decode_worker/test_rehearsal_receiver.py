@@ -12,7 +12,7 @@ from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, load_tiny, make_request
 from decoding.source import SOURCE
 
-from effuse.decode_worker import rehearsal_receiver
+from effuse.decode_worker import intake
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, Reservation
 from effuse.kvtransfer.pool import PageState
@@ -65,7 +65,7 @@ def test_an_eighth_of_the_pool_is_lent_and_free_again_once_verified(pair: Pair) 
 def test_what_the_writer_has_and_a_size_bound_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, most_pages: int, most_bytes: int, lent: int
 ) -> None:
-    monkeypatch.setattr(rehearsal_receiver, "MOST_BYTES", most_bytes)
+    monkeypatch.setattr(intake, "MOST_BYTES", most_bytes)
     message = StartRehearsal(attempt=ATTEMPT, writer=SOURCE, most_pages=most_pages)
     reservation = reserve(pair, message)
     assert len(reservation.pages) == lent

@@ -10,11 +10,13 @@ from effuse.decode_worker.scheduler import (
     DecodeLimits,
     Demand,
     Footprint,
+    Schedule,
     admit,
     check_fits,
     schedule,
 )
 from effuse.decode_worker.sequence import RequestError
+from effuse.kvtransfer.pool import PagePool
 
 LIMITS = DecodeLimits(
     max_num_batched_tokens=64,
@@ -32,6 +34,16 @@ def denoise(rows: int, held: int = 2, wanted: int = 2) -> Demand:
 
 def prefill(rows: int, least: int = 8, held: int = 2) -> Demand:
     return Demand(rows=rows, whole=False, least=least, pages_held=held, pages_wanted=held)
+
+
+def schedule_alone(running: list[Demand], num_free: int) -> Schedule:
+    """Of requests that share no page."""
+    return schedule(
+        running,
+        num_free=num_free,
+        limits=LIMITS,
+        count_freed=lambda gone: sum(running[at].pages_held for at in gone),
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,8 +75,26 @@ def prefill(rows: int, least: int = 8, held: int = 2) -> Demand:
 def test_schedule(
     running: list[Demand], num_free: int, rows: tuple[int, ...], preempted: tuple[int, ...]
 ) -> None:
-    result = schedule(running, num_free=num_free, limits=LIMITS)
+    result = schedule_alone(running, num_free)
     assert (result.rows, result.preempted) == (rows, preempted)
+
+
+def test_who_shares_pages_frees_only_its_own() -> None:
+    """The two younger ones have both of their pages in common: those are free once both let go."""
+    running = [denoise(8, 2, 4), denoise(8), denoise(8)]
+    alone = schedule_alone(running, num_free=0)
+    assert (alone.rows, alone.preempted) == ((8, 8, 0), (2,))
+    pool = PagePool(4)
+    shared = pool.allocate_committed(2) or ()
+    pool.share(shared)
+    pages = [pool.allocate_committed(2) or (), shared, shared]
+    result = schedule(
+        running,
+        num_free=0,
+        limits=LIMITS,
+        count_freed=lambda gone: pool.count_freed(pages[at] for at in gone),
+    )
+    assert (result.rows, result.preempted) == ((8, 0, 0), (2, 1))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +167,7 @@ def test_the_oldest_always_advances_and_nothing_is_overdrawn(seed: int) -> None:
         for pages in held
     ]
     num_free = draw.randint(0, 2) if len(running) > 1 else 2
-    result = schedule(running, num_free=num_free, limits=LIMITS)
+    result = schedule_alone(running, num_free)
     grown = sum(
         demand.pages_wanted - demand.pages_held
         for demand, rows in zip(running, result.rows, strict=True)

@@ -19,4 +19,4 @@ class DeviceRig(Rig):
     def make_executor(self) -> Executor:
         kv = self.memory.layer_views()
         self.stepper = make_stepper(self.model, kv, self.limits, adjust=self.adjust)
-        return DeviceExecutor(HostExecutor(self.forward), self.stepper)
+        return DeviceExecutor(HostExecutor(self.forward, self.memory.copy_page), self.stepper)

@@ -13,10 +13,9 @@ import torch
 from checkpoints import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE
 
 from effuse.config.decoding import DecodeSettings, Remasking, Sampling, Stopping
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor, HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
@@ -24,11 +23,11 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
+from effuse.models.part import Forward
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.worker import messages
-from effuse.worker.engine_core import Forward
 from effuse.worker.messages import CoreEvent, StartDecode, StartRehearsal
 
 INCARNATION = "decode-1"
@@ -147,7 +146,7 @@ class Rig:
 
     def make_executor(self) -> Executor:
         """What runs the engine's steps."""
-        return HostExecutor(self.forward)
+        return HostExecutor(self.forward, self.memory.copy_page)
 
     def start(self, request: StartDecode | StartRehearsal) -> Answer:
         self.engine.handle(request)
@@ -214,6 +213,7 @@ def make_request(
     writer: str | None = None,
     drafts: bool = False,
     resume: messages.Resume | None = None,
+    group: str = "",
     sampling: Sampling | None = None,
     stop_token_ids: Sequence[int] = (EOS_TOKEN_ID,),
     **settings: object,
@@ -229,6 +229,7 @@ def make_request(
         writer=writer,
         drafts=drafts,
         resume=resume,
+        group=group,
     )
 
 
@@ -253,6 +254,7 @@ def random_requests(
                     top_p=draw.choice((0.9, 1.0)) if sampled else 1.0,
                     top_k=draw.choice((0, 20)) if sampled else 0,
                     seed=draw.randrange(2**64),
+                    answer_index=index // 3 % 2,
                 ),
                 stop_token_ids=draw.sample(_PLAIN_IDS, draw.choice((0, 8, 16))),
                 algorithm=algorithm,
@@ -298,6 +300,7 @@ def oracle_settings(request: StartDecode) -> oracle.settings.Settings:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=sampling.seed,
+        answer_index=sampling.answer_index,
         score=asked.score,
         confidence_threshold=asked.confidence_threshold,
         window=asked.window,

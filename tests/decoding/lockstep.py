@@ -130,6 +130,7 @@ class Lockstep:
             top_p=self.draw.choice((1.0, 0.9)),
             top_k=self.draw.choice((0, 8)),
             seed=self.draw.randrange(2**64),
+            answer_index=slot % 3,
         )
         pages = self.draw.sample(range(NUM_PAGES), NUM_PAGES // 2)
         seat = Seat(case, sequence, sampling, pages, generation=self.draw.randrange(2**31))

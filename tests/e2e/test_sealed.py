@@ -19,7 +19,7 @@ from e2e.tiny import tiny_checkpoint
 import effuse
 from effuse.cli import generate, status
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.protos.fleet_channel import FLEET_NAME
+from effuse.protos.channels import FLEET_NAME
 from effuse.protos.tls import TlsFiles
 from effuse.router.keys import Tenant, line_of, make_token
 from effuse.v1 import model_pb2, model_pb2_grpc, worker_pb2, worker_pb2_grpc

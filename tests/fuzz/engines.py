@@ -25,7 +25,6 @@ from fuzz.surface import Face
 from effuse.config.decoding import SettingError
 from effuse.kvtransfer.messages import AttemptId, MalformedMessage, check_reservation
 from effuse.placement.records import Load
-from effuse.worker.engine_client import EngineClient, EngineGone, EngineSocket
 from effuse.worker.messages import (
     Abort,
     BlockState,
@@ -41,6 +40,7 @@ from effuse.worker.messages import (
     ToEngine,
     WriterGone,
 )
+from effuse.worker.supervisor import EngineClient, EngineGone, EngineSocket
 
 MOST_STEPS: Final = 40
 BLOCK: Final = 4

@@ -19,11 +19,11 @@ from fuzz.surface import Report, Surface, feed
 from google.protobuf.message import Message
 
 from effuse.decode_worker.intake import Intake
-from effuse.kvtransfer import zmq_listener, zmq_transport
+from effuse.kvtransfer import zmq_sockets, zmq_transport
 from effuse.placement import records
 from effuse.protos import interceptor
 from effuse.router.monitor import Monitor
-from effuse.worker import engine_client
+from effuse.worker import supervisor
 
 INNER = {one.name: one for one in SURFACES if one not in FLEETS}
 COUNT = 250  # of each surface
@@ -90,7 +90,7 @@ BUGS: dict[str, tuple[str, Any, str]] = {
         "records in Redis", patch.object(records, "_UNREADABLE", ()), "msgspec"
     ),
     "frames that are no message": (
-        "frames of engines", patch.object(engine_client, "_UNREADABLE", ()), "msgspec"
+        "frames of engines", patch.object(supervisor, "_UNREADABLE", ()), "msgspec"
     ),
     "ids beyond the vocabulary": (
         "orders to decode engines", patch.object(Intake, "_check_ids", lambda *_: None), "INTERNAL"
@@ -100,7 +100,7 @@ BUGS: dict[str, tuple[str, Any, str]] = {
     ),
     "peers of before": (
         "ZMQ and CURVE handshakes",
-        patch.object(zmq_listener, "_descriptor_of", descriptor_of),
+        patch.object(zmq_sockets, "_descriptor_of", descriptor_of),
         "ZMQError",
     ),
 }  # fmt: skip

@@ -22,17 +22,21 @@ from kvtransfer.tampering import APART, READER, WRITER, Pair, tampered
 from effuse.kvtransfer.connector import Arrived, HandoffRefused
 from effuse.kvtransfer.digest import sealed
 from effuse.kvtransfer.messages import (
+    Accepted,
+    Begin,
+    Finish,
     MalformedMessage,
     Manifest,
+    Pages,
+    Placed,
+    Rejected,
     Reservation,
     decode_reservation,
     encode,
 )
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent
 from effuse.kvtransfer.nixl_peers import NixlWriters
-from effuse.kvtransfer.wire import Accepted, Begin, Finish, Pages, Placed, Rejected
-from effuse.kvtransfer.zmq_curve import CurveKeys
-from effuse.kvtransfer.zmq_listener import ZmqListener
+from effuse.kvtransfer.zmq_sockets import CurveKeys, ZmqListener
 
 HONEST_SHARE: Final = 0.005
 NEW_SHARE: Final = 0.02

@@ -19,11 +19,11 @@ from kvtransfer.fixtures import (
 from kvtransfer.receiver_process import DEVICE, make
 from kvtransfer.remote import RemoteReceiver
 
+from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Cause, Pushed, PushFailed
 from effuse.kvtransfer.digest import DeviceDigester, page_digests
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.staging import Staging
-from effuse.models.layer_marks import LayerMarks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,8 @@ from k8s.composed import K8S, Document, deployments, overlay, overlays
 from effuse.cli.commands import value_of
 from effuse.config.access import Access
 from effuse.config.flags import parse
-from effuse.decode_worker.config import DecodeConfig
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.router.config import RouterConfig
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 ROLES = ("redis", "router", "prefill", "decode")
 GPU_OVERLAYS = ("gpu-1p1d", "gpu-nvlink-1p1d")

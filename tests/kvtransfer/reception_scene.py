@@ -13,10 +13,19 @@ from kvtransfer.scene import FakeTransport
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
 from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, sealed
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import Manifest, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import (
+    Begin,
+    Finish,
+    Manifest,
+    PageRef,
+    Pages,
+    ReceiverAddress,
+    Rejected,
+    Reservation,
+    ToReceiver,
+)
 from effuse.kvtransfer.reception import Destination, Receptions
 from effuse.kvtransfer.transport import FromWriter
-from effuse.kvtransfer.wire import Begin, Finish, Pages, Rejected, ToReceiver
 
 FINGERPRINT = print_of(SMALL)
 PAGES = (PageRef(3, 1), PageRef(4, 5), PageRef(1, 2))

@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 
 from effuse.kvtransfer.connector import HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import (
+    Begin,
+    Pages,
+    ReceiverAddress,
+    Reservation,
+    ToReceiver,
+    ToSender,
+)
 from effuse.kvtransfer.transport import Chunk, Delivery, Heard, Pace, Peer, Reply
-from effuse.kvtransfer.wire import Begin, Pages, ToReceiver, ToSender
 
 
 @dataclass(eq=False)

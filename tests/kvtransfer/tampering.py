@@ -30,9 +30,9 @@ from effuse.kvtransfer.connector import (
     Pushed,
 )
 from effuse.kvtransfer.digest import HostDigester
-from effuse.kvtransfer.exchange import Exchange
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
+from effuse.kvtransfer.thread import Exchange
 
 MOST_PAGES = 6  # of one transfer
 POOL = 12

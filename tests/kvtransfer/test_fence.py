@@ -19,10 +19,9 @@ from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer.connector import Arrived, Fenced
-from effuse.kvtransfer.exchange import Exchange
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
-from effuse.kvtransfer.thread import ThreadConnector
+from effuse.kvtransfer.thread import Exchange, ThreadConnector
 
 NUM_PAGES = 768
 MOST_DEATHS = 8

@@ -1,8 +1,10 @@
-"""Page states are a table, references carry generations, and no page is ever lost unnoticed."""
+"""Page states are a table, references carry generations, and no page is ever lost unnoticed; free
+pages are runs, as against a plain set."""
 
 from __future__ import annotations
 
 import random
+from itertools import permutations
 
 import pytest
 
@@ -10,6 +12,7 @@ from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.pool import (
     TRANSITIONS,
     AuditError,
+    FreeRuns,
     PageError,
     PageEvent,
     PagePool,
@@ -22,7 +25,10 @@ PATHS: dict[PageState, tuple[PageEvent, ...]] = {
     PageState.COMMITTED: (PageEvent.TAKE,),
     PageState.QUARANTINED: (PageEvent.RESERVE, PageEvent.OPEN, PageEvent.QUARANTINE),
 }
-AFTER_ENTRY = [e for e in PageEvent if e not in (PageEvent.RESERVE, PageEvent.TAKE)]
+# A page is left where it is shared, which is told below.
+AFTER_ENTRY = [
+    e for e in PageEvent if e not in (PageEvent.RESERVE, PageEvent.TAKE, PageEvent.LEAVE)
+]
 
 
 def enter(pool: PagePool, count: int, event: PageEvent) -> tuple[PageRef, ...]:
@@ -37,6 +43,7 @@ def apply(pool: PagePool, pages: tuple[PageRef, ...], event: PageEvent) -> None:
         PageEvent.COMMIT: pool.commit,
         PageEvent.QUARANTINE: pool.quarantine,
         PageEvent.FENCE: pool.fence,
+        PageEvent.SHARE: pool.share,
         PageEvent.RELEASE: pool.release,
     }[event](pages)
 
@@ -137,6 +144,53 @@ def test_the_audit_sees_broken_books() -> None:
         pool.audit()
 
 
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_shared_page_is_free_once_its_last_holder_has_let_go(order: tuple[int, ...]) -> None:
+    """Of two shared pages two holders have one more each of their own, in all orders of leaving."""
+    pool = PagePool(4)
+    shared = enter(pool, 2, PageEvent.TAKE)
+    holders = [shared, (*shared, *enter(pool, 1, PageEvent.TAKE))]
+    holders.append((*shared, *enter(pool, 1, PageEvent.TAKE)))
+    pool.share(shared)
+    pool.share(shared)
+    left = set(order)
+    for holder in order:
+        is_last = len(left) == 1
+        own = holders[holder] if is_last else holders[holder][2:]
+        num_free = pool.num_free
+        assert pool.count_freed([holders[holder]]) == len(own)
+        assert pool.count_freed(holders[one] for one in left) == pool.num_pages - num_free
+        pool.release(holders[holder])
+        left.remove(holder)
+        assert pool.num_free == num_free + len(own)
+        pool.audit(held=[page for one in left for page in holders[one]])
+    with pytest.raises(PageError, match="FREE: RELEASE is not allowed"):
+        pool.release(shared)
+
+
+def test_only_committed_pages_are_shared() -> None:
+    pool = PagePool(4)
+    for state in (PageState.RESERVED, PageState.RECEIVING, PageState.QUARANTINED):
+        with pytest.raises(PageError, match=f"{state.name}: SHARE is not allowed"):
+            pool.share(in_state(pool, state))
+    pool.audit()
+
+
+def test_the_audit_sees_a_holder_too_few_and_one_too_many() -> None:
+    pool = PagePool(2)
+    pages = enter(pool, 2, PageEvent.TAKE)
+    pool.share(pages[:1])
+    pool.audit(held=(*pages, pages[0]))
+    with pytest.raises(AuditError, match=r"held by fewer than share them: \[0\]"):
+        pool.audit(held=pages)
+    with pytest.raises(AuditError, match=r"held twice: \[1\]"):
+        pool.audit(held=(*pages, *pages))
+    pool._states[0] = PageState.RECEIVING
+    pool._counts.update({PageState.COMMITTED: -1, PageState.RECEIVING: 1})
+    with pytest.raises(AuditError, match=r"shared that nobody may read: \[0\]"):
+        pool.audit()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_lives_conserve_pages(seed: int) -> None:
     rng = random.Random(seed)
@@ -151,8 +205,41 @@ def test_random_lives_conserve_pages(seed: int) -> None:
         else:
             pages = groups.pop(rng.randrange(len(groups)))
             state = pool.state(pages[0])
-            event = rng.choice([e for s, e in TRANSITIONS if s is state])
+            event = rng.choice([e for e in AFTER_ENTRY if (state, e) in TRANSITIONS])
             apply(pool, pages, event)
+            if event is PageEvent.SHARE:
+                groups.append(pages)
             if TRANSITIONS[state, event] is not PageState.FREE:
                 groups.append(pages)
         pool.audit(held=[page for group in groups for page in group])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_hold_what_a_set_would(seed: int) -> None:
+    rng = random.Random(seed)
+    runs, free = FreeRuns(40), set(range(40))
+    for _ in range(400):
+        if rng.random() < 0.5:
+            count = rng.randint(0, len(free))
+            taken = runs.take(count)
+            assert len(taken) == count and set(taken) <= free
+            free -= set(taken)
+        elif len(free) < 40:
+            page_id = rng.choice([i for i in range(40) if i not in free])
+            runs.give(page_id)
+            free.add(page_id)
+        assert runs.ids() == sorted(free) and len(runs) == len(free)
+
+
+def test_what_fits_into_one_run_comes_from_one() -> None:
+    runs = FreeRuns(20)
+    runs.take(20)
+    for page_id in (0, 1, 2, 7, 8, 9, 10, 15):
+        runs.give(page_id)
+    assert runs.take(3) == [0, 1, 2]
+    assert runs.take(4) == [7, 8, 9, 10]
+
+
+def test_no_pages_are_no_runs() -> None:
+    runs = FreeRuns(0)
+    assert (runs.ids(), runs.take(0), len(runs)) == ([], [], 0)

@@ -21,10 +21,17 @@ from effuse.kvtransfer.connector import (
 )
 from effuse.kvtransfer.digest import HostDigester
 from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.messages import BoundaryState, PageRef, ReceiverAddress
+from effuse.kvtransfer.messages import (
+    Accepted,
+    Begin,
+    BoundaryState,
+    Finish,
+    PageRef,
+    ReceiverAddress,
+    Rejected,
+)
 from effuse.kvtransfer.push import Origin
 from effuse.kvtransfer.pushes import Pushes
-from effuse.kvtransfer.wire import Accepted, Begin, Finish, Rejected
 
 PEER, OTHER = sys.intern("tcp://decode:1"), sys.intern("tcp://decode:2")
 NAME = "transfer-1"

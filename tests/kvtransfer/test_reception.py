@@ -22,11 +22,15 @@ from effuse.kvtransfer.connector import (
 )
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import (
+    Accepted,
     AttemptId,
     Field,
+    Finish,
     PageRef,
+    Pages,
+    Placed,
+    Rejected,
 )
-from effuse.kvtransfer.wire import Accepted, Finish, Pages, Placed, Rejected
 
 
 @pytest.fixture(params=[True, False], ids=["two_sided", "one_sided"])

@@ -13,10 +13,9 @@ from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ConnectorDied, PushCancelled
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import Begin, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import FromWriter, Heard, Pace
-from effuse.kvtransfer.wire import Begin
 
 
 class Sleepy(FakeTransport):

@@ -15,8 +15,7 @@ from effuse.kvtransfer.connector import Arrived, Connector, ConnectorEvent, Push
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef
 from effuse.kvtransfer.thread import ThreadConnector
-from effuse.kvtransfer.zmq_curve import CurveKeys
-from effuse.kvtransfer.zmq_listener import ZmqListener
+from effuse.kvtransfer.zmq_sockets import CurveKeys, ZmqListener
 from effuse.kvtransfer.zmq_transport import ZmqTransport
 
 LARGEST = 1 << 16

@@ -22,17 +22,20 @@ from kvtransfer.fixtures import (
 )
 from kvtransfer.receiver_process import make
 
-from effuse.kvtransfer import zmq_listener
+from effuse.kvtransfer import zmq_sockets
 from effuse.kvtransfer.connector import Arrived, Connector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
     AttemptId,
+    Begin,
     PageRef,
+    Pages,
+    Rejected,
+    decode_to_sender,
     encode,
 )
-from effuse.kvtransfer.wire import Begin, Pages, Rejected, decode_to_sender
-from effuse.kvtransfer.zmq_listener import ZmqListener
+from effuse.kvtransfer.zmq_sockets import ZmqListener
 
 BOUNDARY = boundary(9)
 
@@ -169,7 +172,7 @@ def test_frames_that_never_end_cost_the_connection_and_not_the_memory(port: Port
 def test_many_honest_messages_are_not_taken_for_a_flood(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_listener, "SLACK_BYTES", 1 << 20)
+    monkeypatch.setattr(zmq_sockets, "SLACK_BYTES", 1 << 20)
     for _ in range(200):
         port.socket.send(bytes(1 << 20))
     port.until_taken()

@@ -14,20 +14,20 @@ import msgspec
 from kvtransfer.receiver_process import transport
 from msgspec import Struct
 
-from effuse.kvtransfer import messages, nixl_transport, zmq_peer
+from effuse.kvtransfer import messages, nixl_transport, zmq_sockets
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import MalformedMessage
-from effuse.kvtransfer.transport import Chunk, Delivery, Peer
-from effuse.kvtransfer.wire import (
+from effuse.kvtransfer.messages import (
     Begin,
     Finish,
+    MalformedMessage,
     Pages,
     ToReceiver,
     attempt_of,
     decode_to_receiver,
 )
+from effuse.kvtransfer.transport import Chunk, Delivery, Peer
 
-ENCODERS: dict[str, ModuleType] = {"nixl": nixl_transport, "zmq": zmq_peer}
+ENCODERS: dict[str, ModuleType] = {"nixl": nixl_transport, "zmq": zmq_sockets}
 """Modules whose `encode` makes the bytes of a writer's messages."""
 
 

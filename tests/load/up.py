@@ -25,9 +25,8 @@ from e2e.client import load_of
 from e2e.processes import tree
 
 from effuse.placement.records import decode_worker
-from effuse.placement.redis_access import RedisAccess
-from effuse.placement.store import Store
-from effuse.protos.fleet_secret import FleetSecret
+from effuse.placement.store import RedisAccess, Store
+from effuse.protos.gate import FleetSecret
 
 MORE_DESCRIPTORS = 16  # connections that come and go
 MORE_TASKS = 4  # that are ending, or look after connections

@@ -256,14 +256,18 @@ def test_sampling_settings_reach_their_rows(model: PagedModel) -> None:
     part = start_sequence(model, 8, 4)
     count = len(part.candidates)
 
-    def drawn(seed: int, *, top_k: int = 0, top_p: float = 1.0, **changes: int) -> PartResult:
-        sampling = Sampling(temperature=3.0, seed=seed, top_k=top_k, top_p=top_p)
+    def drawn(
+        seed: int, *, index: int = 0, top_k: int = 0, top_p: float = 1.0, **changes: int
+    ) -> PartResult:
+        sampling = Sampling(
+            temperature=3.0, seed=seed, answer_index=index, top_k=top_k, top_p=top_p
+        )
         return model.runner().run([replace(part, sampling=sampling, **changes)])[0]  # type: ignore[arg-type]
 
     base = drawn(seed=7)
     assert base == drawn(seed=7)
     assert base.tokens != drawn(seed=7 + (1 << 63)).tokens
-    assert base.tokens != drawn(seed=7, answer_index=1).tokens
+    assert base.tokens != drawn(seed=7, index=1).tokens
     drawing = Sampling(temperature=3.0, seed=7)
     later = replace(part, sampling=drawing, denoise_counts=range(1, count + 1))
     assert base.tokens != model.runner().run([later])[0].tokens

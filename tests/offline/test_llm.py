@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from checkpoints import Architecture
@@ -21,6 +22,7 @@ PARAMS = [
     effuse.Params(max_tokens=20, temperature=0.8, top_p=0.9, seed=7),
     effuse.Params(algorithm="block_diffusion", denoising_steps=4, stop=("answer",)),
     effuse.Params(max_tokens=9, ignore_eos=True, stop_token_ids=(200,)),
+    effuse.Params(max_tokens=32, n=3, temperature=0.9, seed=11),
     effuse.Params(
         max_tokens=24, min_tokens=20, temperature=0.7, seed=3, min_p=0.05, logit_bias={300: 4.0},
         repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2, echo=True,
@@ -41,18 +43,24 @@ def test_answers_are_those_of_a_fleet(llm: effuse.LLM) -> None:
             answers = llm.generate(QUESTIONS, params)
             for question, answer in zip(QUESTIONS, answers, strict=True):
                 theirs = client.generate(question, params)
-                assert answer.text == theirs.text
-                assert answer.token_ids == theirs.token_ids
-                assert answer.finish_reason == theirs.finish_reason
-                assert answer.usage == theirs.usage
-                assert answer.stats.forward_passes == theirs.stats.forward_passes
-                assert answer.model == theirs.model
-                assert answer.prompt == theirs.prompt
+                assert len(answer.answers) == len(theirs.answers) == (params.n or 1)
+                for ours, other in zip(answer.answers, theirs.answers, strict=True):
+                    _compare(ours, other)
                 assert (answer.prompt is None) == (params.echo is None)
-                assert answer.stopped_by == theirs.stopped_by
-                assert _close(answer.logprobs, theirs.logprobs)
                 assert len(answer.token_ids) >= (params.min_tokens or 0)
             assert answers[0].commits == client.stream(QUESTIONS[0], params).answer.commits != ()
+
+
+def _compare(ours: effuse.Answer, theirs: effuse.Answer) -> None:
+    assert ours.text == theirs.text
+    assert ours.token_ids == theirs.token_ids
+    assert ours.finish_reason == theirs.finish_reason
+    assert ours.usage == theirs.usage
+    assert ours.stats.forward_passes == theirs.stats.forward_passes
+    assert ours.model == theirs.model
+    assert ours.prompt == theirs.prompt
+    assert ours.stopped_by == theirs.stopped_by
+    assert _close(ours.logprobs, theirs.logprobs)
 
 
 def _close(ours: tuple[Logprob, ...], theirs: tuple[Logprob, ...]) -> bool:
@@ -118,6 +126,23 @@ def test_each_prompt_may_have_params_of_its_own(llm: effuse.LLM) -> None:
         assert answer.commits[-1] == (len(answer.token_ids), answer.stats.forward_passes)
     with pytest.raises(ValueError, match="params for 3 prompts, got 2"):
         llm.generate(QUESTIONS[:3], each)
+
+
+def test_several_answers_draw_for_themselves_and_share_the_prompt(llm: effuse.LLM) -> None:
+    shared = llm._core.load().prompts_shared
+    several = effuse.Params(
+        n=3, max_tokens=24, temperature=30.0, seed=4, ignore_eos=True, echo=True
+    )
+    (answer,) = llm.generate(QUESTIONS[0], several)
+    assert len({one.token_ids for one in answer.answers}) == 3
+    assert llm._core.load().prompts_shared == shared + 2
+    (alone,) = llm.generate(QUESTIONS[0], replace(several, n=1))
+    assert alone.token_ids == answer.token_ids and alone.others == ()
+    assert [one.usage.prompt_tokens > 0 for one in answer.answers] == [True, False, False]
+    assert [one.prompt is not None for one in answer.answers] == [True, False, False]
+    told: list[tuple[int, int]] = []
+    llm.generate(QUESTIONS[:2], several, progress=lambda *at: told.append(at))
+    assert told[-1] == (6, 6)
 
 
 def test_another_model_is_not_here(llm: effuse.LLM) -> None:

@@ -33,7 +33,7 @@ from effuse.kernels import (
 )
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.pages_distinct import distinct_views
+from effuse.kernels.pages import distinct_views
 from effuse.kernels.sampling_edits import LogitEdits
 from operators.device_code import DeviceCode, device_code
 

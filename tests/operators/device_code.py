@@ -24,6 +24,7 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, serialize_specialization_data
+from triton.tools.tensor_descriptor import TensorDescriptor as HostDescriptor
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
@@ -124,6 +125,8 @@ def _compile(name: str, kernel: JITFunction, arguments: dict[str, Argument]) -> 
 
 
 def _type_of(value: Argument) -> str:
+    if isinstance(value, HostDescriptor):
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{value.block_shape}>"
     if isinstance(value, TensorDescriptor):
         element = POINTERS[value.base.dtype][1:]
         return f"tensordesc<{element}{value.block_shape},{value.layout!r}>".replace(", 64]", ",64]")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages_distinct import distinct_views, store_kv_ref
+from effuse.kernels.pages import distinct_views, store_distinct_ref
 from operators.attention import Case, build, reference
 from operators.paths import Attention, Operators
 from operators.rows import assert_same, random
@@ -52,7 +52,7 @@ def check_store(ops: Operators, dtype: torch.dtype, tokens: int = 40) -> None:
     scattered[1::3] = -1
     for slots in (scattered, torch.arange(tokens) + 13, torch.arange(tokens) + 16):
         k_cache, v_cache = empty_pages(dtype, torch.device("cpu"))
-        store_kv_ref(k, v, k_cache, v_cache, slots)
+        store_distinct_ref(k, v, k_cache, v_cache, slots)
         found = empty_pages(dtype, ops.device)
         ops.store_kv(k.to(ops.device), v.to(ops.device), *found, slots.to(ops.device))
         assert_same(found[0], k_cache)

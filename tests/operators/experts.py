@@ -34,8 +34,8 @@ GROUPED = Routing(
 ROUTINGS = {"softmax": SOFTMAX, "renormalised": RENORMALISED, "grouped": GROUPED}
 
 Sort = Callable[[Tensor, int, int], "SortedPicks"]
-# (rows of three picks, experts, rows of a tile): less than a step of sorting, and more than one.
-SORTED = [(6, 8, 16), (7, 8, 16), (2001, 10, 32)]
+# (rows of three picks, experts, rows of a tile): less than one part of sorting, two, and nine.
+SORTED = [(6, 8, 16), (7, 8, 16), (2001, 10, 32), (11_001, 10, 32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +86,24 @@ def check_route_of_no_number(route: Route, device: torch.device) -> None:
 def check_sort(
     sort: Sort, device: torch.device, num_rows: int, num_experts: int, tile_rows: int
 ) -> None:
-    """Every pick has one place in a tile of its expert, in their order, and nothing else has one.
+    """Picks lie by expert and in their order, and tiles of one expert each lie over all of them.
 
     Half of the experts are chosen, the last one among them or not.
     """
     picks = random(num_rows, 3).argsort(0) % (num_experts // 2) * 2 + num_rows % 2
     found = sort(picks.int().to(device), num_experts, tile_rows)
-    places, owners = found.places.cpu(), found.owners.cpu()
-    assert found.counts.tolist() == torch.bincount(picks.flatten(), minlength=num_experts).tolist()
-    expected = []
-    for expert in range(num_experts):
-        mine = (picks.flatten() == expert).nonzero().flatten().tolist()
-        filled = mine + [-1] * (-len(mine) % tile_rows)
-        expected += [
-            (expert, filled[at : at + tile_rows]) for at in range(0, len(filled), tile_rows)
-        ]
-    used = len(expected)
-    assert list(zip(owners[:used].tolist(), places[:used].tolist(), strict=True)) == expected
+    order, counts = found.order.cpu(), torch.bincount(picks.flatten(), minlength=num_experts)
+    assert torch.equal(order.long(), picks.flatten().sort(stable=True).indices)
+    assert torch.equal(order[found.ranks.cpu()], torch.arange(len(order), dtype=torch.int32))
+    ends = counts.cumsum(0).tolist()
+    assert found.ends.tolist() == ends
+    expected = [
+        (expert, start)
+        for expert, end in enumerate(ends)
+        for start in range(end - int(counts[expert]), end, tile_rows)
+    ]
+    owners, used = found.owners.cpu(), len(expected)
+    assert list(zip(owners[:used].tolist(), found.starts[:used].tolist(), strict=True)) == expected
     assert (owners[used:] == -1).all() and used <= len(owners)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.pages_distinct import is_distinct
+from effuse.kernels.pages import is_distinct
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
 

@@ -13,8 +13,7 @@ import redis
 from certificates import Authority
 from redis_server import running
 
-from effuse.placement.redis_access import VARIABLE, RedisAccess
-from effuse.placement.store import Store, StoreUnavailable
+from effuse.placement.store import CREDENTIALS_VARIABLE, RedisAccess, Store, StoreUnavailable
 from effuse.protos.tls import TlsFiles
 
 
@@ -42,7 +41,7 @@ def test_a_file_or_the_environment_names_the_user(
     assert asyncio.run(workers(url, RedisAccess(credentials=path))) == []
     with pytest.raises(StoreUnavailable):
         asyncio.run(workers(url, RedisAccess()))
-    monkeypatch.setenv(VARIABLE, "fleet:pass:word")
+    monkeypatch.setenv(CREDENTIALS_VARIABLE, "fleet:pass:word")
     assert asyncio.run(workers(url, RedisAccess())) == []
     assert not caplog.records, "redis-py warns of nothing"
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
@@ -17,14 +18,13 @@ from effuse.kvtransfer.messages import AttemptId, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
-from effuse.models.layer_marks import LayerMarks
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
 from effuse.models.weights import load_model
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import Mark, PromptExecutor
-from effuse.prefill_worker.scheduler import PrefillLimits
+from effuse.prefill_worker.prompts import PrefillLimits
 from effuse.worker.messages import Abort, CoreEvent, PushTo, StartPrefill
 
 PREFILL, DECODE = "prefill-1", "decode-1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis_server
 
 from effuse.placement.records import MOST_LINKS, Link, WorkerRecord
-from effuse.prefill_worker.links import FIRST_S, MOST_S, Links
+from effuse.prefill_worker.rehearsals import FIRST_S, MOST_S, Links
 
 OWN = redis_server.worker(worker_id="p0", role="prefill", incarnation="own-1")
 

@@ -17,14 +17,13 @@ from fronts import running
 
 from effuse.placement.records import Link, WorkerRecord
 from effuse.prefill_worker import rehearsals
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.rehearsals import Rehearsals, tell
 from effuse.prefill_worker.server import make_role
 from effuse.protos import rpc
 from effuse.protos.errors import Overloaded
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import PrefillConfig, WorkerConfig
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
 LOGGER = "effuse.prefill_worker.rehearsals"

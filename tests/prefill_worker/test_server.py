@@ -13,7 +13,6 @@ import pytest
 from eventually import eventually
 from fronts import attempt, prefill_start, reservation, running
 
-from effuse.prefill_worker.config import PrefillConfig
 from effuse.prefill_worker.server import make_role
 from effuse.protos.errors import (
     AlreadyRunning,
@@ -26,7 +25,7 @@ from effuse.protos.errors import (
     from_rpc_error,
 )
 from effuse.v1 import worker_pb2 as pb
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import PrefillConfig, WorkerConfig
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
 ROLE = make_role(PrefillConfig())

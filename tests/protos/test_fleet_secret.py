@@ -12,10 +12,9 @@ import pytest
 from fronts import PrefillPeer
 
 from effuse.protos import rpc
+from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost
-from effuse.protos.fleet_channel import FleetAccess, FleetChannel
-from effuse.protos.fleet_secret import TOKEN_KEY, FleetSecret
-from effuse.protos.gate import FleetOnly, ProofServicer
+from effuse.protos.gate import TOKEN_KEY, FleetOnly, FleetSecret, ProofServicer
 from effuse.protos.stubs import prefill_stub, proof_stub, worker_stub
 from effuse.v1 import proof_pb2, worker_pb2
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server

@@ -13,7 +13,7 @@ from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.protos import rpc
-from effuse.protos.fleet_channel import FLEET_NAME, FleetAccess
+from effuse.protos.channels import FLEET_NAME, FleetAccess
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
 
 ASK = health_pb2.HealthCheckRequest()

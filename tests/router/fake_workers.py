@@ -157,15 +157,18 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
 
 
 class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
-    """Answers every prompt with `answer`, a block at a time.
+    """Answers every prompt with `answer`, a block at a time, and with `others` where several are
+    asked for.
 
-    Points: start, reserved, verified, commit 0, commit 1 ... (before that commit), finish."""
+    Points: start, reserved, verified, commit 0, commit 1 ... (before that commit), finish; of the
+    second answer and those behind it also 1/commit 0 and so on."""
 
     role: Role = "decode"
 
     def __init__(self, worker_id: str, handoffs: Handoffs) -> None:
         super().__init__(worker_id, handoffs)
         self.answer: list[int] = ids_of("the answer is three")
+        self.others: list[list[int]] = []
         self.requests: list[pb.DecodeRequest] = []
         self.twist: Callable[[pb.DecodeResponse], pb.DecodeResponse] = lambda response: response
         self.at_once = False  # all that follows the reservation goes in one message
@@ -214,12 +217,15 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         else:
             yield pb.DecodeResponse(verified=pb.PrefillVerified())
         await self.point("verified")
-        answer = self.answer[: request.max_tokens]
-        is_stopped = len(self.answer) < request.max_tokens
+        index = request.sampling.answer_index
+        whole = [self.answer, *self.others][index]
+        answer, is_stopped = whole[: request.max_tokens], len(whole) < request.max_tokens
         done = list(request.resume.committed_token_ids)
         assert done == answer[: len(done)], "resumed with tokens that were never said"
         for offset in range(len(done), len(answer), BLOCK_SIZE):
             await self.point(f"commit {offset // BLOCK_SIZE}")
+            if index:
+                await self.point(f"{index}/commit {offset // BLOCK_SIZE}")
             if request.drafts:
                 yield pb.DecodeResponse(draft=_draft(offset, answer))
             commit = _commit(offset, answer)

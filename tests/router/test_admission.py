@@ -140,3 +140,46 @@ def test_a_class_is_ahead_by_seconds_of_waiting_and_nobody_is_starved() -> None:
         assert order == [-1, 2, 1, 3, 0, 4]
 
     asyncio.run(main())
+
+
+def test_a_request_for_several_answers_waits_for_one_seat_and_counts_all() -> None:
+    async def main() -> None:
+        admission = Admission(2, 4)
+        async with asyncio.TaskGroup() as group, admission.slot():
+            release, order = asyncio.Event(), list[int]()
+
+            async def several(at: int) -> None:
+                async with admission.slot(SlotNeed(num_answers=3)):
+                    order.append(at)
+                    await release.wait()
+
+            group.create_task(several(0))
+            await turns()
+            waiting = group.create_task(several(1))
+            await turns()
+            assert (order, admission.num_running, admission.num_waiting) == ([0], 4, 1)
+            release.set()
+            await turns()
+            assert (order, admission.num_running) == ([0, 1], 1)
+            assert waiting.done()
+        assert admission.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_comes_as_its_request_is_cancelled_is_given_back_whole() -> None:
+    async def main() -> None:
+        admission = Admission(1, 4)
+        async with admission.slot():
+            late = asyncio.create_task(_hold_three(admission))
+            await turns()
+        late.cancel()  # its turn has come in the same moment
+        await asyncio.wait({late})
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+async def _hold_three(admission: Admission) -> None:
+    async with admission.slot(SlotNeed(num_answers=3)):
+        await asyncio.Event().wait()

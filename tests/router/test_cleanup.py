@@ -7,7 +7,7 @@ import asyncio
 import grpc
 
 from effuse.placement.records import WorkerRecord
-from effuse.router.cleanup import Cleanup
+from effuse.router.calls import Cleanup
 from effuse.router.fleet import RoutedFleet
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from effuse.cli import token as command
-from effuse.protos.errors import Overloaded, Unauthenticated
+from effuse.protos.errors import InvalidRequest, Overloaded, Unauthenticated
 from effuse.protos.gate import CALLER
-from effuse.router.keys import KeyRing, Tenant, line_of, make_token, parse_keys
-from effuse.router.quotas import Quotas
+from effuse.router.keys import KeyRing, Quotas, Tenant, line_of, make_token, parse_keys
 
 
 @pytest.fixture
@@ -89,6 +88,17 @@ def test_requests_at_once_are_limited() -> None:
             quotas.check(tenant)
         quotas.check(Tenant("b", max_requests=1))
     quotas.check(tenant)
+
+
+def test_each_answer_counts_as_a_request() -> None:
+    quotas, tenant = Quotas(lambda: 0.0), Tenant("a", max_requests=4)
+    with quotas.running(tenant, 3):
+        quotas.check(tenant)
+        with pytest.raises(Overloaded, match="3 requests of this key's tenant"):
+            quotas.check(tenant, 2)
+    quotas.check(tenant, 4)
+    with pytest.raises(InvalidRequest, match="n: expected at most 4"):
+        quotas.check(tenant, 5)
 
 
 def test_tokens_a_minute_are_limited() -> None:

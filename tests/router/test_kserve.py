@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
 from router.asking import failure
+from router.fake_model import ids_of
 from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, run
 
@@ -67,6 +68,27 @@ def test_a_stream_answers_one_request_after_the_other() -> None:
         assert [one.infer_response.id for one in told] == sorted(
             one.infer_response.id for one in told
         )
+
+    run(body)
+
+
+def test_several_answers_fill_one_tensor_or_one_stream() -> None:
+    texts = [TEXT, "four", "none"]
+
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].others = [ids_of(text) for text in texts[1:]]
+        several = {"n": kserve.InferParameter(int64_param=3)}
+        answer = await stub_of(fleet).ModelInfer(asked(parameters=several), timeout=30)
+        told = {one.name: list(one.contents.bytes_contents) for one in answer.outputs}
+        assert told["text_output"] == [text.encode() for text in texts]
+        assert told["finish_reason"] == [b"stop"] * 3
+        pieces = [one.infer_response for one in await stream(fleet, asked(parameters=several))]
+        for at, text in enumerate(texts):
+            own = [one for one in pieces if one.parameters["answer_index"].int64_param == at]
+            assert "".join(element(one, "text_output") for one in own) == text
+            assert element(own[-1], "finish_reason") == "stop"
+        flags = [one.parameters["triton_final_response"].bool_param for one in pieces]
+        assert flags == [False] * (len(pieces) - 1) + [True]
 
     run(body)
 

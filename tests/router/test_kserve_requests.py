@@ -19,6 +19,10 @@ FINISHED = pb.Finished(
     usage=pb.Usage(prompt_tokens=3, completion_tokens=2),
     model="fake",
 )
+ANSWER = pb.GenerateResponse(
+    text="three", finish_reason=FINISHED.finish_reason, usage=FINISHED.usage, model="fake"
+)
+PIECE = pb.GenerateStreamResponse(commit=pb.BlockCommit(text="three"))
 
 
 def text_input(*texts: bytes, **fields: Any) -> kserve.ModelInferRequest.InferInputTensor:
@@ -113,7 +117,7 @@ def test_there_is_one_version() -> None:
 
 
 def test_an_answer_is_raw_where_the_request_is() -> None:
-    told = answer_of(asked(), "three", FINISHED)
+    told = answer_of(asked(), ANSWER)
     assert [(one.name, list(one.contents.bytes_contents)) for one in told.outputs] == [
         ("text_output", [b"three"]),
         ("finish_reason", [b"stop"]),
@@ -121,19 +125,46 @@ def test_an_answer_is_raw_where_the_request_is() -> None:
     assert (told.id, told.model_name, told.parameters["completion_tokens"].int64_param) == (
         "1", "fake", 2,
     )  # fmt: skip
-    raw = answer_of(asked(raw=b"\0\0\0\0"), "three", FINISHED)
+    raw = answer_of(asked(raw=b"\0\0\0\0"), ANSWER)
     assert list(raw.raw_output_contents) == [b"\x05\0\0\0three", b"\x04\0\0\0stop"]
     assert not any(one.HasField("contents") for one in raw.outputs)
 
 
 def test_only_what_is_asked_for_is_told() -> None:
     wanted = kserve.ModelInferRequest.InferRequestedOutputTensor(name="finish_reason")
-    told = answer_of(asked(outputs=[wanted]), "three", FINISHED)
+    told = answer_of(asked(outputs=[wanted]), ANSWER)
     assert [one.name for one in told.outputs] == ["finish_reason"]
 
 
 def test_the_last_piece_of_a_stream_says_so() -> None:
-    pieces = [piece_of(asked(), "three"), piece_of(asked(), "", FINISHED)]
+    text, end = PIECE, pb.GenerateStreamResponse(finished=FINISHED)
+    pieces = [piece_of(asked(), text), piece_of(asked(), end, is_last=True)]
     flags = [one.infer_response.parameters["triton_final_response"].bool_param for one in pieces]
     assert flags == [False, True]
     assert [one.name for one in pieces[0].infer_response.outputs] == ["text_output"]
+
+
+def test_several_answers_are_elements_of_the_same_tensors() -> None:
+    both = pb.GenerateResponse(
+        others=[pb.GenerateResponse(text="four", finish_reason=pb.FINISH_REASON_LENGTH)]
+    )
+    both.MergeFrom(ANSWER)
+    both.others[0].usage.completion_tokens = 4
+    told = answer_of(asked(parameters={"n": param(int64_param=2)}), both)
+    assert [(list(one.shape), list(one.contents.bytes_contents)) for one in told.outputs] == [
+        ([2], [b"three", b"four"]),
+        ([2], [b"stop", b"length"]),
+    ]
+    assert told.parameters["prompt_tokens"].int64_param == 3
+    assert told.parameters["completion_tokens"].int64_param == 6
+    raw = answer_of(asked(raw=b"\0\0\0\0"), both).raw_output_contents
+    assert raw[0] == b"\x05\0\0\0three\x04\0\0\0four"
+
+
+def test_pieces_of_several_answers_say_whose_they_are() -> None:
+    second = pb.GenerateStreamResponse(answer_index=1, finished=FINISHED)
+    several = asked(parameters={"n": param(int64_param=2)})
+    told = [piece_of(several, PIECE), piece_of(several, second)]
+    assert [one.infer_response.parameters["answer_index"].int64_param for one in told] == [0, 1]
+    assert "answer_index" not in piece_of(asked(), PIECE).infer_response.parameters
+    assert request_of(several).n == 2

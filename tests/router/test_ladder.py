@@ -119,8 +119,8 @@ def test_what_is_told_is_bounded() -> None:
 def test_a_full_budget_grants_a_burst_and_then_a_share_of_the_traffic() -> None:
     budget = RetryBudget(share=0.5, most=3, now=0.0)
     assert [budget.take(0.0) for _ in range(3)] == [0, 0, 0]
-    for _ in range(4):
-        budget.add_request(0.0)
+    budget.add_requests(1, 0.0)
+    budget.add_requests(3, 0.0)
     assert [budget.take(0.0) for _ in range(2)] == [0, 0]
     assert budget.take(0.0) > 0
 

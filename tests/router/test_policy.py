@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
     Condition,
+    Holder,
     InFlight,
     Pair,
     Placement,
@@ -349,3 +351,42 @@ def test_the_fastest_of_refused_links_is_named_with_its_rate_and_the_flag() -> N
     )
     assert why_refused([candidate(worker("d0")), linked("p0", {"d0": 2.0})], "fake") == ""
     assert why_refused(workers, "another model") == ""
+
+
+def test_who_shares_a_prompt_goes_where_its_kv_is() -> None:
+    workers = [
+        candidate(worker("d0")),
+        candidate(worker("d1", load=used(200))),
+        candidate(worker("p0")),
+    ]
+    beside = need("remote", beside=("d1", "1"))
+    assert place(workers, beside) == Placement(workers[1].record, None, shares_prompt=True)
+    for taken in (
+        replace(workers[1], is_full=True),
+        replace(workers[1], condition=Condition.LOST),
+        replace(workers[1], in_flight=InFlight(requests=64)),
+        replace(workers[1], kept_for=Holder("another", "another")),
+        candidate(worker("d1", incarnation="2", load=used(200))),
+    ):
+        assert names(place([workers[0], taken, workers[2]], beside)) == ("p0", "d0")
+
+
+def test_the_first_of_several_answers_goes_where_all_have_seats() -> None:
+    busy = InFlight(requests=61, tokens=61)
+    workers = [Candidate(worker("d0"), busy), candidate(worker("d1"), tokens=3000)]
+    assert names(place(workers, need("auto", num_answers=3))) == (None, "d0")
+    assert names(place(workers, need("auto", num_answers=4))) == (None, "d1")
+    assert names(place(workers[:1], need("auto", num_answers=4))) == (None, "d0")
+
+
+def test_a_prompt_that_is_shared_counts_once() -> None:
+    record = worker("d0")
+    fleet = RoutedFleet(View(record), "auto", lambda: 0.0)
+    with (
+        fleet.counted(Placement(record, None), 100, 20),
+        fleet.counted(Placement(record, None, shares_prompt=True), 100, 20),
+    ):
+        (found,) = fleet.candidates()
+        assert found.in_flight == InFlight(requests=2, tokens=140, own_prompts=100, placed=2)
+    (found,) = fleet.candidates()
+    assert found.in_flight == InFlight(placed=2)

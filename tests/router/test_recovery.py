@@ -14,7 +14,7 @@ from router.fakes import FakeFleet, pass_time, run, until
 
 from effuse.placement.records import Capacity
 from effuse.protos import errors
-from effuse.router import handler
+from effuse.router import answer
 from effuse.router.policy import Condition
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
@@ -25,7 +25,7 @@ TEXT = "the answer is three"
 @pytest.fixture(autouse=True)
 def _is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits is told of what changes, and need not look by itself."""
-    monkeypatch.setattr(handler, "LOOK_S", 1000.0)
+    monkeypatch.setattr(answer, "LOOK_S", 1000.0)
 
 
 async def start_anew(fleet: FakeFleet, worker: FakeWorker, incarnation: str) -> None:

@@ -8,13 +8,12 @@ from itertools import product
 import pytest
 from router.fake_model import request_of
 
-from effuse.router.request import (
+from effuse.router.request import BrokenStream, Request
+from effuse.router.request_states import (
     ENDED,
     TRANSITIONS,
-    BrokenStream,
     Event,
     IllegalRequestEvent,
-    Request,
     State,
 )
 from effuse.v1 import worker_pb2 as pb

@@ -12,8 +12,7 @@ from router.fakes import FakeFleet, run, until
 
 from effuse.placement.records import Capacity, WorkerRecord
 from effuse.protos import errors
-from effuse.router.admission import count_seats
-from effuse.router.shedding import LEAST_HOLDS
+from effuse.router.admission import LEAST_HOLDS, count_seats
 from effuse.v1 import generation_pb2 as pb
 
 

@@ -13,8 +13,7 @@ import pytest
 from router.virtual_time import run_virtually
 
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import Admission, SlotNeed
-from effuse.router.shedding import LEAST_HOLDS, HoldTimes
+from effuse.router.admission import LEAST_HOLDS, Admission, HoldTimes, SlotNeed
 
 SLOTS = 8
 DEADLINE_S = 3.0  # of requests that take 1 s on average

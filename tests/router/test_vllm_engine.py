@@ -70,6 +70,28 @@ def test_tokens_come_as_they_are_final_or_at_the_end(stream: bool) -> None:
     run(body)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_several_answers_are_told_by_their_index(stream: bool) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        texts = ["the answer is three", "four", "none at all"]
+        fleet.decode[0].others = [ids_of(text) for text in texts[1:]]
+        whole = asked(stream=stream)
+        whole.sampling_params.n = 3
+        told = [one async for one in stub_of(fleet).Generate(whole, timeout=30)]
+        ends = {one.complete.index: one.complete for one in told if one.HasField("complete")}
+        assert sorted(ends) == [0, 1, 2] and told[-1].HasField("complete")
+        assert [list(ends[at].output_ids) for at in range(3)] == list(map(ids_of, texts))
+        assert {one.prompt_tokens for one in ends.values()} == {len(PROMPT)}
+        chunks = [one.chunk for one in told if one.HasField("chunk")]
+        assert bool(chunks) == stream
+        for at in range(3) if stream else ():
+            own = [token for one in chunks if one.index == at for token in one.token_ids]
+            assert own == ids_of(texts[at])
+        assert len(fleet.prefill[0].prompts) == 1
+
+    run(body)
+
+
 def test_bad_input_is_refused_before_a_worker_sees_it() -> None:
     async def body(fleet: FakeFleet) -> None:
         for request, field in (

@@ -58,7 +58,6 @@ def test_text_is_encoded_here() -> None:
 
 
 REFUSED = {
-    "n": {"n": 2},
     "include_stop_str_in_output": {"include_stop_str_in_output": True},
     "logprobs": {"logprobs": -1},
     "prompt_logprobs": {"prompt_logprobs": 0},
@@ -91,7 +90,7 @@ def test_every_violation_is_named_at_once() -> None:
             )
         )
     assert {one.field for one in caught.value.violations} == {
-        "sampling_params.n", "sampling_params.prompt_logprobs", "mm_inputs", "media_refs",
+        "sampling_params.prompt_logprobs", "mm_inputs", "media_refs",
         "extra_mm_inputs", "kv_transfer_params", "kv_transfer_params_json", "data_parallel_rank",
     }  # fmt: skip
     assert request_of(asked(NEUTRAL, data_parallel_rank=0)).request_id == "mine"
@@ -115,8 +114,8 @@ def test_every_violation_is_named_at_once() -> None:
 def test_the_end_of_an_answer(answer: pb.GenerateResponse, told: dict[str, Any]) -> None:
     usage = pb.Usage(prompt_tokens=3, completion_tokens=2)
     answer.MergeFrom(pb.GenerateResponse(token_ids=[8, 9], usage=usage))
-    assert complete_of(answer).complete == engine.GenerateComplete(
-        output_ids=[8, 9], prompt_tokens=3, completion_tokens=2, **told
+    assert complete_of(answer, 1, prompt_tokens=3).complete == engine.GenerateComplete(
+        output_ids=[8, 9], prompt_tokens=3, completion_tokens=2, index=1, **told
     )
 
 
@@ -126,13 +125,16 @@ def test_log_probabilities_stand_beside_their_tokens() -> None:
         pb.TokenLogprobs(logprob=-1.0, top_token_ids=[9, 1], top_logprobs=[-1.0, -3.0]),
     ]
     commit = pb.BlockCommit(token_ids=[8, 9], num_tokens=2, logprobs=logprobs)
-    told = chunk_of(commit, prompt_tokens=3).chunk.output_logprobs
+    event = pb.GenerateStreamResponse(answer_index=2, commit=commit)
+    assert chunk_of(event, prompt_tokens=3).chunk.index == 2
+    told = chunk_of(event, prompt_tokens=3).chunk.output_logprobs
     assert (list(told.token_logprobs), list(told.token_ids)) == ([-0.5, -1.0], [8, 9])
     assert [(list(one.token_ids), list(one.values)) for one in told.top_logprobs] == [
         ([8, 1], [-0.5, -2.0]),
         ([9, 1], [-1.0, -3.0]),
     ]
-    assert not chunk_of(pb.BlockCommit(token_ids=[8]), 3).chunk.HasField("output_logprobs")
+    bare = pb.GenerateStreamResponse(commit=pb.BlockCommit(token_ids=[8]))
+    assert not chunk_of(bare, 3).chunk.HasField("output_logprobs")
 
 
 def test_a_model_tells_its_defaults_so_that_gateways_send_them() -> None:

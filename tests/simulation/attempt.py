@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from effuse.config.decoding import Sampling, Stopping
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import WorkerRecord
-from effuse.router.request import State
+from effuse.router.request_states import State
 from effuse.worker.messages import CoreEvent, PromptPushed, Reserved, StartDecode, StartPrefill
 
 from .clock import Violation

@@ -14,24 +14,23 @@ from typing import Protocol, cast
 
 import torch
 
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import HostExecutor
-from effuse.decode_worker.intake import Intake
+from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kvtransfer.connector import ConnectorEvent, Pending
-from effuse.kvtransfer.exchange import Exchange
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import BoundaryState, ReceiverAddress, Reservation
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
+from effuse.kvtransfer.thread import Exchange
 from effuse.kvtransfer.transport import Heard, Pace
 from effuse.models.config import ModelConfig
 from effuse.placement.records import Role
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import PromptExecutor
-from effuse.prefill_worker.scheduler import PrefillLimits
+from effuse.prefill_worker.prompts import PrefillLimits
 from effuse.worker.attempts import attempt_of
 from effuse.worker.messages import (
     AbortDone,
@@ -375,7 +374,7 @@ class EngineProcess:
         )
         self._handoffs = HandoffReceiver(self.pool, self.connector, identity)
         return DecodeEngine(
-            HostExecutor(AnswerModel(self.memory, self._mishaps.fails)),
+            HostExecutor(AnswerModel(self.memory, self._mishaps.fails), self.memory.copy_page),
             self.pool,
             Intake(sizes.model, limits),
             self._handoffs,

@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from effuse.kvtransfer.digest import sealed
-from effuse.kvtransfer.messages import AttemptId, Manifest, PageRef
-from effuse.kvtransfer.wire import Begin, Finish, Pages, ToReceiver, attempt_of
+from effuse.kvtransfer.messages import (
+    AttemptId,
+    Begin,
+    Finish,
+    Manifest,
+    PageRef,
+    Pages,
+    ToReceiver,
+    attempt_of,
+)
 
 from .clock import Clock, Violation
 

@@ -10,9 +10,9 @@ from unittest.mock import PropertyMock, patch
 from msgspec.structs import replace
 
 from effuse.decode_worker import engine as decode_engine
-from effuse.decode_worker.boundary import Boundary
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.events import step_events
+from effuse.decode_worker.intake import Boundary
 from effuse.decode_worker.request import DecodeRequest
 from effuse.kvtransfer import reception
 from effuse.kvtransfer.handoff import (
@@ -32,10 +32,10 @@ from effuse.kvtransfer.reception import Expected, Receptions
 from effuse.placement import fleet
 from effuse.placement.records import MalformedRecord, PlacementRecord
 from effuse.placement.writer import PlacementWriter
-from effuse.prefill_worker.prompt import Prompt
+from effuse.prefill_worker.prompts import Prompt
 from effuse.router import shared_request
 from effuse.router.shared_request import SharedRequest
-from effuse.v1.generation_pb2 import Finished, GenerateStreamResponse
+from effuse.v1.generation_pb2 import GenerateStreamResponse
 from effuse.worker.messages import Committed, CoreEvent
 
 Patch = AbstractContextManager[object]
@@ -189,16 +189,16 @@ def answers_forgotten_until_redis_has_them() -> Patch:
 
 def answers_kept_without_their_last_tokens() -> Patch:
     async def send(self: SharedRequest, event: GenerateStreamResponse) -> None:
-        if not self._said._said.token_ids:
+        if 0 not in self._said._said:
             await _send(self, event)
 
     return patch.object(SharedRequest, "send", send)
 
 
 def cancelled_requests_not_ended_in_redis() -> Patch:
-    def end(self: SharedRequest, finished: Finished | None) -> None:
-        if finished is not None:
-            _end(self, finished)
+    def end(self: SharedRequest, last: GenerateStreamResponse | None) -> None:
+        if last is not None:
+            _end(self, last)
 
     return patch.object(SharedRequest, "end", end)
 

@@ -110,6 +110,11 @@ class TaggedMemory:
         for cell in self._cells[page_id * GROUPS : (page_id + 1) * GROUPS]:
             cell[num_used:] = [EMPTY] * (PAGE - num_used)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies all of a page to another one."""
+        for group in range(GROUPS):
+            self._cells[target * GROUPS + group][:] = self._cells[source * GROUPS + group]
+
     def read(self, page_id: int, groups: range) -> list[int]:
         """Tags of these groups of layers of a page, slot by slot."""
         return [tag for group in groups for tag in self._cells[page_id * GROUPS + group]]

@@ -28,7 +28,8 @@ from effuse.router.policy import (
     PrefillMode,
     place,
 )
-from effuse.router.request import Event, Request
+from effuse.router.request import Request
+from effuse.router.request_states import Event
 from effuse.router.router import Router as RealRouter
 from effuse.router.shared_request import SharedRequest
 from effuse.router.validation import Asked
@@ -276,7 +277,8 @@ class Routed:
                 if request.token_ids != self.question.answer():
                     raise Violation(f"{request.id} was answered with {request.token_ids}")
                 request.apply_event(Event.FINISHED, now)
-                self.shared.end(pb.Finished(model=self._router.id))
+                last = pb.Finished(model=self._router.id)
+                self.shared.end(pb.GenerateStreamResponse(finished=last))
                 self._router.tell(self.asker, self._router.id, list(request.token_ids))
 
     def resumption(self) -> Resume | None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from effuse.config.decoding import DecodeSettings
 from effuse.kvtransfer import pushes
-from effuse.router.request import State
+from effuse.router.request_states import State
 
 from .clients import Clients, Question
 from .clock import Clock, Violation

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from effuse.kvtransfer.handoff import ReceiverState, SenderState
-from effuse.router.request import ENDED, State
+from effuse.router.request_states import ENDED, State
 from simulation import mutants
 from simulation.cancels import cancel
 from simulation.faults import FAULTS

@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from effuse.kvtransfer.connector import Cause, HandoffRefused, Route
-from effuse.kvtransfer.messages import PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import (
+    Begin,
+    PageRef,
+    Pages,
+    Placed,
+    ReceiverAddress,
+    Reservation,
+    ToReceiver,
+    ToSender,
+)
 from effuse.kvtransfer.pool import PageState
 from effuse.kvtransfer.transport import (
     Chunk,
@@ -29,7 +38,6 @@ from effuse.kvtransfer.transport import (
     Reply,
 )
 from effuse.kvtransfer.transport import Peer as AnyPeer
-from effuse.kvtransfer.wire import Begin, Pages, Placed, ToReceiver, ToSender
 
 from .clock import Action, Clock, Violation
 from .mishaps import Mishaps

@@ -15,7 +15,7 @@ from effuse.placement.records import Role
 from effuse.worker.assembly import assemble, warm_up
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Heartbeat
-from effuse.worker.pulse import Pulse
+from effuse.worker.watchdog import Pulse
 
 
 @pytest.mark.parametrize("num_rows", [4, 24, 25, 60])

@@ -9,9 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from effuse.decode_worker.config import DecodeConfig
-from effuse.prefill_worker.config import PrefillConfig
-from effuse.worker.config import WorkerConfig, to_json
+from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig, to_json
 from effuse.worker.engine_process import read_config
 
 NAN = float("nan")

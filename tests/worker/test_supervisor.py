@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+import fake_engine
 import fronts
 import psutil
 import pytest
@@ -15,10 +20,18 @@ from eventually import eventually
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import Unavailable
 from effuse.worker.attempts import Attempts
-from effuse.worker.backoff import Backoff
 from effuse.worker.config import WorkerConfig
-from effuse.worker.messages import Abort
-from effuse.worker.supervisor import GaveUp, Supervisor
+from effuse.worker.messages import Abort, AbortDone, Heartbeat, Ready, StartupFailed, ToFront
+from effuse.worker.supervisor import (
+    Backoff,
+    EngineClient,
+    EngineGone,
+    GaveUp,
+    Supervisor,
+    new_incarnation,
+)
+
+ABORT = Abort(attempt=AttemptId("r", 1, "t1"), reason="test")
 
 
 @pytest.fixture(autouse=True)
@@ -102,5 +115,204 @@ def test_attempts_hear_of_a_lost_engine_once_its_memory_is_gone() -> None:
         one.send(Abort(attempt=attempt.id, reason="late"), incarnation)
         task.cancel()
         await asyncio.wait({task}, timeout=20)
+
+    asyncio.run(go())
+
+
+def test_pauses_grow_to_a_bound_and_end() -> None:
+    backoff = Backoff(first_s=1.0, most_s=4.0, most_failures=5)
+    pauses = []
+    while not backoff.is_over:
+        pauses.append(backoff.pause_s)
+        backoff = backoff.failed()
+    assert pauses == [1.0, 2.0, 4.0, 4.0, 4.0]
+
+
+def test_a_ready_engine_clears_the_count_of_failures() -> None:
+    backoff = Backoff(most_failures=2).failed().ended(lived_s=1.0).failed()
+    assert not backoff.is_over
+    assert backoff.failures == 1
+
+
+def test_engines_that_end_soon_are_replaced_for_ever_but_ever_more_slowly() -> None:
+    backoff = Backoff(first_s=1.0, most_s=8.0, most_failures=2, steady_s=60.0)
+    pauses = []
+    for _ in range(2000):
+        backoff = backoff.ended(lived_s=59.9)
+        pauses.append(backoff.pause_s)
+    assert pauses[:4] == [2.0, 4.0, 8.0, 8.0]
+    assert pauses[-1] == 8.0
+    assert not backoff.is_over
+
+
+def test_an_engine_that_lived_long_is_replaced_at_once() -> None:
+    backoff = Backoff(first_s=1.0, steady_s=60.0).ended(lived_s=3.0).ended(lived_s=60.0)
+    assert backoff.pause_s == 1.0
+
+
+@asynccontextmanager
+async def spawned(model: str = "fake") -> AsyncIterator[EngineClient]:
+    config = WorkerConfig(served_model_name=model, log_level="error")
+    with fronts.importable():
+        client = await EngineClient.spawn(fronts.FAKE_ENGINE, config)
+    try:
+        yield client
+    finally:
+        await client.kill()
+
+
+async def ready(client: EngineClient) -> Ready:
+    """What the engine says first, but for heartbeats: that it is ready."""
+    (message,) = await events(client)
+    assert isinstance(message, Ready)
+    return message
+
+
+async def events(client: EngineClient) -> Sequence[ToFront]:
+    """The next messages that are no heartbeats."""
+    async with asyncio.timeout(20):
+        while True:
+            heard = [m for m in await client.receive(20) if not isinstance(m, Heartbeat)]
+            if heard:
+                return heard
+
+
+def test_it_says_that_it_is_ready_and_answers() -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            said = await ready(client)
+            assert (said.model.name, said.total_pages) == ("fake", fake_engine.PAGES)
+            client.send(ABORT)
+            assert await events(client) == [AbortDone(attempt=ABORT.attempt, was_running=False)]
+
+    asyncio.run(go())
+
+
+def test_a_silent_engine_says_nothing_in_time() -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            assert await client.receive(0) == []
+            assert (await ready(client)).model.name == "fake"
+
+    asyncio.run(go())
+
+
+def test_why_it_could_not_start_is_heard() -> None:
+    async def go() -> None:
+        async with spawned("missing") as client:
+            failed = StartupFailed(message="no such checkpoint", permanent=True)
+            assert await events(client) == [failed]
+
+    asyncio.run(go())
+
+
+def test_a_crash_is_told_with_its_status_after_its_last_words() -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            await ready(client)
+            client.send(ABORT)
+            await asyncio.sleep(0)
+            assert await events(client)
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(EngineGone, match="killed by signal 9"):
+                await events(client)
+            client.send(ABORT)  # in vain, and no error
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_it_ends_at_any_moment_and_leaves_nothing(is_ready: bool) -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            if is_ready:
+                await ready(client)
+            process = psutil.Process(client.pid)
+            home = client.home
+            assert home.is_dir()
+            await client.stop(20 if is_ready else 0)
+            await eventually(lambda: not process.is_running())
+            assert not home.exists()
+            await client.kill()  # again, and no error
+
+    asyncio.run(go())
+
+
+def test_incarnations_differ_and_sort_by_age() -> None:
+    ids = [new_incarnation() for _ in range(100)]
+    assert len(set(ids)) == 100
+    assert ids == sorted(ids)
+
+
+def _block_until_signalled(descriptor: int) -> None:
+    """Keeps the loop from running until something has come; an answer that is quick enough leaves
+    no signal, since the send before it has taken notice of it already."""
+    select.select([descriptor], [], [], 1)
+    time.sleep(0.02)  # a send looks for signals only some milliseconds after the last look
+
+
+def test_a_send_swallows_no_signal_for_the_receiver() -> None:
+    """ZeroMQ signals once that something can be received, and a send takes notice of it too."""
+
+    async def go() -> None:
+        async with spawned() as client:
+            await ready(client)
+            await eventually(lambda: _is_waiting(client))
+            client.send(ABORT)
+            # The answer arrives while the loop is busy, and then something else is said.
+            _block_until_signalled(client._socket._socket.FD)
+            client.send(ABORT)
+            answers = 0
+            while answers < 2:
+                heard = await client.receive(20)
+                assert heard, f"{answers} of 2 answers were heard"
+                answers += sum(isinstance(message, AbortDone) for message in heard)
+
+    async def _is_waiting(client: EngineClient) -> bool:
+        return not await client.receive(0.01)
+
+    asyncio.run(go())
+
+
+def test_a_directory_too_deep_for_a_socket_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(OSError, match="TMPDIR: expected a path short enough"):
+        asyncio.run(EngineClient.spawn(fronts.FAKE_ENGINE, WorkerConfig()))
+    assert list(deep.iterdir()) == []
+
+
+def test_an_engine_that_ends_while_it_is_killed_is_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio may know of an end before whoever waits for it does."""
+
+    async def go() -> None:
+        async with spawned() as client:
+            await ready(client)
+            pid = client.pid
+
+            def kill() -> None:
+                os.kill(pid, signal.SIGKILL)
+                raise ProcessLookupError
+
+            monkeypatch.setattr(client._process, "kill", kill)
+            await client.kill()
+            assert not psutil.pid_exists(pid)
+            assert not client.home.exists()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("said", [b"", b"\xc1", b"\x91" * 100_000, b"\x91\x81\xa4type\xa2\xc3\x28"])
+def test_who_says_what_is_no_message_is_given_up(said: bytes) -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            await ready(client)
+            client._receiving = asyncio.get_running_loop().create_future()
+            client._receiving.set_result(said)
+            with pytest.raises(EngineGone, match="no message"):
+                await client.receive(20)
 
     asyncio.run(go())

@@ -74,6 +74,7 @@ def test_what_changes_logits_is_read_and_checked() -> None:
     assert wire.sampling(sent) == expected
     for wrong, field in (
         (pb.DecodeSampling(top_p=1, repetition_penalty=0), "sampling.repetition_penalty"),
+        (pb.DecodeSampling(top_p=1, answer_index=64), "sampling.answer_index"),
         (pb.DecodeSampling(top_p=1, logit_bias={4: math.nan}), "sampling.logit_bias"),
         (pb.DecodeSampling(top_p=1, logit_bias=dict.fromkeys(range(513), 1)), "513 ids"),
     ):
@@ -84,6 +85,10 @@ def test_what_changes_logits_is_read_and_checked() -> None:
     with pytest.raises(InvalidRequest, match="num_logprobs"):
         wire.num_logprobs(pb.DecodeRequest(num_logprobs=21))
     assert wire.num_logprobs(pb.DecodeRequest(num_logprobs=0)) == 0
+    assert wire.sampling(pb.DecodeSampling(top_p=1, answer_index=3)).answer_index == 3
+    assert wire.group(pb.DecodeRequest(group="g" * 128)) == "g" * 128
+    with pytest.raises(InvalidRequest, match="group: expected at most 128 characters, got 129"):
+        wire.group(pb.DecodeRequest(group="g" * 129))
 
 
 def test_messages_to_the_engine_survive_its_socket() -> None:

@@ -116,7 +116,7 @@ REQUEST_STATE_FAILED: RequestState
 REQUEST_STATE_CANCELLED: RequestState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "chat", "sampling", "stopping", "decoding", "output", "parse_special_tokens", "priority")
+    __slots__ = ("request_id", "model", "prompt", "prompt_token_ids", "chat", "sampling", "stopping", "decoding", "output", "parse_special_tokens", "priority", "n")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class GenerateRequest(_message.Message):
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -139,7 +140,8 @@ class GenerateRequest(_message.Message):
     output: OutputOptions
     parse_special_tokens: bool
     priority: Priority
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., parse_special_tokens: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+    n: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., parse_special_tokens: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., n: _Optional[int] = ...) -> None: ...
 
 class GenerateStreamRequest(_message.Message):
     __slots__ = ("request",)
@@ -331,7 +333,7 @@ class GenerationStats(_message.Message):
     def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., handoff_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_block: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_passes: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., kv_pages: _Optional[int] = ..., connector: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string", "logprobs", "echo")
+    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string", "logprobs", "echo", "others")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +346,7 @@ class GenerateResponse(_message.Message):
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -356,21 +359,24 @@ class GenerateResponse(_message.Message):
     stop_string: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     echo: PromptEcho
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[GenerateResponse]
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stats: _Optional[_Union[GenerationStats, _Mapping]] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., end_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ..., others: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("request_id", "commit", "draft", "finished", "echo")
+    __slots__ = ("request_id", "commit", "draft", "finished", "echo", "answer_index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     commit: BlockCommit
     draft: BlockDraft
     finished: Finished
     echo: PromptEcho
-    def __init__(self, request_id: _Optional[str] = ..., commit: _Optional[_Union[BlockCommit, _Mapping]] = ..., draft: _Optional[_Union[BlockDraft, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ...) -> None: ...
+    answer_index: int
+    def __init__(self, request_id: _Optional[str] = ..., commit: _Optional[_Union[BlockCommit, _Mapping]] = ..., draft: _Optional[_Union[BlockDraft, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., echo: _Optional[_Union[PromptEcho, _Mapping]] = ..., answer_index: _Optional[int] = ...) -> None: ...
 
 class BlockCommit(_message.Message):
     __slots__ = ("token_offset", "num_tokens", "text", "token_ids", "forward_passes", "logprobs")

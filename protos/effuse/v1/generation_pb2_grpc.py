@@ -62,7 +62,7 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Runs a request to its end and returns the whole answer.
+        """Runs a request to its end and returns the whole answer, or all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,7 +25,7 @@ class GenerationServiceStub:
         effuse.v1.generation_pb2.GenerateRequest,
         effuse.v1.generation_pb2.GenerateResponse,
     ]
-    """Runs a request to its end and returns the whole answer."""
+    """Runs a request to its end and returns the whole answer, or all of them."""
 
     GenerateStream: grpc.UnaryStreamMultiCallable[
         effuse.v1.generation_pb2.GenerateStreamRequest,
@@ -54,7 +54,7 @@ class GenerationServiceAsyncStub:
         effuse.v1.generation_pb2.GenerateRequest,
         effuse.v1.generation_pb2.GenerateResponse,
     ]
-    """Runs a request to its end and returns the whole answer."""
+    """Runs a request to its end and returns the whole answer, or all of them."""
 
     GenerateStream: grpc.aio.UnaryStreamMultiCallable[
         effuse.v1.generation_pb2.GenerateStreamRequest,
@@ -85,7 +85,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: effuse.v1.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.generation_pb2.GenerateResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.GenerateResponse]]:
-        """Runs a request to its end and returns the whole answer."""
+        """Runs a request to its end and returns the whole answer, or all of them."""
 
     @abc.abstractmethod
     def GenerateStream(

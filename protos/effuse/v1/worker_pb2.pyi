@@ -128,7 +128,7 @@ class FingerprintField(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs")
+    __slots__ = ("attempt", "incarnation", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "settings", "remote", "local", "drafts", "resume", "min_tokens", "num_logprobs", "group")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class DecodeRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     incarnation: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -155,14 +156,15 @@ class DecodeRequest(_message.Message):
     resume: Resume
     min_tokens: int
     num_logprobs: int
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+    group: str
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., incarnation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[DecodeSampling, _Mapping]] = ..., settings: _Optional[_Union[DecodeSettings, _Mapping]] = ..., remote: _Optional[_Union[WorkerRef, _Mapping]] = ..., local: _Optional[_Union[LocalPrefill, _Mapping]] = ..., drafts: _Optional[bool] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., group: _Optional[str] = ...) -> None: ...
 
 class LocalPrefill(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DecodeSampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "answer_index")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +181,7 @@ class DecodeSampling(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_INDEX_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -188,7 +191,8 @@ class DecodeSampling(_message.Message):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    answer_index: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., answer_index: _Optional[int] = ...) -> None: ...
 
 class DecodeSettings(_message.Message):
     __slots__ = ("algorithm", "window", "confidence_threshold", "block_add_threshold", "full_activation_threshold", "score", "remasking", "denoising_steps", "block_length", "steps", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf", "alg", "eps", "alg_temp", "cache", "entropy_bound", "editing_threshold", "max_post_steps", "factor")

@@ -1,23 +1,27 @@
-"""Channels between the processes of a fleet: what each shows the other before it is told anything.
+"""Channels whose calls all carry credentials; those between the processes of a fleet above all.
 
-With certificates both ends show theirs as they connect. With a secret every call carries a digest
-of it, and `prove` asks the other end for one. Not here: what a server lets in (`gate.py`).
+grpc.aio's interceptors would carry them, too, but wrap calls in others that behave differently
+where they are cancelled or end early.
+
+What the processes of a fleet show each other before anything is told: with certificates both ends
+show theirs as they connect. With a secret every call carries a digest of it, and `prove` asks the
+other end for one. Not here: what a server lets in (`gate.py`).
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 import grpc
 import grpc.aio
 
 from effuse.protos import rpc
 from effuse.protos.errors import PeerLost
-from effuse.protos.fleet_secret import NONCE_BYTES, TOKEN_KEY, FleetSecret
-from effuse.protos.metadata_channel import MetadataChannel
+from effuse.protos.gate import NONCE_BYTES, TOKEN_KEY, FleetSecret
 from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
 from effuse.protos.stubs import proof_stub
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
@@ -26,6 +30,59 @@ from effuse.v1 import proof_pb2
 FLEET_NAME: Final = "effuse-fleet"
 """DNS name that every certificate of a fleet holds; addresses of pods are in none."""
 PROVE_S: Final = 2.0
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+class MetadataChannel(grpc.aio.Channel):
+    """Stands before another channel, and adds `metadata` to what callers give."""
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
+        self._channel = channel
+        self._metadata = tuple(metadata)
+
+    def _carry(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def with_metadata(*args: Any, metadata: Metadata | None = None, **kwargs: Any) -> Any:
+            return call(*args, metadata=(*(metadata or ()), *self._metadata), **kwargs)
+
+        return with_metadata
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """As grpc.aio.Channel's."""
+        return self._carry(self._channel.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As grpc.aio.Channel's."""
+        return self._carry(self._channel.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """As grpc.aio.Channel's."""
+        return self._carry(self._channel.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As grpc.aio.Channel's."""
+        return self._carry(self._channel.stream_stream(*args, **kwargs))
+
+    async def close(self, grace: float | None = None) -> None:
+        """As grpc.aio.Channel's."""
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As grpc.aio.Channel's."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """As grpc.aio.Channel's."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """As grpc.aio.Channel's."""
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._channel.close()
 
 
 class FleetAccess:

@@ -1,10 +1,15 @@
-"""Prefill policy as data: admission, chunks under a budget, refusals."""
+"""Prefill policy as data: admission, chunks under a budget, refusals; how a failed push is told."""
 
 from __future__ import annotations
 
 import pytest
 
-from effuse.prefill_worker.scheduler import PrefillLimits, admit, schedule
+from effuse.kvtransfer.connector import Cause, PushFailed
+from effuse.kvtransfer.messages import AttemptId
+from effuse.prefill_worker.prompts import PrefillLimits, admit, push_failed, schedule
+from effuse.worker.messages import Failed
+
+ONE = AttemptId("r", 1, "t")
 
 
 @pytest.mark.parametrize(
@@ -68,3 +73,19 @@ def test_a_budget_below_one_block_is_refused() -> None:
 def test_limits_are_positive(name: str) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         limits(**{name: 0})
+
+
+def told(cause: Cause, message: str) -> Failed:
+    return push_failed(ONE, PushFailed(ONE.transfer_id, cause, message))
+
+
+def test_where_a_peer_lives_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    failed = told(Cause.PEER, "the receiver at tcp://10.3.2.1:4711 closed the connection")
+    assert (failed.code, failed.retryable) == ("UNAVAILABLE", True)
+    assert "10.3.2.1" not in failed.message
+    assert "10.3.2.1" in caplog.text
+
+
+def test_what_differs_is_told() -> None:
+    failed = told(Cause.DIGEST, "page 3 differs")
+    assert (failed.code, failed.message) == ("DATA_LOSS", "page 3 differs")

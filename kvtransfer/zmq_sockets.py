@@ -1,8 +1,12 @@
-"""The receiving socket of the ZMQ transport, and a guard against senders that never end a message.
+"""The sockets of the ZMQ transport: one that listens, one to each receiver, and the keys of both.
 
 ZMQ bounds a frame, not a message: frames that announce another one pile up in its memory until the
 last has come. What each connection has sent, by the kernel's count, is held against what has come
-out of the socket, and a connection that is too far ahead is cut.
+out of the listening socket, and a connection that is too far ahead is cut.
+
+One pair of CurveZMQ keys follows from the fleet's secret, and every worker has it, as server and
+as client. Each connection has keys of its own on top, which are gone with it, so that what was
+recorded stays closed to who learns the secret later. http://curvezmq.org/page:read-the-docs
 """
 
 from __future__ import annotations
@@ -11,20 +15,79 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from effuse.kvtransfer.zmq_curve import FRAME_BYTES, CurveKeys
+from effuse.kvtransfer.messages import ToReceiver, encode
 
 LOG = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 32
 SHORT_HEADER, LONG_HEADER = 2, 9  # of frames of up to 255 bytes, and of others
 SLACK_BYTES = 16 << 20  # of the kernel's buffers and heartbeats
-_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
+KEY_BYTES = 32
+FRAME_BYTES = 33
+"""That encryption adds to a frame: the command's name, a nonce, the code and flags."""
+HEARTBEAT_MS = 1000
+SILENCE_MS = 5000
+_PEER_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """A pair of keys as ZMQ writes them."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, seed: bytes) -> CurveKeys:
+        """The pair that follows from 32 bytes of a secret."""
+        if len(seed) != KEY_BYTES:
+            raise ValueError(f"expected {KEY_BYTES} bytes, got {len(seed)}")
+        secret = z85.encode(seed)
+        return cls(zmq.curve_public(secret), secret)
+
+    def serve(self, socket: zmq.Socket[bytes]) -> None:
+        """Has a socket that is not bound yet take encrypted connections alone."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+    def ask(self, socket: zmq.Socket[bytes]) -> None:
+        """Has a socket that is not connected yet reach one that serves these keys, and no other."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+    @contextmanager
+    def admitting(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
+        """Lets in who has these keys, for as long as the context lasts. ZMQ asks nobody by itself,
+        and takes any key then."""
+        doorkeeper = ThreadAuthenticator(context)
+        doorkeeper.start()
+        doorkeeper.configure_curve_callback("*", self)
+        try:
+            yield
+        finally:
+            doorkeeper.stop()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether it is the fleet's key; called by the thread that lets in."""
+        return key == self.public
 
 
 @dataclass(slots=True)
@@ -77,7 +140,7 @@ class ZmqListener:
         self.socket.setsockopt(zmq.RCVHWM, queued)
         self._num_added = 0 if keys is None else FRAME_BYTES
         self.socket.setsockopt(zmq.MAXMSGSIZE, message_bytes + self._num_added)
-        self.monitor = self.socket.get_monitor_socket(_WATCHED)
+        self.monitor = self.socket.get_monitor_socket(_LISTENER_EVENTS)
         self.socket.bind(bind)
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._most_waiting = (queued + 1) * message_bytes + SLACK_BYTES
@@ -155,3 +218,72 @@ def _descriptor_of(frames: list[zmq.Frame]) -> int:
     except zmq.ZMQError:
         return -1
     return descriptor
+
+
+class ZmqPeer:
+    """A DEALER socket to one endpoint. Raises zmq.ZMQError for an endpoint that is none."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        now: float,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """keys: what the receiver must have, too; None asks any, in plain text."""
+        self.endpoint = endpoint
+        self.opened_at = now
+        self.is_connected = False
+        self.is_open = True
+        self.socket = context.socket(zmq.DEALER)
+        if keys is not None:
+            keys.ask(self.socket)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by the sender
+        self.socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+        self.monitor = self.socket.get_monitor_socket(_PEER_EVENTS)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Drops the connection and all that is queued; may be called twice."""
+        if self.is_open:
+            self.is_open = False
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=0)
+
+    def is_lost(self) -> bool:
+        """Reads the monitor; True once the connection that was up went down."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event != zmq.EVENT_CONNECTED:
+                return True
+            self.is_connected = True
+        return False
+
+    def answers(self) -> list[bytes]:
+        """What the receiver has said since the last call."""
+        said: list[bytes] = []
+        while True:
+            try:
+                said.append(self.socket.recv_multipart(zmq.NOBLOCK)[-1])
+            except zmq.Again:
+                return said
+
+    def say(self, message: ToReceiver) -> None:
+        """Sends a message without payload."""
+        self.socket.send(encode(message), zmq.NOBLOCK)
+
+    def send(self, header: ToReceiver, frames: Sequence[memoryview]) -> zmq.MessageTracker:
+        """Sends frames straight from their memory, which is read until the tracker is done."""
+        tracker = self.socket.send_multipart(
+            [encode(header), *frames], zmq.NOBLOCK, copy=False, track=True
+        )
+        assert tracker is not None
+        return tracker

@@ -1,0 +1,242 @@
+"""One answer to a request: attempts, one after the other, until it has ended.
+
+What fails goes down a ladder: another prefill worker; the decode worker for itself; another pair
+that resumes; waiting for a worker that may come back; UNAVAILABLE. Never a good end with missing
+text. Not here: one attempt (`attempt.py`), choosing workers (`policy.py`), what a failure means
+(`ladder.py`), several answers to one request (`answers.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Final
+
+from effuse.protos.errors import (
+    Bug,
+    DeadlineExceeded,
+    Draining,
+    EffuseError,
+    EndedById,
+    InvalidRequest,
+    Unavailable,
+)
+from effuse.router.attempt import Attempt, AttemptListener, Unfinished
+from effuse.router.fleet import DecodeDemand
+from effuse.router.ladder import REFUSALS, Failure, FailureKind
+from effuse.router.policy import AttemptNeeds, Placement, Prospect
+from effuse.router.request import Request
+from effuse.router.request_states import Event
+from effuse.router.router import Router
+from effuse.v1 import generation_pb2 as pb
+
+LOG: Final = logging.getLogger(__name__)
+OUR_FIELDS: Final = frozenset(
+    {"attempt", "incarnation", "prefill", "remote", "reservation", "resume"}
+    | {"sampling", "settings", "start"}
+)
+"""Fields of calls to workers that no client fills in, or that are checked before a worker is asked.
+A worker that does not take them is at odds with this router, and not with the client."""
+
+LOOK_S: Final = 1.0
+"""Longest that a waiting request does without a look at the fleet."""
+
+RETRY_AFTER_S: Final = 1.0
+"""What clients are told to wait when no worker is there: about as long as a lease takes to show."""
+
+
+class AnswerRun:
+    """Run once, for a request for one answer or for one of its answers."""
+
+    def __init__(self, router: Router, request: Request, told: AttemptListener) -> None:
+        self._router = router
+        self._request = request
+        self._told = told
+
+    async def run(self) -> pb.GenerateStreamResponse:
+        """Attempts, one after the other, to its end, which is returned and yet to be told; raises
+        `EffuseError` or `ClientGone`."""
+        request, router = self._request, self._router
+        while True:
+            try:
+                reason = await self._run_attempt()
+            except Unfinished as unfinished:
+                await self._prepare_retry(unfinished.failure)
+            else:
+                request.apply_event(Event.FINISHED, router.now())
+                router.clear_poison(request)
+                return request.finished(reason, router.now())
+
+    async def _run_attempt(self) -> pb.FinishReason:
+        """One attempt; raises `EffuseError`, `ClientGone` or `Unfinished`."""
+        request, fleet = self._request, self._router.fleet
+        num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
+        try:
+            placement = await self._choose_workers()
+            counted = fleet.counted(placement, num_prompt, num_tokens)
+            with counted as share, self._router.traces.span("attempt"):
+                return await self._begin_attempt(placement, share).run()
+        finally:
+            if fleet.num_alone:
+                fleet.release_workers(request.holder)
+
+    # Before an attempt.
+
+    async def _choose_workers(self) -> Placement:
+        """Waits as long as a worker may yet take the request; raises `Unavailable` and, where
+        engines turn out to die of it, `Poisonous`."""
+        request, router = self._request, self._router
+        fleet = router.fleet
+        while True:
+            router.check_poison(request)
+            need = self._need()
+            request.alone = need.alone
+            if need.alone:
+                fleet.keep_workers(request.holder, need)
+            placement = fleet.place(need)
+            if placement is not None:
+                await self._wait_until_empty(placement)
+                return placement
+            prospect = fleet.prospect(need)
+            if prospect is Prospect.NONE:
+                raise self._nobody(request.asked.model.name)
+            if prospect is Prospect.WORKER:
+                request.setbacks.begin_stall(router.now())
+                self._check_stall()
+            with router.metrics.waiting("alone" if need.alone else prospect.value):
+                await fleet.wait_for_change(self._look_again_s())
+
+    async def _wait_until_empty(self, placement: Placement) -> None:
+        """Those of its workers that it has alone."""
+        workers, alone = (placement.decode, placement.prefill), self._request.alone
+        if own := [one for one in workers if one is not None and one.role in alone]:
+            with self._router.metrics.waiting("alone"):
+                await self._router.fleet.until_empty(own)
+
+    def _need(self) -> AttemptNeeds:
+        """An answer that has begun goes on only where the same weights follow the same rules."""
+        request = self._request
+        alone = self._router.roles_alone(request)
+        need = self._router.fleet.need(
+            request.asked.model.name,
+            request.setbacks.avoided(self._router.now()),
+            request.fingerprint if request.token_ids else None,
+            holder=request.holder if alone else None,
+            alone=alone,
+            on_decode_only=request.asked.settings.is_canvas,
+        )
+        if not request.group or request.num_attempts:
+            return need
+        num_answers = 1 if request.index else request.asked.num_answers
+        return replace(need, beside=request.beside, num_answers=num_answers)
+
+    def _look_again_s(self) -> float:
+        """Seconds until a choice, or what is said of it, may come out otherwise although nothing
+        has happened."""
+        router, setbacks, now = self._router, self._request.setbacks, self._router.now()
+        due = [LOOK_S, setbacks.next_change_s(now), router.fleet.standing.next_change_s()]
+        if setbacks.stalled_at is not None:
+            due.append(router.config.recovery_s - setbacks.stalled_s(now))
+        return min(one for one in due if one is not None and one > 0) + 0.001
+
+    def _check_stall(self) -> None:
+        """Raises `Unavailable` where no worker has gone on with the request for too long."""
+        stalled_s = self._request.setbacks.stalled_s(self._router.now())
+        if stalled_s > self._router.config.recovery_s:
+            raise self._unavailable(f"no worker could go on within {stalled_s:.3g} s")
+
+    def _nobody(self, model: str) -> Unavailable:
+        """What is told where no worker can take the request, nor may one come back."""
+        request, fleet = self._request, self._router.fleet
+        why = f"no live worker serves {model!r} now"
+        if request.last_error is not None:
+            why = f"{request.last_error.message}; no other worker can go on"
+        elif fleet.mode == "remote":
+            refused = fleet.why_refused(model)
+            why = refused or f"{why}, or no prefill worker fits a decode worker"
+        return self._unavailable(why)
+
+    def _begin_attempt(self, placement: Placement, share: DecodeDemand) -> Attempt:
+        request = self._request
+        prefill = placement.prefill.worker_id if placement.prefill else ""
+        request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
+        attempt = Attempt(self._router, request, placement, self._told, share)
+        self._told.begin_attempt(placement, attempt.transfer_id)
+        return attempt
+
+    # After an attempt.
+
+    async def _prepare_retry(self, failure: Failure) -> None:
+        """Makes room for another attempt, when the budget has one; raises what the client is
+        told."""
+        request, router, error = self._request, self._router, failure.error
+        request.end_attempt(error)
+        LOG.warning(
+            "request %s, attempt %d on %s: %s; so far: %s",
+            *(request.name, request.num_attempts, failure.worker.worker_id, error.message),
+            request.tell_story(),
+        )
+        router.fleet.standing.note(failure)
+        router.metrics.count_failure(failure)
+        self._raise_if_final(failure)
+        request.apply_event(Event.LOST, router.now(), error.message[:80])
+        request.setbacks.add(failure, router.now())
+        router.note_death(request, failure)
+        # Next time its pages come first.
+        request.is_patient = request.is_patient or failure.outcome is FailureKind.LATE
+        if request.setbacks.losses_in_a_row > router.config.max_losses:
+            text = f"{request.setbacks.losses_in_a_row} workers were lost under it in a row"
+            raise self._unavailable(text, retryable=False) from error
+        if failure.outcome not in REFUSALS:
+            router.num_retries += 1
+            if delay_s := router.retry_budget.take(router.now()):
+                with router.metrics.waiting("budget"):
+                    await asyncio.sleep(delay_s)
+
+    def _raise_if_final(self, failure: Failure) -> None:
+        """Raises what the client is told where no other attempt can do better."""
+        error = failure.error
+        if asyncio.get_running_loop().time() >= self._request.deadline:
+            raise time_is_over(self._router, self._request) from error
+        if isinstance(error, InvalidRequest) and self._request.token_ids:
+            # The caller's request was good; it is our resumption that the worker does not take.
+            text = f"the answer could not be resumed: {error.message}"
+            raise self._unavailable(text) from error
+        if isinstance(error, InvalidRequest) and _is_ours(error):
+            raise Bug(
+                f"{failure.worker.worker_id} does not take what it is sent: {error.message}"
+            ) from error
+        if failure.outcome is FailureKind.FINAL:
+            raise error
+
+    def _unavailable(self, why: str, *, retryable: bool = True) -> Unavailable:
+        """UNAVAILABLE, with how far the request got and what it met with."""
+        request = self._request
+        return Unavailable(
+            _sentences(why, request.tell_progress()),
+            retryable=retryable,
+            retry_after_s=RETRY_AFTER_S if retryable else None,
+            labels=request.labels(),
+        )
+
+
+def time_is_over(router: Router, request: Request) -> EffuseError:
+    """What is told where a request's own time has run out, or that of its router."""
+    if request.is_ended_by_id:
+        return EndedById("somebody has ended this request by its id", labels=request.labels())
+    if router.requests.is_cut_off:
+        why = "this router has ended, and the answer was not; ask again"
+        text = _sentences(why, request.tell_progress())
+        return Draining(text, retry_after_s=RETRY_AFTER_S, labels=request.labels())
+    why = f"not answered within {request.limit_s:.3g} s; it was {request.tell_state()}"
+    return DeadlineExceeded(_sentences(why, request.tell_progress()), labels=request.labels())
+
+
+def _sentences(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
+
+
+def _is_ours(error: InvalidRequest) -> bool:
+    """Whether the router is at fault for what a worker refuses."""
+    return any(v.field.split(".")[0] in OUR_FIELDS for v in error.violations)

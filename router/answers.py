@@ -1,0 +1,163 @@
+"""Several answers to one request, side by side: each by itself, their events in one stream.
+
+Each lives as a request of its own does: it is placed, lost, resumed and ended alone. The first one
+brings the prompt's KV to a decode worker; the others join it there as soon as pages are held for
+it. Where one of them fails for good, or the client goes, all are ended. Not here: one answer
+(`answer.py`), who shares what within a decode worker (`decode_worker/shared_prompts.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+
+import msgspec
+
+from effuse.router.answer import AnswerRun
+from effuse.router.attempt import AttemptListener
+from effuse.router.detokenizer import AnswerText
+from effuse.router.policy import Placement, WorkerLife, life_of
+from effuse.router.request import Request
+from effuse.router.request_states import State
+from effuse.router.router import Router
+from effuse.router.validation import Asked
+from effuse.v1 import generation_pb2 as pb
+
+
+class SideBySide:
+    """All answers to one request, which is admitted and knows its prompt. Run once."""
+
+    def __init__(self, router: Router, request: Request, client: AttemptListener) -> None:
+        self._router = router
+        self._client = client
+        self._writing = asyncio.Lock()  # a call takes one message at a time
+        self._is_reserved = asyncio.Event()
+        self._place: WorkerLife | None = None  # where the prompt's KV comes to
+        asked, tokenizer = request.asked, router.tokenizer
+        texts = (
+            AnswerText(tokenizer, asked.stops, asked.min_tokens) for _ in range(asked.num_answers)
+        )
+        # A canvas has no KV of a prompt that others could read.
+        group = "" if asked.settings.is_canvas else secrets.token_hex(16)
+        self._answers = split(request, texts, group)
+        self._num_left = len(self._answers)
+
+    async def run(self) -> pb.GenerateStreamResponse:
+        """Tells the client of all answers, but for the last event, which is returned; raises
+        `EffuseError` or `ClientGone`."""
+        first, *others = self._answers
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._run(first, self))]
+                running += [group.create_task(self._follow(one)) for one in others]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
+        return next(last for task in running if (last := task.result()) is not None)
+
+    async def _follow(self, one: Request) -> pb.GenerateStreamResponse | None:
+        if one.group:
+            await self._is_reserved.wait()  # the request's deadline ends it
+            one.beside = self._place
+        return await self._run(one, _Follower(self))
+
+    async def _run(self, one: Request, told: AttemptListener) -> pb.GenerateStreamResponse | None:
+        """The last event of all, where this answer is the last one to end."""
+        ended = await AnswerRun(self._router, one, told).run()
+        self._num_left -= 1
+        self._forget_place()
+        if not self._num_left:
+            return ended
+        await self.send(ended)
+        return None
+
+    def _forget_place(self) -> None:
+        """Where none of them is any more the prompt's KV is gone: who had no seat there yet goes
+        where a prefill worker hands it over anew."""
+        if not any(_is_at(one, self._place) for one in self._answers):
+            for one in self._answers:
+                one.beside = None
+
+    # What the first answer tells, and in part the others.
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Tells one event; raises `ClientGone`."""
+        async with self._writing:
+            await self._client.send(event)
+
+    def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
+        """Where the request is said to be is where its first answer is."""
+        self._client.begin_attempt(placement, transfer_id)
+
+    def note_reserved(self, placement: Placement) -> None:
+        """Others may join it there from now on; wherever it goes later, they live by themselves."""
+        if self._place is None:
+            self._place = life_of(placement.decode)
+            self._is_reserved.set()
+
+
+class _Follower:
+    """What other answers than the first one tell: nothing of their attempts."""
+
+    def __init__(self, all_answers: SideBySide) -> None:
+        self._all = all_answers
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        await self._all.send(event)
+
+    def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
+        return
+
+    def note_reserved(self, placement: Placement) -> None:
+        return
+
+
+def _is_at(one: Request, place: WorkerLife | None) -> bool:
+    is_placed = one.state in (State.STARTING, State.PREFILLING, State.DECODING)
+    return place is not None and is_placed and one.decode_worker == place[0]
+
+
+def split(request: Request, texts: Iterable[AnswerText], group: str) -> tuple[Request, ...]:
+    """The answers to a request, one for each of `texts`; they have its numbers of attempts in
+    common. `group`: by which decode workers know that they share their prompt."""
+    answers = tuple(
+        Request(
+            id=request.id,
+            asked=_asked_of(request.asked, index),
+            text=text,
+            arrived=request.arrived,
+            limit_s=request.limit_s,
+            deadline=request.deadline,
+            tenant=request.tenant,
+            group=group,
+            attempt_numbers=request.attempt_numbers,
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            queue_s=request.queue_s,
+        )
+        for index, text in enumerate(texts)
+    )
+    request.answers = answers
+    return answers
+
+
+def add_up(request: Request) -> None:
+    """Has a request take over what its answers came to, where there are several."""
+    if not request.answers:
+        return
+    first, answers = request.answers[0], request.answers
+    request.prefill_worker, request.decode_worker = first.prefill_worker, first.decode_worker
+    request.connector, request.prefilled = first.connector, first.prefilled
+    request.num_attempts = sum(one.num_attempts for one in answers)
+    request.commit_times = sorted(chain(*(one.commit_times[:1] for one in answers)))
+    request.handoff_s = sum(one.handoff_s for one in answers)
+    request.kv_bytes = sum(one.kv_bytes for one in answers)
+    request.kv_pages = sum(one.kv_pages for one in answers)
+    request.forwards = sum(one.earlier_forwards + one.forwards for one in answers)
+    request.preemptions = sum(one.preemptions for one in answers)
+
+
+def _asked_of(asked: Asked, index: int) -> Asked:
+    return replace(asked, sampling=msgspec.structs.replace(asked.sampling, answer_index=index))
