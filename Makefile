@@ -35,6 +35,8 @@ REQUESTS ?= 20000
 KILLS ?= 1000
 NETWORK_FAULTS ?= 200
 CONNECTOR ?= nixl
+# What `make fuzz` says.
+MESSAGES ?= 1000000
 # What compute-sanitizer runs: each operator in one small shape, and whole steps without graphs.
 SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
   or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
@@ -98,7 +100,11 @@ train: $(VENV)/.effuse ## Train the bundled model again into .train (one GPU); g
 .PHONY: load
 load: $(VENV)/.dev ## Send unary and streaming load with ghz to a fleet that `effuse up` starts
 	ghz="$$(.ci/tool ghz)"
-	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz"
+	PYTHONPATH=tests $(BIN)/python -m load.run --ghz "$$ghz" $(LOAD_FLAGS)
+
+.PHONY: load-large
+load-large: LOAD_FLAGS := --prefill 2 --decode 2 --unary 10000 --stream 2000
+load-large: load ## The same with 10,000 unary calls and 2,000 streams against 2P2D, back to the baseline
 
 .PHONY: clients
 clients: ## Install other people's clients into .tools; make test uses those that are there
@@ -120,6 +126,10 @@ chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (S
 	$$run --bundled --requests $(PROBLEMS) --kills $(PROBLEM_KILLS)
 	$(BIN)/python -m chaos.network --seed $(SEED) --connector $(CONNECTOR) --faults $(NETWORK_FAULTS)
 	$$run --requests $(REQUESTS) --kills $(KILLS)
+
+.PHONY: fuzz
+fuzz: $(VENV)/.dev ## Say a million wrong things to everything that listens (SEED=1 MESSAGES=1000000)
+	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seed $(SEED) --count $(MESSAGES)
 
 .PHONY: k8s-try
 k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up

@@ -1,4 +1,4 @@
-"""`effuse demo`: starts a real fleet, solves fresh problems on it and shows how.
+"""`effuse demo`: starts a real fleet, or takes one that runs, solves fresh problems and shows how.
 
 The problems are drawn now, from the split that training never saw. The exit status is 0 only if
 every answer is right.
@@ -8,21 +8,22 @@ import argparse
 import asyncio
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
 from rich.console import Console
 
-from effuse.cli.arguments import command, whole
+from effuse.cli.arguments import add_credentials, command, credentials_of, target, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.generate import ask, explain
 from effuse.cli.gpus import gpus_here
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Stats, StreamBroken
+from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import Problem, check, problem
-from effuse.protos.rpc import connect
 from effuse.protos.stubs import generation_stub
 
 _TIMEOUT_S = 60.0
@@ -35,6 +36,9 @@ _WATCHED = Params(
 )  # fmt: skip
 
 
+_NOBODYS = Credentials()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
     """What to show."""
@@ -44,6 +48,8 @@ class Demo:
     connector: str
     prefill: int
     decode: int
+    target: str | None = None  # of a fleet that runs; None starts one
+    credentials: Credentials = _NOBODYS  # that it is shown
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,27 +57,35 @@ def main(argv: Sequence[str]) -> int:
     demo = parse(argv)
     console = Console(highlight=False)
     try:
-        with console.status("starting a fleet"):
-            fleet = Fleet(fleet_of(demo))
-            fleet.start()
-    except FleetError as error:
+        with _fleet(console, demo) as address:
+            right = asyncio.run(solve(console, address, demo))
+    except (FleetError, StreamBroken, OSError) as error:
         print(f"effuse demo: {error}", file=sys.stderr)
         return 1
-    try:
-        _introduce(console, fleet)
-        right = asyncio.run(solve(console, fleet.address, demo))
     except grpc.aio.AioRpcError as error:
         print(f"effuse demo: {explain(error)}", file=sys.stderr)
         return 1
-    except StreamBroken as error:
-        print(f"effuse demo: {error}", file=sys.stderr)
-        return 1
-    finally:
-        fleet.stop()
     console.print(f"\n{right} of {demo.problems} answers are right.", style="bold")
     if right < demo.problems:
         console.print(explain_errors(demo.problems - right, demo.seed), markup=False)
     return 0 if right == demo.problems else 1
+
+
+@contextmanager
+def _fleet(console: Console, demo: Demo) -> Iterator[str]:
+    """Where problems are sent: to the fleet that was named, or to one that lives as long as this.
+    Raises FleetError."""
+    if demo.target is not None:
+        yield demo.target
+        return
+    with console.status("starting a fleet"):
+        fleet = Fleet(fleet_of(demo))
+        fleet.start()
+    try:
+        _introduce(console, fleet)
+        yield fleet.address
+    finally:
+        fleet.stop()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -83,18 +97,24 @@ def make_parser() -> argparse.ArgumentParser:
     add("--connector", choices=("nixl", "zmq"), default="zmq", help="how KV pages move")
     add("--prefill", type=whole(0), default=1, metavar="X", help="prefill workers (default: 1)")
     add("--decode", type=whole(1), default=1, metavar="Y", help="decode workers (default: 1)")
+    add("--target", type=target, metavar="HOST:PORT",
+        help="ask a fleet that runs and serves the bundled model (default: start one)")  # fmt: skip
+    add_credentials(parser)
     return parser
 
 
 def parse(argv: Sequence[str]) -> Demo:
     """The demo that the flags describe; exits with status 2 on bad ones."""
-    found = make_parser().parse_args(argv)
+    parser = make_parser()
+    found = parser.parse_args(argv)
     return Demo(
         problems=found.problems,
         seed=secrets.randbits(32) if found.seed is None else found.seed,
         connector=found.connector,
         prefill=found.prefill,
         decode=found.decode,
+        target=found.target,
+        credentials=credentials_of(parser, found) if found.target else _NOBODYS,
     )
 
 
@@ -112,7 +132,7 @@ def fleet_of(demo: Demo) -> FleetConfig:
 async def solve(console: Console, address: str, demo: Demo) -> int:
     """Send the problems one after the other; how many answers are right."""
     right = 0
-    async with connect(address, keepalive=None) as channel:
+    async with demo.credentials.aio_channel(address, ()) as channel:
         stub = generation_stub(channel)
         for index in range(demo.problems):
             drawn = problem(demo.seed, index, "held_out")

@@ -280,5 +280,11 @@ def figures(answer: Answer) -> str:
 
 
 def explain(error: grpc.aio.AioRpcError) -> str:
-    """The status and its message on one line."""
-    return f"{error.code().name}: {error.details() or 'no details'}"
+    """The status and its message on one line, and which flags a router may ask for."""
+    told = error.details() or "no details"
+    hint = ""
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        hint = " (--token-file or EFFUSE_TOKEN)"
+    elif "Socket closed" in told:
+        hint = " (is it TLS that the router speaks? --tls-ca)"
+    return f"{error.code().name}: {told}{hint}"

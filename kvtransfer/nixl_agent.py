@@ -11,6 +11,7 @@ from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from nixl._bindings import (
     nixlBackendError,
@@ -25,6 +26,8 @@ from nixl._bindings import (
     nixlRepostActiveError,
     nixlUnknownError,
 )
+
+from effuse.kvtransfer.messages import DIGEST_BYTES
 
 PageList = NewType("PageList", object)  # a prepared list of pages
 Transfer = NewType("Transfer", object)  # a posted or postable write
@@ -70,12 +73,17 @@ class NixlAgent:
         self._agent = None
 
     def metadata(self) -> bytes:
-        """What peers need to reach this agent and its registered memory."""
-        return bytes(self._agent.get_agent_metadata())
+        """What peers need to reach this agent and its registered memory, behind its digest."""
+        told = bytes(self._agent.get_agent_metadata())
+        return xxhash.xxh3_128_digest(told) + told
 
     def add_peer(self, metadata: bytes) -> str:
-        """Makes a peer known; its name."""
-        name = self._agent.add_remote_agent(metadata)
+        """Makes a peer known; its name. UCX ends the process at some metadata that is spoilt, so
+        only such is read as matches its digest."""
+        digest, told = metadata[:DIGEST_BYTES], metadata[DIGEST_BYTES:]
+        if xxhash.xxh3_128_digest(told) != digest:
+            raise nixlInvalidParamError("its metadata does not match its digest")
+        name = self._agent.add_remote_agent(told)
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_peer(self, name: str) -> None:

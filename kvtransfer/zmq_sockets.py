@@ -211,9 +211,12 @@ class ZmqListener:
 
 
 def _descriptor_of(frames: list[zmq.Frame]) -> int:
-    if not frames:
+    """ZMQ's descriptor of the connection that a message came over; -1 where ZMQ does not say, as of
+    an empty message, or of a peer that speaks ZMTP 1 or 2."""
+    try:
+        descriptor: int = frames[0].get(zmq.SRCFD) if frames else -1
+    except zmq.ZMQError:
         return -1
-    descriptor: int = frames[0].get(zmq.SRCFD)
     return descriptor
 
 

@@ -17,6 +17,10 @@ PromptAttention = Literal["causal_blocks", "bidirectional"]
 # Only a worker that is ready is given requests. One that is starting has lost its engine: its
 # record is that of the life that is over, without load or links, until another life is ready.
 WorkerState = Literal["starting", "ready", "draining", "released"]
+# As far as the fields of protobuf reach in which clients are told of them.
+U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
+Positive = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 PlacementState = Literal["running", "finished", "failed", "cancelled"]
 
 
@@ -25,11 +29,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # name to ask for
     architecture: str  # as `models.families` names it
-    block_size: int  # tokens in a diffusion block
-    max_model_len: int  # most tokens of prompt and answer together
-    vocab_size: int
-    mask_token_id: int
-    eos_token_ids: tuple[int, ...]
+    block_size: Positive  # tokens in a diffusion block
+    max_model_len: Positive  # most tokens of prompt and answer together
+    vocab_size: Positive
+    mask_token_id: U32
+    eos_token_ids: tuple[U32, ...]
     prompt_attention: PromptAttention
     defaults: DecodingDefaults  # of knobs that a request leaves out
 
@@ -37,22 +41,22 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine has and does, at one moment. Counters start with the incarnation."""
 
-    running: int = 0  # attempts that hold pages, those waiting for a peer included
-    waiting: int = 0  # attempts that hold none yet
-    runnable: int = 0  # attempts that the next step can move without anything from outside
-    total_pages: int = 0
-    free_pages: int = 0
-    reserved_pages: int = 0  # promised to a writer that was not told of them yet
-    receiving_pages: int = 0  # that a writer fills now
-    quarantined_pages: int = 0  # pages that a late writer may still reach
-    queued_tokens: int = 0  # prompt tokens waiting to be prefilled
-    blocks_left: int = 0  # blocks still to denoise
-    steps: int = 0  # forwards so far
-    step_requests: int = 0  # requests in them, added up
-    step_tokens: int = 0  # rows of them, added up
-    preemptions: int = 0
-    prompts_shared: int = 0  # whose KV another attempt had
-    kv_bytes: int = 0  # KV bytes pushed or received
+    running: U32 = 0  # attempts that hold pages, those waiting for a peer included
+    waiting: U32 = 0  # attempts that hold none yet
+    runnable: U32 = 0  # attempts that the next step can move without anything from outside
+    total_pages: U32 = 0
+    free_pages: U32 = 0
+    reserved_pages: U32 = 0  # promised to a writer that was not told of them yet
+    receiving_pages: U32 = 0  # that a writer fills now
+    quarantined_pages: U32 = 0  # pages that a late writer may still reach
+    queued_tokens: U63 = 0  # prompt tokens waiting to be prefilled
+    blocks_left: U63 = 0  # blocks still to denoise
+    steps: U63 = 0  # forwards so far
+    step_requests: U63 = 0  # requests in them, added up
+    step_tokens: U63 = 0  # rows of them, added up
+    preemptions: U63 = 0
+    prompts_shared: U63 = 0  # whose KV another attempt had
+    kv_bytes: U63 = 0  # KV bytes pushed or received
 
     def pages_by_state(self) -> dict[str, int]:
         """Every page once, by the state that it is in (`kvtransfer/pool.py`)."""
@@ -68,10 +72,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker can hold, fixed for an incarnation."""
 
-    total_pages: int
-    page_size: int  # tokens in a page
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    total_pages: U32
+    page_size: Positive  # tokens in a page
+    max_num_seqs: Positive
+    max_num_batched_tokens: Positive
 
 
 MOST_LINKS = 1024  # of one worker; with them a record stays below 150 kB
@@ -98,8 +102,8 @@ class Quarantine(msgspec.Struct, frozen=True, array_like=True):
     """Pages of given-up handoffs that one prefill worker may still write into."""
 
     writer: Annotated[str, Meta(max_length=300)]  # host:port of its front
-    pages: Annotated[int, Meta(ge=0)]
-    age_s: Annotated[float, Meta(ge=0)]  # of the oldest of them
+    pages: U32
+    age_s: Annotated[float, Meta(ge=0, le=1e9)]  # of the oldest of them
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -109,7 +113,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     role: Role
     address: str  # host:port of its front
     incarnation: str
-    engine_port: int = 0  # beside the front's: open for as long as this life's engine is
+    engine_port: Annotated[int, Meta(ge=0, le=65535)] = (
+        0  # beside the front's: open for as long as this life's engine is
+    )
     place: Annotated[str, Meta(max_length=256)] = ""  # kernel and namespaces: `worker.peer.Place`
     state: WorkerState
     fingerprint: tuple[tuple[str, str], ...]  # (name, value), compared field by field
@@ -150,17 +156,21 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Where one attempt at a request lives, or which router has it before its first."""
 
     request_id: str
-    attempt: int  # 0 before the first; an older attempt never overwrites a newer one
+    attempt: U32  # 0 before the first; an older attempt never overwrites a newer one
     transfer_id: str
     router_id: str
     state: PlacementState
     model: str
     decode: PlacedOn | None = None  # None before the first attempt
     prefill: PlacedOn | None = None  # None where the decode worker prefills for itself
-    prompt_tokens: int = 0
-    num_tokens: int = 0  # tokens of the answer, known at its end
+    prompt_tokens: U32 = 0
+    num_tokens: U32 = 0  # tokens of the answer, known at its end
     seed: int = 0  # of its randomness
     tenant: str = ""  # whose it is, where clients have keys
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 64:  # beyond what msgspec's own bounds can say
+            raise ValueError(f"seed: expected 64 bits without a sign, got {self.seed}")
 
 
 class RoutedLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -168,7 +178,7 @@ class RoutedLoad(msgspec.Struct, frozen=True, array_like=True):
 
     worker_id: str
     incarnation: str
-    requests: Annotated[int, Meta(ge=0)]
+    requests: U32
 
 
 class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +186,7 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     router_id: str
     address: str  # host:port where clients find it; routers may share one
-    waiting: Annotated[int, Meta(ge=0)] = 0  # requests without a seat
+    waiting: U32 = 0  # requests without a seat
     loads: tuple[RoutedLoad, ...] = ()
 
 

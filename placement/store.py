@@ -74,7 +74,7 @@ class _Credentials(CredentialProvider):
         return (user, password) if colon else (user,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same: the file is small and near."""
+        """The same: a file this small is read at once. redis-py's own warns at each connection."""
         return self.get_credentials()
 
 

@@ -104,7 +104,6 @@ class WholeAnswer:
         """The whole of it, once every answer has ended."""
         first, *others = (said for _, said in sorted(self._said.items()))
         first.request_id = request_id
-        del first.others[:]
         first.others.extend(others)
         return first
 

@@ -25,6 +25,7 @@ from effuse.router.kserve_requests import (
     request_of,
 )
 from effuse.router.router import Router
+from effuse.router.server import request_span
 from effuse.v1 import generation_pb2 as pb
 
 InferStream = AnswerStream[kserve.ModelStreamInferResponse]
@@ -107,8 +108,9 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> kserve.ModelInferResponse:
         """The whole answer, or all answers, at the end."""
         answer = WholeAnswer()
-        accepted = accept(self._router, request_of(request), context, is_stream=False)
-        answer.take(await Handler(self._router, accepted, answer).serve())
+        with request_span(self._router, context):
+            accepted = accept(self._router, request_of(request), context, is_stream=False)
+            answer.take(await Handler(self._router, accepted, answer).serve())
         return answer_of(request, answer.response(accepted.id))
 
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
@@ -124,10 +126,13 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         async for request in request_iterator:
             stream = InferStream(context)
             try:
-                accepted = accept(self._router, request_of(request), context, is_stream=True)
-                told = TextStream(request, stream)
-                async with stream.ending():
-                    await stream.send(told.end(await Handler(self._router, accepted, told).serve()))
+                with request_span(self._router, context):
+                    accepted = accept(self._router, request_of(request), context, is_stream=True)
+                    told = TextStream(request, stream)
+                    async with stream.ending():
+                        await stream.send(
+                            told.end(await Handler(self._router, accepted, told).serve())
+                        )
             except (Bug, Cancelled):
                 raise
             except EffuseError as error:

@@ -44,6 +44,7 @@ def request_of(asked: kserve.ModelInferRequest) -> pb.GenerateRequest:
     for at, output in enumerate(asked.outputs):
         if output.name not in (TEXT, REASON):
             findings.add(f"outputs[{at}].name", f"{TEXT} or {REASON}", shown(output.name))
+        _check_plain(f"outputs[{at}]", output.parameters, findings)
     findings.raise_any()
     try:
         return make_request(prompt, Params(model=asked.model_name or None, **settings))
@@ -126,7 +127,11 @@ def _prompt_of(asked: kserve.ModelInferRequest, findings: Findings) -> str:
         findings.add("inputs[0].datatype", "BYTES", shown(tensor.datatype))
     if not 1 <= len(tensor.shape) <= 2 or set(tensor.shape) != {1}:
         findings.add("inputs[0].shape", "[1] or [1, 1]", list(tensor.shape[:4]))
+    _check_plain("inputs[0]", tensor.parameters, findings)
     raw, contents = asked.raw_input_contents, tensor.contents.bytes_contents
+    if raw and contents:
+        findings.add("raw_input_contents", "either these or contents", "both")
+        return ""
     elements = [_unpack(raw[0])] if len(raw) == 1 else list(contents)
     if len(raw) > 1 or len(elements) != 1 or elements[0] is None:
         where = "raw_input_contents" if raw else "inputs[0].contents.bytes_contents"
@@ -139,17 +144,29 @@ def _prompt_of(asked: kserve.ModelInferRequest, findings: Findings) -> str:
         return ""
 
 
+def _check_plain(
+    where: str, parameters: Mapping[str, kserve.InferParameter], findings: Findings
+) -> None:
+    """A tensor without parameters of its own, by which others mean memory that both can see."""
+    if parameters:
+        found = shown(min(parameters))
+        findings.add(f"{where}.parameters", "none, as tensors travel in the message", found)
+
+
 def _settings_of(
     parameters: Mapping[str, kserve.InferParameter], findings: Findings
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in sorted(parameters.keys() - {_ASKS_FOR_FINAL}):
         choice = parameters[name].WhichOneof("parameter_choice")
-        value = getattr(parameters[name], choice) if choice else None
         where = f"parameters[{shown(name)}]"
         if name not in _SETTINGS:
             findings.add(where, f"one of {', '.join(_SETTINGS)}", "another name")
             continue
+        if choice is None:
+            findings.add(where, "a value", "none")
+            continue
+        value = getattr(parameters[name], choice)
         if name == "stop" and isinstance(value, str):
             value = (value,)
         try:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, cast
 
 import grpc.aio
+from google.protobuf.duration_pb2 import Duration
 
 from effuse.protos.errors import InvalidRequest, Overloaded, Unavailable
 from effuse.router.request import Request
@@ -92,7 +93,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         self, request: pb.WatchRequestsRequest, context: StreamContext
     ) -> None:
         """What runs, every so often; ends with the router. Its life is its caller's."""
-        interval_s = _interval(request.interval.ToTimedelta().total_seconds())
+        interval_s = _interval(request.interval)
         monitor = self._router.monitor
         over = monitor.is_over
         with monitor.watching():
@@ -143,9 +144,12 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         return told
 
 
-def _interval(interval_s: float) -> float:
+def _interval(asked: Duration) -> float:
+    """Seconds; by hand, as protobuf's own conversion overflows, and takes parts of two signs."""
+    interval_s = asked.seconds + asked.nanos / 1e9
     if interval_s == 0:
         return DEFAULT_INTERVAL_S
-    if not 0.05 <= interval_s <= 60:
-        raise InvalidRequest.of("interval", f"expected 0.05 s to 60 s, got {interval_s:g} s")
+    if not (0.05 <= interval_s <= 60 and 0 <= asked.nanos < 1_000_000_000):
+        found = f"{asked.seconds} s and {asked.nanos} ns"
+        raise InvalidRequest.of("interval", f"expected 0.05 s to 60 s, got {found}")
     return interval_s

@@ -1,4 +1,5 @@
-"""GenerationService: public calls, each handed to who answers it."""
+"""GenerationService: public calls, each handed to who answers it; and what every service that
+serves requests does around one."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.GenerateResponse:
         """The whole answer, or all answers, at the end."""
         answer = WholeAnswer()
-        with self._span(context):
+        with request_span(self._router, context):
             accepted = accept(self._router, request, context, is_stream=False)
             answer.take(await Handler(self._router, accepted, answer).serve())
         return answer.response(accepted.id)
@@ -41,7 +42,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         Written through the context: a generator would be left hanging when its call is cancelled.
         """
-        with self._span(context):
+        with request_span(self._router, context):
             accepted = accept(self._router, request.request, context, is_stream=True)
             stream = AnswerStream(context)
             async with stream.ending():
@@ -79,8 +80,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         found = known or await requests.find_stored(request.request_id, tenant)
         return await requests.add_answer(found)
 
-    def _span(
-        self, context: grpc.aio.ServicerContext[Sent, Response]
-    ) -> AbstractContextManager[None]:
-        """A request's own span, within that of its client if there is one."""
-        return self._router.traces.span("generate", context.invocation_metadata() or ())
+
+def request_span(
+    router: Router, context: grpc.aio.ServicerContext[Sent, Response]
+) -> AbstractContextManager[None]:
+    """A request's own span, within that of its client if there is one; whichever service it came
+    by."""
+    return router.traces.span("generate", context.invocation_metadata() or ())

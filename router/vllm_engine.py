@@ -26,6 +26,7 @@ from effuse.router.client import AnswerStream, WholeAnswer
 from effuse.router.handler import Handler, accept
 from effuse.router.request import Request
 from effuse.router.router import Router
+from effuse.router.server import request_span
 from effuse.router.tokenizer import bundled_directory
 from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
 from effuse.v1 import generation_pb2 as pb
@@ -86,12 +87,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: grpc.aio.ServicerContext[engine.GenerateRequest, engine.GenerateResponse],
     ) -> None:
         """The answer as it grows, or at its end."""
-        asked = request_of(request, self._router.tokenizer.chat_end_ids)
-        accepted = accept(self._router, asked, context, is_stream=request.stream)
-        stream = AnswerStream(context)
-        answer = EngineAnswer(accepted, stream, is_stream=request.stream)
-        async with stream.ending():
-            await stream.send(answer.end(await Handler(self._router, accepted, answer).serve()))
+        with request_span(self._router, context):
+            asked = request_of(request, self._router.tokenizer.chat_end_ids)
+            accepted = accept(self._router, asked, context, is_stream=request.stream)
+            stream = AnswerStream(context)
+            answer = EngineAnswer(accepted, stream, is_stream=request.stream)
+            async with stream.ending():
+                await stream.send(answer.end(await Handler(self._router, accepted, answer).serve()))
 
     async def Abort(
         self,

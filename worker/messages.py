@@ -9,7 +9,7 @@ After `Abort` an engine says nothing more of the attempt than `AbortDone`; after
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
@@ -89,7 +89,9 @@ class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     settings: DecodeSettings
     writer: str | None  # incarnation of the prefill worker that will push; None prefills here
     drafts: bool = False
-    num_logprobs: int | None = None  # likeliest ids to send with log-probabilities; None sends none
+    num_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = (
+        None  # likeliest ids to send with log-probabilities; None sends none
+    )
     resume: Resume | None = None
     group: str = ""  # whose members share the KV of an equal prompt; empty: none
 

@@ -45,6 +45,7 @@ LOG = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _STOP_GRACE_S = 5.0
 _MOST_ENDED = 1024
 _RETRY_AFTER_S = 1.0  # about the time in which a small engine is back
@@ -67,7 +68,11 @@ class EngineClient:
     """A running engine process and the socket to it."""
 
     def __init__(
-        self, incarnation: str, process: asyncio.subprocess.Process, home: Path, socket: "_Socket"
+        self,
+        incarnation: str,
+        process: asyncio.subprocess.Process,
+        home: Path,
+        socket: "EngineSocket",
     ) -> None:
         self.incarnation = incarnation
         self._process = process
@@ -86,7 +91,7 @@ class EngineClient:
         """
         home = make_home()
         incarnation = new_incarnation()
-        socket = _Socket(f"ipc://{home / SOCKET}")
+        socket = EngineSocket(f"ipc://{home / SOCKET}")
         try:
             process = await _start(module, _orders(socket.endpoint, incarnation, config))
         except OSError:
@@ -107,7 +112,8 @@ class EngineClient:
     async def receive(self, timeout_s: float) -> Sequence[ToFront]:
         """Returns what the engine says next, nothing if it is silent for `timeout_s`.
 
-        Raises `EngineGone` once the process has ended and all that it said was returned.
+        Raises `EngineGone` once the process has ended and all that it said was returned, and
+        where it says what is no message.
         """
         if self._receiving is None:
             self._receiving = asyncio.ensure_future(self._socket.receive())
@@ -117,7 +123,10 @@ class EngineClient:
             await asyncio.wait({self._receiving}, timeout=_LAST_WORDS_S)
         if self._receiving.done():
             received, self._receiving = self._receiving, None
-            return self._decoder.decode(received.result())
+            try:
+                return self._decoder.decode(received.result())
+            except _UNREADABLE as error:
+                raise EngineGone(f"the engine said what is no message: {error}") from error
         if self._exited.done():
             raise EngineGone(f"the engine {_ending(self._exited.result())}")
         return []
@@ -142,7 +151,7 @@ class EngineClient:
             raise EngineGone(f"engine process {self.pid} does not die", permanent=True)
 
 
-class _Socket:
+class EngineSocket:
     """A bound PAIR socket that queues without limit: the engine must never wait for its front."""
 
     def __init__(self, endpoint: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from effuse.cli.demo import explain_errors, fleet_of, parse
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.router.keys import Tenant, line_of
 
 
 def test_it_solves_problems_on_a_fleet_of_its_own(
@@ -32,6 +34,26 @@ def test_it_solves_problems_on_a_fleet_of_its_own(
     assert {"redis", "router", "prefill-0", "decode-0"} <= {line.split(" ")[0] for line in lines}
     assert sum("KV bytes over zmq" in line for line in lines) == 2
     assert sum("on GPU 0 (1/2 of its memory)" in line for line in lines) == 2
+
+
+def test_it_asks_a_fleet_that_runs_with_what_that_is_to_be_shown(tmp_path: Path) -> None:
+    """Without the token it is told why, and with it nothing is started but the demo."""
+    keys, shown = tmp_path / "keys", tmp_path / "token"
+    keys.write_text(line_of("effuse-mine", Tenant("mine")))
+    shown.write_text("effuse-mine")
+    config = FleetConfig(
+        router_flags=("--keys", str(keys)), worker_flags=("--device", "cpu", "--num-pages", "64")
+    )
+    with Fleet(config) as fleet:
+        command = [sys.executable, "-P", "-m", "effuse.cli", "demo", "--seed", "1"]
+        command += ["--problems", "1", "--target", fleet.address]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert refused.returncode == 1 and "credentials" in refused.stderr
+        command += ["--token-file", str(shown)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "1 of 1 answers are right."
+    assert "pid" not in done.stdout
 
 
 @pytest.mark.parametrize(

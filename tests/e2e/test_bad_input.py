@@ -1,199 +1,227 @@
-"""Bad input gets the right status with a helpful message, and costs no worker its life."""
+"""Bad input gets the right status with a helpful message, and costs no worker its life.
+
+Every class is sent to a live fleet, whose routers ask for keys. How long refusals took is printed
+(`pytest -s` shows it); it is no condition, as tests never assert on time.
+"""
 
 from __future__ import annotations
 
-import math
+import json
+import os
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import pytest
-from e2e.client import Client, connect, wait_until
+from bad_input.case import Case, Outcome, send
+from bad_input.clients import ANOTHERS, client_cases, good
+from bad_input.gateways import gateway_cases
+from bad_input.http2 import ask
+from bad_input.requests import Facts
+from bad_input.wire import spoken_by_hand, wire_cases
+from bad_input.workers import worker_cases
+from e2e.client import load_of, wait_until
 from e2e.processes import pids, standing_still
-from e2e.tiny import TINY, tiny_fleet
+from e2e.tiny import TINY, tiny_checkpoint
+from tokenizers import Tokenizer
 
-from effuse.cli.fleet import Fleet
-from effuse.client.chat import Chat
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.router.keys import Tenant, line_of
 from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
 
-WIDE = pb.DecodingParams(algorithm=pb.ALGORITHM_D2F, window=9)
-GENERATE = "/effuse.v1.GenerationService/Generate"
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with tiny_fleet("sdar", connector="zmq") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(fleet: Fleet) -> Iterator[Client]:
-    with connect(fleet.address) as connected:
-        yield connected
-
-
-def good() -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        prompt_token_ids=pb.TokenIds(ids=[5, 6, 7, 8, 9]),
-        stopping=pb.StoppingParams(max_tokens=8),
-    )
-
-
-def changed(change: Callable[[pb.GenerateRequest], object]) -> pb.GenerateRequest:
-    request = good()
-    change(request)
-    return request
-
-
-CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
-    "empty prompt": (pb.GenerateRequest(prompt=""), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
-    "no prompt": (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
-    "a chat without a template": (
-        pb.GenerateRequest(chat=Chat().user("hi").to_input()),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "has no chat template",
-    ),
-    "no ids": (
-        changed(lambda r: r.prompt_token_ids.ClearField("ids")),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "prompt_token_ids",
-    ),
-    "too long": (
-        changed(lambda r: r.prompt_token_ids.ids.extend([5] * TINY.max_model_len)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        str(TINY.max_model_len - 1),
-    ),
-    "mask id inside": (
-        changed(lambda r: r.prompt_token_ids.ids.append(TINY.mask_token_id)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        f"mask id {TINY.mask_token_id}",
-    ),
-    "id beyond the vocabulary": (
-        changed(lambda r: r.prompt_token_ids.ids.append(TINY.vocab_size)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        str(TINY.vocab_size),
-    ),
-    "temperature NaN": (
-        changed(lambda r: setattr(r.sampling, "temperature", math.nan)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "temperature",
-    ),
-    "temperature negative": (
-        changed(lambda r: setattr(r.sampling, "temperature", -1.0)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "temperature",
-    ),
-    "top_p zero": (
-        changed(lambda r: setattr(r.sampling, "top_p", 0.0)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "top_p",
-    ),
-    "threshold NaN": (
-        changed(lambda r: setattr(r.decoding, "confidence_threshold", math.nan)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "confidence_threshold",
-    ),
-    "threshold negative": (
-        changed(lambda r: setattr(r.decoding, "block_add_threshold", -0.5)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "block_add_threshold",
-    ),
-    "window zero": (
-        changed(lambda r: setattr(r.decoding, "window", 0)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "window",
-    ),
-    "window wider than a decode worker's": (
-        changed(
-            lambda r: r.decoding.MergeFrom(pb.DecodingParams(algorithm=pb.ALGORITHM_D2F, window=9))
-        ),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "max_window 8, got 9",
-    ),
-    "more stop ids than a decode worker's": (
-        changed(lambda r: r.stopping.stop_token_ids.extend(range(10, 40))),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "max_stop_ids 16, got 31",
-    ),
-    "max_tokens zero": (
-        changed(lambda r: setattr(r.stopping, "max_tokens", 0)),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "max_tokens",
-    ),
-    "unknown model": (
-        changed(lambda r: setattr(r, "model", "no-such-model")),
-        grpc.StatusCode.NOT_FOUND,
-        "no-such-model",
-    ),
-    "request id with a space": (
-        changed(lambda r: setattr(r, "request_id", "a b")),
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "request_id",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_is_refused_and_the_next_good_request_succeeds(
-    fleet: Fleet, client: Client, name: str
-) -> None:
-    request, code, word = CASES[name]
-    before = _all_pids(fleet)
-    with pytest.raises(grpc.RpcError) as refused:
-        client.generate(request)
-    assert refused.value.code() is code, refused.value.details()
-    assert word in _details(refused.value)
-    assert client.generate(good()).usage.completion_tokens > 0
-    assert _all_pids(fleet) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "payload", "code"),
-    [
-        ("malformed", b"\xff\xff\xff\xff\x0f\x00", grpc.StatusCode.INVALID_ARGUMENT),
-        ("truncated", good().SerializeToString()[:-3], grpc.StatusCode.INVALID_ARGUMENT),
-        ("invalid UTF-8", b"\x1a\x02\xc3\x28", grpc.StatusCode.INVALID_ARGUMENT),
-        (
-            "oversized",
-            b"\x1a\xff\xff\xff\x02" + b"a" * (6 << 20),
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-        ),
-    ],
+PAD = 258
+FACTS = Facts(
+    vocab_size=TINY.vocab_size,
+    block_size=TINY.block_size,
+    max_model_len=TINY.max_model_len,
+    mask=TINY.mask_token_id,
+    pad=PAD,
 )
-def test_bytes_that_are_no_request(
-    fleet: Fleet, client: Client, name: str, payload: bytes, code: grpc.StatusCode
-) -> None:
-    before = _all_pids(fleet)
-    with pytest.raises(grpc.RpcError) as refused:
-        send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = client.channel.unary_unary(GENERATE)
-        send(payload, timeout=60)
-    assert refused.value.code() is code, refused.value.details()
-    assert "Traceback" not in _details(refused.value)
-    assert "Error parsing" not in _details(refused.value)
-    assert client.generate(good()).usage.completion_tokens > 0
-    assert _all_pids(fleet) == before
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ raise_exception('no system here') }}{% endif %}{{ message.content }}{% endfor %}"
+)
+TOKENS = {"mine": "effuse-mine", "theirs": "effuse-theirs"}
+BEFOREHAND: dict[str, Case] = dict(
+    pair for table in (client_cases(FACTS), gateway_cases(FACTS), wire_cases()) for pair in table
+)
+BY_HAND = {name: (said, ending) for name, said, ending in spoken_by_hand(TOKENS["mine"])}
+TO_WORKERS: dict[str, Case] = dict(worker_cases(FACTS, "decode life", "prefill life"))
 
 
-def test_the_id_of_a_running_request(fleet: Fleet, client: Client) -> None:
+def test_there_are_so_many_classes() -> None:
+    assert len(BEFOREHAND) + len(BY_HAND) + len(TO_WORKERS) > 350
+
+
+@dataclass
+class Site:
+    """The fleet, channels to it, and how it was before anything bad came."""
+
+    fleet: Fleet
+    channels: dict[str, grpc.Channel]
+    stub: generation_pb2_grpc.GenerationServiceStub = field(init=False)
+    lives: dict[str, str] = field(init=False)  # of engines, by worker
+    processes: set[int] = field(init=False)
+    took: list[tuple[float, str]] = field(default_factory=list)  # seconds, by class
+
+    def __post_init__(self) -> None:
+        self.stub = generation_pb2_grpc.GenerationServiceStub(self.channels["router"])
+        self.lives, self.processes = self.lives_now(), self.processes_now()
+
+    def lives_now(self) -> dict[str, str]:
+        """Incarnations of the workers whose leases hold and that take requests."""
+        models = model_pb2_grpc.ModelServiceStub(self.channels["router"])
+        listed = models.ListWorkers(
+            model_pb2.ListWorkersRequest(), timeout=30, metadata=shown("mine")
+        )
+        return {
+            one.worker_id: one.incarnation
+            for one in listed.workers
+            if one.state == model_pb2.WORKER_STATE_READY
+        }
+
+    def processes_now(self) -> set[int]:
+        """All that this process has started; the fleet's are among them."""
+        return pids(os.getpid())
+
+    def life_of(self, name: str) -> str:
+        (found,) = (life for worker, life in self.lives.items() if name.split("-")[0] in worker)
+        return found
+
+    def answers(self) -> bool:
+        asked = self.stub.Generate(good(), timeout=60, metadata=shown("mine"))
+        return bool(asked.usage.completion_tokens)
+
+    def check_alive(self) -> None:
+        assert self.lives_now() == self.lives
+        assert self.processes_now() == self.processes
+
+
+def shown(tenant: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {TOKENS[tenant]}"),)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    home = tmp_path_factory.mktemp("bad")
+    keys = home / "keys"
+    keys.write_text("".join(f"{line_of(TOKENS[one], Tenant(one))}\n" for one in TOKENS))
+    config = FleetConfig(
+        model=_checkpoint(home / "sdar"),
+        worker_flags=(
+            *("--device", "cpu", "--num-pages", "256", "--hang-timeout-s", "30"),
+            *("--max-model-len", str(TINY.max_model_len)),
+        ),
+        decode_flags=("--default-algorithm", "d2f"),
+        router_flags=("--keys", str(keys)),
+        has_secret=False,  # workers are asked, too
+    )
+    with Fleet(config) as fleet:
+        names = ("router", "prefill-0", "decode-0")
+        channels = {name: grpc.insecure_channel(fleet.address_of(name)) for name in names}
+        made = Site(fleet, channels)
+        theirs = good()
+        theirs.request_id = ANOTHERS
+        made.stub.Generate(theirs, timeout=60, metadata=shown("theirs"))
+        yield made
+        made.check_alive()
+        for channel in channels.values():
+            channel.close()
+        _report(made.took)
+
+
+def _checkpoint(path: Path) -> Path:
+    """One with a chat template and a reserved token."""
+    tiny_checkpoint(path, "sdar")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    word = json.dumps(tokenizer.id_to_token(PAD))
+    tokenizer = Tokenizer.from_str(tokenizer.to_str().replace(f"{word}:", '"<|pad|>":'))
+    tokenizer.add_special_tokens(["<|pad|>"])
+    assert tokenizer.token_to_id("<|pad|>") == PAD
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+def _report(took: list[tuple[float, str]]) -> None:
+    took.sort()
+    middle, slow = took[len(took) // 2][0], ", ".join(f"{s * 1e3:.1f} ms {n}" for s, n in took[-3:])
+    print(f"\n{len(took)} refusals, half of them within {middle * 1e3:.1f} ms; slowest: {slow}")
+
+
+@pytest.mark.parametrize("name", BEFOREHAND)
+def test_what_clients_get_wrong_is_refused(site: Site, name: str) -> None:
+    _check(site, name, BEFOREHAND[name])
+
+
+@pytest.mark.parametrize("name", TO_WORKERS)
+def test_what_workers_are_told_wrong_is_refused(site: Site, name: str) -> None:
+    cases = dict(worker_cases(FACTS, site.life_of("decode"), site.life_of("prefill")))
+    _check(site, name, cases[name])
+
+
+def _check(site: Site, name: str, case: Case) -> None:
+    began = time.monotonic()
+    found: Outcome = send(site.channels[case.to], case, shown("mine"))
+    site.took.append((time.monotonic() - began, name))
+    case.check(found)
+    site.check_alive()
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_no_library_would_say_ends(site: Site, name: str) -> None:
+    said, endings = BY_HAND[name]
+    assert ask(site.fleet.address, said) in endings.split()
+    site.check_alive()
+
+
+def test_the_id_of_a_running_request(site: Site) -> None:
     """The first request cannot go on while a second one asks for its id."""
-    first, second = good(), good()
-    first.request_id = second.request_id = "twice"
-    before = _all_pids(fleet)
-    with standing_still(fleet.processes["decode-0"].pid):
-        events = client.stream(first)
-        wait_until(lambda: client.attempt_of("twice") == 1, "the first request never ran")
-        with pytest.raises(grpc.RpcError) as refused:
-            client.generate(second)
-    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
-    assert "twice" in _details(refused.value)
+    first = good()
+    first.request_id = "twice"
+    mine = shown("mine")
+    with standing_still(site.fleet.processes["decode-0"].pid):
+        asked = pb.GenerateStreamRequest(request=first)
+        events = site.stub.GenerateStream(asked, timeout=60, metadata=mine)
+        wait_until(_is_attempted(site, "twice"), "the first request never ran")
+        twice = Case(
+            method="/effuse.v1.GenerationService/Generate",
+            sent=[first],
+            code=grpc.StatusCode.ALREADY_EXISTS,
+            reason="ALREADY_RUNNING",
+            said="twice",
+        )
+        twice.check(send(site.channels["router"], twice, mine))
     assert list(events)[-1].HasField("finished")
-    assert client.generate(second).usage.completion_tokens > 0, "the id is free again"
-    assert _all_pids(fleet) == before
+    again = site.stub.Generate(first, timeout=60, metadata=mine)
+    assert again.usage.completion_tokens > 0, "the id is free again"
 
 
-def _details(error: grpc.RpcError) -> str:
-    assert isinstance(error, grpc.Call)
-    return error.details() or ""
+def _is_attempted(site: Site, name: str) -> Callable[[], bool]:
+    asked = pb.GetRequestRequest(request_id=name)
+
+    def is_so() -> bool:
+        try:
+            found = site.stub.GetRequest(asked, timeout=30, metadata=shown("mine"))
+        except grpc.RpcError:
+            return False
+        return bool(found.attempt)
+
+    return is_so
 
 
-def _all_pids(fleet: Fleet) -> dict[str, set[int]]:
-    return {name: pids(process.pid) for name, process in fleet.processes.items()}
+def test_nothing_of_all_that_is_left(site: Site) -> None:
+    assert site.answers()
+    for name in ("prefill-0", "decode-0"):
+        address = site.fleet.address_of(name)
+        wait_until(lambda at=address: _is_empty(at), f"{name} still holds something")  # type: ignore[misc]
+    site.check_alive()
+
+
+def _is_empty(address: str) -> bool:
+    load = load_of(address)
+    held = load.running + load.waiting + load.quarantined_pages
+    return not held and load.free_pages == load.total_pages and not load.draining

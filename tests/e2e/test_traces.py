@@ -13,8 +13,10 @@ from checkpoints import write_tiny_checkpoint
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from router.test_kserve import asked as kserve_request
 
 from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.compat import kserve_pb2, kserve_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 from effuse.v1 import generation_pb2, generation_pb2_grpc
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -63,6 +65,10 @@ def test_a_request_is_one_trace_across_all_processes(tmp_path: Path) -> None:
             answer = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
                 request, timeout=60, metadata=(("traceparent", f"00-{TRACE}-{CLIENT}-01"),)
             )
+            _ask_by_other_services(channel)
+    others = [span for _, span in collector.spans if span.trace_id.hex() != TRACE]
+    _check_roots(others)
+    collector.spans = [one for one in collector.spans if one[1] not in others]
     spans = {span.name: (service, span) for service, span in collector.spans}
     assert {name: service for name, (service, _) in spans.items()} == {
         **dict.fromkeys(("generate", "queue", "attempt"), "effuse-router"),
@@ -79,3 +85,30 @@ def test_a_request_is_one_trace_across_all_processes(tmp_path: Path) -> None:
         assert spans[name][1].parent_span_id.hex() == expected, name
     told = {a.key: a.value for a in spans["generate"][1].attributes}
     assert told["gen_ai.usage.output_tokens"].int_value == answer.usage.completion_tokens > 0
+
+
+OTHERS = {name: f"{number}" * 32 for number, name in enumerate(("vllm", "kserve", "stream"), 1)}
+
+
+def _ask_by_other_services(channel: grpc.Channel) -> None:
+    """One request by each, in a trace of its own."""
+    shown = {name: (("traceparent", f"00-{trace}-{CLIENT}-01"),) for name, trace in OTHERS.items()}
+    vllm: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+    kserve: Any = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+    asked = kserve_request(parameters={"max_tokens": kserve_pb2.InferParameter(int64_param=4)})
+    few = vllm_engine_pb2.SamplingParams(max_tokens=4)
+    engine = vllm_engine_pb2.GenerateRequest(text="how many?", sampling_params=few)
+    list(vllm.Generate(engine, timeout=60, metadata=shown["vllm"]))
+    kserve.ModelInfer(asked, timeout=60, metadata=shown["kserve"])
+    list(kserve.ModelStreamInfer(iter([asked]), timeout=60, metadata=shown["stream"]))
+
+
+def _check_roots(spans: list[Span]) -> None:
+    """Whichever service was asked, its request is one span in its client's trace."""
+    roots = {span.trace_id.hex(): span for span in spans if span.name == "generate"}
+    assert roots.keys() == set(OTHERS.values())
+    for trace, root in roots.items():
+        assert root.parent_span_id.hex() == CLIENT
+        assert {a.key for a in root.attributes} >= {"effuse.request_id", "gen_ai.request.model"}
+        attempts = [one for one in spans if one.name == "attempt" and one.trace_id.hex() == trace]
+        assert [one.parent_span_id for one in attempts] == [root.span_id]

@@ -240,7 +240,7 @@ def _config(container: Document, files: Path) -> Access:
 @pytest.mark.parametrize("name", overlays())
 def test_every_process_takes_its_flags(name: str, tmp_path: Path) -> None:
     """What is refused at the start, as plain text that nobody allowed is, is never ready."""
-    for file in ("tls.crt", "tls.key", "ca.crt"):
+    for file in ("tls.crt", "tls.key", "ca.crt", "credentials"):
         (tmp_path / file).touch()
     containers = [one for pod in _pods(name) for one in pod["containers"]]
     configs = [_config(one, tmp_path) for one in containers if _role(one) != "redis"]

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from effuse.kvtransfer.connector import Connector, ConnectorEvent
 from effuse.kvtransfer.digest import HostDigester, page_digests, prompt_digest
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
+    DIGEST_BYTES,
     AttemptId,
     BoundaryState,
     Field,
@@ -102,6 +104,18 @@ def boundary(prompt_len: int = 25, **changes: Any) -> BoundaryState:
         "tail_token_ids": (9,),
     }
     return BoundaryState(prompt_len=prompt_len, **(words | changes))
+
+
+def spoilt(address: ReceiverAddress, what: str) -> bytes:
+    """Its metadata: with another name, and right by its digest, or with a bit flipped."""
+    metadata = bytearray(address.agent_metadata)
+    if what == "bit":
+        metadata[len(metadata) // 2] ^= 1
+        return bytes(metadata)
+    name, told = address.agent_name.encode(), bytes(metadata[DIGEST_BYTES:])
+    assert name in told
+    told = told.replace(name, b"\xff" + name[1:])
+    return xxhash.xxh3_128_digest(told) + told
 
 
 def next_event(

@@ -36,6 +36,7 @@ from effuse.kvtransfer.thread import Exchange
 
 MOST_PAGES = 6  # of one transfer
 POOL = 12
+APART = 3  # pages behind it that no honest transfer takes
 QUIET_S = 0.002  # after which it is asked whether anything is still to come
 PATIENCE_S = 30.0
 HONEST_SHARE = 0.1
@@ -73,7 +74,7 @@ class Pair:
 
     def __init__(self, kind: str, seed: int) -> None:
         self.draw = random.Random(f"{seed} {kind}")
-        self.source, self.target = filled(SMALL, 2 * MOST_PAGES), PageMemory(SMALL, POOL)
+        self.source, self.target = filled(SMALL, 2 * MOST_PAGES), PageMemory(SMALL, POOL + APART)
         self.tamperer = Tamperer(kind, self.source, WRITER, self.draw)
         self.reader = transport(kind, self.target, READER)
         self.said: list[ConnectorEvent] = []
@@ -109,7 +110,7 @@ class Pair:
     def transfer(self, trick: Trick | None, load: Load) -> str:
         """One transfer; how it was found out, or nothing where it was served. Raises Served."""
         self.tamperer.arm(trick, load.num_chunks)
-        reserved = self._reserve(load.num_pages)
+        reserved = self.reserve(load.num_pages)
         self._push(reserved, load)
         outcome = self._outcome(reserved)
         if isinstance(outcome, Arrived):
@@ -118,10 +119,11 @@ class Pair:
         self._end(reserved)
         return outcome.cause.value if isinstance(outcome, ArrivalRefused) else "never complete"
 
-    def _reserve(self, num_pages: int) -> Reservation:
-        """Pages whose old bytes are nobody's."""
+    def reserve(self, num_pages: int, *, apart: bool = False) -> Reservation:
+        """Pages whose old bytes are nobody's; those that are `apart` no other transfer takes."""
         self._number += 1
-        ids = self.draw.sample(range(POOL), num_pages)
+        pool = range(POOL, POOL + APART) if apart else range(POOL)
+        ids = self.draw.sample(pool, num_pages)
         self.target.byte_rows()[ids] = torch.randint(0, 256, (1,), dtype=torch.uint8)
         pages = [PageRef(page, self._number) for page in ids]
         address = self.reader.address()
@@ -156,7 +158,7 @@ class Pair:
         self.tamperer.disarm()
         for _ in range(2):  # a write that is still under way ends during the first
             if not has_word():
-                later = self._reserve(0)
+                later = self.reserve(0)
                 self._push(later, NOTHING)
                 self._turn_until(lambda: self._has_said(later, Pushed), PATIENCE_S)  # noqa: B023
                 assert self._has_said(later, Pushed), "an honest transfer was refused"
@@ -218,7 +220,7 @@ def run(kind: str, seed: int, count: int, tricks: Sequence[Trick] = tuple(Trick)
     """So many transfers that are tampered with, honest ones among them. Raises Served, and
     AssertionError where an honest one is not served whole."""
     found: Found = Counter()
-    with contextlib.closing(Pair(kind, seed)) as pair, _tampered(pair, kind):
+    with contextlib.closing(Pair(kind, seed)) as pair, tampered(pair, kind):
         pair.transfer(None, pair.draw_load())
         for number in range(count):
             if pair.draw.random() < HONEST_SHARE:
@@ -231,7 +233,7 @@ def run(kind: str, seed: int, count: int, tricks: Sequence[Trick] = tuple(Trick)
 
 
 @contextlib.contextmanager
-def _tampered(pair: Pair, kind: str) -> Iterator[None]:
+def tampered(pair: Pair, kind: str) -> Iterator[None]:
     with (
         patch.object(ENCODERS[kind], "encode", pair.tamperer.encode),
         patch.object(pushes, "LEAST_BYTES", 1),  # groups of layers leave however small

@@ -23,6 +23,7 @@ from kvtransfer.fixtures import (
     next_event,
     print_of,
     reservation,
+    spoilt,
 )
 from kvtransfer.receiver_process import LAYOUTS, make
 from kvtransfer.remote import RemoteReceiver
@@ -335,11 +336,12 @@ def test_an_endpoint_where_nobody_listens_fails_the_push(alone: Connector, endpo
     [
         {"agent_name": "decode-9"},
         {"agent_metadata": b"junk" * 50},
-        {"agent_metadata": None},  # the receiver's own, with a name that is not UTF-8
+        {"agent_metadata": "name"},  # the receiver's own, with a name that is not UTF-8
+        {"agent_metadata": "bit"},  # and with a bit flipped, at some of which UCX ends the process
         {"pool_address": 4096},
         {"memory_kind": ""},
     ],
-    ids=["name", "junk", "not UTF-8", "pool", "kind"],
+    ids=["name", "junk", "not UTF-8", "flipped", "pool", "kind"],
 )
 def test_false_addresses_are_refused_and_the_honest_one_still_works(
     pair: Pair, change: dict[str, object]
@@ -347,12 +349,8 @@ def test_false_addresses_are_refused_and_the_honest_one_still_works(
     honest = pair.remote.reserve([3])
     if pair.kind != "nixl":
         change = {"endpoint": "tcp://decode-9"}
-    elif change == {"agent_metadata": None}:
-        address = honest.address
-        name = address.agent_name.encode()
-        metadata = address.agent_metadata.replace(name, b"\xff" + name[1:])
-        assert metadata != address.agent_metadata
-        change = {"agent_metadata": metadata}
+    elif isinstance(what := change.get("agent_metadata"), str):
+        change = {"agent_metadata": spoilt(honest.address, what)}
     false = msgspec.structs.replace(
         honest,
         address=msgspec.structs.replace(honest.address, **change),

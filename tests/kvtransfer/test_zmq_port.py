@@ -35,6 +35,7 @@ from effuse.kvtransfer.messages import (
     decode_to_sender,
     encode,
 )
+from effuse.kvtransfer.zmq_sockets import ZmqListener
 
 BOUNDARY = boundary(9)
 
@@ -181,3 +182,17 @@ def test_many_honest_messages_are_not_taken_for_a_flood(
 
 def _resident_bytes() -> int:
     return psutil.Process().memory_info().rss
+
+
+def test_a_peer_of_an_old_protocol_ends_nothing() -> None:
+    """ZMQ does not say over which connection a message of ZMTP 1 came."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 16, queued=2)
+    identity, frame = b"\x01\x00", b"\x06\x00hello"
+    with socket.create_connection(("127.0.0.1", listener.port), DEADLINE_S) as old:
+        old.sendall(identity + frame)
+        assert listener.socket.poll(int(DEADLINE_S * 1000)), "nothing came"
+        (received,) = listener.receive()
+    assert [one.bytes for one in received.frames] == [b"hello"]
+    listener.close()
+    context.term()

@@ -20,12 +20,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from e2e.client import load_of
+from e2e.processes import tree
 
 from effuse.placement.records import decode_worker
 from effuse.placement.store import RedisAccess, Store
 from effuse.protos.gate import FleetSecret
 
+MORE_DESCRIPTORS = 16  # connections that come and go
+MORE_TASKS = 4  # that are ending, or look after connections
+MORE_BYTES = 64 << 20  # what allocators keep of the most that was held at once
 START_S = 150.0
 END_S = 60.0
 SETTLE_S = 30.0
@@ -34,6 +39,42 @@ GREETING = re.compile(r"effuse is ready on (?P<address>\S+) after .* Redis at (?
 
 class UpError(Exception):
     """The command did not start a fleet, or had something to complain of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Tasks of each worker's front, descriptors and bytes of each process, by their names."""
+
+    tasks: Mapping[str, int]
+    descriptors: Mapping[str, int]
+    resident: Mapping[str, int]
+
+    def faults(self, before: Baseline) -> list[str]:
+        """What has grown beyond what comes and goes, and processes that are others."""
+        if self.resident.keys() != before.resident.keys():
+            return [
+                f"processes are others: {sorted(self.resident.keys() ^ before.resident.keys())}"
+            ]
+        pairs = (
+            ("tasks", self.tasks, before.tasks, MORE_TASKS),
+            ("descriptors", self.descriptors, before.descriptors, MORE_DESCRIPTORS),
+            ("bytes", self.resident, before.resident, MORE_BYTES),
+        )
+        return [
+            f"{name} has {now[name]} {what}, {earlier[name]} before"
+            for what, now, earlier, more in pairs
+            for name in now
+            if now[name] - earlier[name] > more
+        ]
+
+    def told(self, before: Baseline) -> list[str]:
+        """Both, for people."""
+        return [
+            f"{name}: {before.descriptors[name]} descriptors, then {self.descriptors[name]}; "
+            f"{before.resident[name] >> 20} MiB, then {self.resident[name] >> 20}"
+            for name in self.resident
+            if name in before.resident
+        ] + [f"{name}: {before.tasks[name]} tasks, then {self.tasks[name]}" for name in self.tasks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +96,16 @@ class Up:
         while (left := _held_by(addresses, self.secret)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+    def baseline(self) -> Baseline:
+        """What each of its processes holds now, idle as it should be."""
+        addresses = asyncio.run(self._workers())
+        processes = {_name_of(one): one for one in tree(self.pid)}
+        return Baseline(
+            tasks={at: load_of(addresses[at], self.secret).tasks for at in sorted(addresses)},
+            descriptors={name: one.num_fds() for name, one in processes.items()},
+            resident={name: one.memory_info().rss for name, one in processes.items()},
+        )
 
     async def _workers(self) -> dict[str, str]:
         """Addresses of its workers by their names."""
@@ -120,6 +171,13 @@ def _first_line(child: subprocess.Popen[str]) -> str:
     finally:
         alarm.cancel()
         alarm.join()
+
+
+def _name_of(process: psutil.Process) -> str:
+    """Of a process, by what it runs; the id tells two of a kind apart."""
+    words = process.cmdline()
+    role = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+    return f"{role} {process.pid}"
 
 
 def _held_by(addresses: dict[str, str], secret: FleetSecret) -> list[str]:

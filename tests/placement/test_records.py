@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import redis_server
@@ -50,6 +51,34 @@ def test_a_placement_in_an_unknown_state_is_refused() -> None:
     broken = encode(redis_server.PLACED).replace(b'"running"', b'"dancing"')
     with pytest.raises(MalformedRecord, match=r"\$\.state"):
         decode_placement(broken)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"attempt":1', b'"attempt":-1'),
+        (b'"attempt":1', b'"attempt":4294967296'),
+        (b'"seed":0', b'"seed":-1'),
+        (b'"seed":0', b'"seed":18446744073709551616'),
+    ],
+)
+def test_a_placement_with_numbers_beyond_their_bounds_is_refused(
+    before: bytes, after: bytes
+) -> None:
+    stored = encode(redis_server.PLACED)
+    assert before in stored
+    with pytest.raises(MalformedRecord, match="placement record"):
+        decode_placement(stored.replace(before, after))
+
+
+@pytest.mark.parametrize("number", [b"-1", b"9223372036854775808"])
+@pytest.mark.parametrize("name", [b"steps", b"free_pages", b"page_size", b"vocab_size"])
+def test_a_worker_with_numbers_that_no_client_can_be_told_is_refused(
+    name: bytes, number: bytes
+) -> None:
+    broken = re.sub(rb'"%s":\d+' % name, b'"%s":%s' % (name, number), encode(redis_server.RECORD))
+    with pytest.raises(MalformedRecord, match=name.decode()):
+        decode_worker(broken)
 
 
 LINK = Link("decode-0", "18ea50053d4e62c2-63e84a4fef8eaec0", "rc_mlx5 or tcp", 213_412_345_678.9)

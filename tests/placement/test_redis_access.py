@@ -41,7 +41,7 @@ async def workers(url: str, access: RedisAccess) -> list[tuple[bytes, float]]:
 
 
 def test_a_file_or_the_environment_names_the_user(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "credentials"
     path.write_text("fleet:pass:word\n")
@@ -50,6 +50,7 @@ def test_a_file_or_the_environment_names_the_user(
         asyncio.run(workers(url, RedisAccess()))
     monkeypatch.setenv(CREDENTIALS_VARIABLE, "fleet:pass:word")
     assert asyncio.run(workers(url, RedisAccess())) == []
+    assert not caplog.records, "redis-py warns of nothing"
 
 
 def test_a_user_of_the_fleet_may_do_all_that_is_asked(url: str, tmp_path: Path) -> None:

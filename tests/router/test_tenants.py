@@ -13,12 +13,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from router.asking import failure, request
+from router.fake_model import ids_of
 from router.fake_workers import holds
 from router.fakes import FakeFleet, run, until
+from router.test_kserve import asked as kserve_request
 
 from effuse.client.credentials import Credentials
+from effuse.compat import kserve_pb2, kserve_pb2_grpc, vllm_engine_pb2_grpc
 from effuse.compat import vllm_engine_pb2 as engine
-from effuse.compat import vllm_engine_pb2_grpc
 from effuse.protos.channels import MetadataChannel
 from effuse.protos.errors import EndedById, NotFound, Overloaded, Unauthenticated
 from effuse.protos.stubs import generation_stub, model_stub
@@ -86,6 +88,46 @@ def test_with_a_token_all_is_served_and_counted(tmp_path: Path) -> None:
         assert ended(fleet, "flood", "OK") is None
 
     served(tmp_path, body)
+
+
+@pytest.mark.parametrize("service", ["vllm", "kserve", "kserve stream"])
+def test_other_peoples_services_ask_for_keys_too(service: str, tmp_path: Path) -> None:
+    """Without one nothing is told; with one the answer is right, and its tenant pays for it."""
+
+    async def body(fleet: FakeFleet) -> None:
+        shown = Credentials(token=TOKENS["quiet"]).metadata()
+        assert isinstance(await failure(_ask_as(fleet, service, ())), Unauthenticated)
+        assert not fleet.decode[0].served
+        assert await _ask_as(fleet, service, shown) == "the answer is three"
+        await until(lambda: ended(fleet, "quiet", "OK") == 1)
+        assert ended(fleet, "flood", "OK") is None
+        spent = fleet.metric("effuse_tenant_tokens_total", tenant="quiet")
+        assert spent == len(fleet.prefill[0].prompts[0]) + len(ids_of("the answer is three"))
+
+    served(tmp_path, body)
+
+
+async def _ask_as(fleet: FakeFleet, service: str, shown: tuple[tuple[str, str], ...]) -> str:
+    """The answer that a service gives who shows that."""
+    call: Any
+    if service == "vllm":
+        call = vllm_engine_pb2_grpc.VllmEngineStub(fleet.channel).Generate(
+            engine.GenerateRequest(text="how many?"), timeout=30, metadata=shown
+        )
+        (last,) = [one async for one in call]
+        return fleet.router.tokenizer.decode(last.complete.output_ids)
+    stub: Any = kserve_pb2_grpc.GRPCInferenceServiceStub(fleet.channel)
+    asked = kserve_request()
+    if service == "kserve":
+        answer = await stub.ModelInfer(asked, timeout=30, metadata=shown)
+        return _text_of(answer)
+    call = stub.ModelStreamInfer(iter([asked]), timeout=30, metadata=shown)
+    return "".join([_text_of(one.infer_response) async for one in call])
+
+
+def _text_of(answer: kserve_pb2.ModelInferResponse) -> str:
+    (told,) = answer.outputs[0].contents.bytes_contents
+    return told.decode() if answer.outputs[0].name == "text_output" else ""
 
 
 def ended(fleet: FakeFleet, tenant: str, status: str) -> float | None:

@@ -8,8 +8,9 @@ from typing import get_args
 
 import msgspec
 import pytest
+from bad_input.requests import Change, decoding, sampling
 from router.fake_model import BLOCK_SIZE, model_info
-from router.test_validation import Change, decoding, good, sampling
+from router.test_validation import good
 
 from effuse.client.params import ALGORITHMS
 from effuse.config.decoding import Algorithm, DecodingDefaults, plain_settings

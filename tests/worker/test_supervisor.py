@@ -303,3 +303,16 @@ def test_an_engine_that_ends_while_it_is_killed_is_as_dead(monkeypatch: pytest.M
             assert not client.home.exists()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("said", [b"", b"\xc1", b"\x91" * 100_000, b"\x91\x81\xa4type\xa2\xc3\x28"])
+def test_who_says_what_is_no_message_is_given_up(said: bytes) -> None:
+    async def go() -> None:
+        async with spawned() as client:
+            await ready(client)
+            client._receiving = asyncio.get_running_loop().create_future()
+            client._receiving.set_result(said)
+            with pytest.raises(EngineGone, match="no message"):
+                await client.receive(20)
+
+    asyncio.run(go())

@@ -1,0 +1,130 @@
+"""One face that strangers can reach, how it is fed, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import psutil
+
+MOST_FINDINGS: Final = 20
+MOST_GROWTH_BYTES: Final = 96 << 20
+"""Of a process's memory between a warm-up and the end; what allocators need stays below."""
+
+SLACK: Final = {"tasks": 2, "descriptors": 8}
+"""gRPC and ZMQ open connections, and tasks that close them, when they please."""
+
+PATIENCE: Final = 100
+"""Looks, 50 ms apart, until something that is still held is a leak."""
+
+
+class Face(Protocol):
+    """What is fed. It is entered before and left after."""
+
+    async def feed(self, draw: random.Random) -> str:
+        """Sends a drawn message; the name of what came of it. Whatever it raises is a finding."""
+
+    def held(self) -> Mapping[str, int]:
+        """What it holds while nothing is fed; has to be the same before and after."""
+
+
+class Surface(Protocol):
+    """Makes a face. `weight`: its part of all messages; `at_once`: how many are under way."""
+
+    name: str
+    weight: int
+    at_once: int
+
+    def open(self) -> AbstractAsyncContextManager[Face]: ...
+
+
+@dataclass
+class Report:
+    """What came of one surface."""
+
+    name: str
+    outcomes: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return self.outcomes.total()
+
+    def tell(self) -> str:
+        told = ", ".join(f"{name} {number}" for name, number in self.outcomes.most_common(8))
+        rate = self.count / max(self.seconds, 1e-9)
+        return f"{self.name}: {self.count} messages, {rate:.0f} a second: {told}"
+
+
+async def feed(surface: Surface, seed: int, count: int) -> Report:
+    """Feeds a surface; each message follows from seed, surface and number, whatever the order."""
+    report, loop = Report(surface.name), asyncio.get_running_loop()
+    name, warm = f"{seed}/{surface.name}", max(1, count // 4)
+    async with surface.open() as face:
+
+        async def feed_some(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                if len(report.findings) < MOST_FINDINGS:
+                    await _feed_one(face, report, f"{name}/{number}")
+
+        async def feed_all(numbers: range) -> None:
+            shared = iter(numbers)
+            await asyncio.gather(*(feed_some(shared) for _ in range(surface.at_once)))
+
+        began = loop.time()
+        await feed_all(range(1))
+        before = _held(face)
+        await feed_all(range(1, warm))
+        memory = _memory()  # allocators and caches are warm
+        await feed_all(range(warm, count))
+        report.seconds = loop.time() - began
+        report.findings += await _leaks(face, before)
+        if (growth := _memory() - memory) > MOST_GROWTH_BYTES:
+            report.findings.append(f"memory has grown by {growth >> 20} MiB")
+    return report
+
+
+async def _feed_one(face: Face, report: Report, name: str) -> None:
+    try:
+        outcome = await face.feed(random.Random(name))
+    except Exception:  # noqa: BLE001  whatever it is, it is what is looked for
+        report.outcomes["finding"] += 1
+        if len(report.findings) < MOST_FINDINGS:
+            report.findings.append(f"{name}: {traceback.format_exc(limit=-3)}")
+    else:
+        report.outcomes[outcome] += 1
+
+
+def _held(face: Face) -> dict[str, int]:
+    ours = {"tasks": len(asyncio.all_tasks()), "descriptors": psutil.Process().num_fds()}
+    return ours | dict(face.held())
+
+
+async def _leaks(face: Face, before: Mapping[str, int]) -> list[str]:
+    """What is still held after a while, beyond what was held at the start."""
+    gc.collect()
+    for _ in range(PATIENCE):
+        after = _held(face)
+        more = {
+            name: (before[name], now)
+            for name, now in after.items()
+            if now > before[name] + SLACK.get(name, 0)
+        }
+        if not more:
+            return []
+        await asyncio.sleep(0.05)
+    return [f"{name}: {was} were held before, {now} after" for name, (was, now) in more.items()]
+
+
+def _memory() -> int:
+    gc.collect()
+    return psutil.Process(os.getpid()).memory_info().rss

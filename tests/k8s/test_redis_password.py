@@ -1,0 +1,33 @@
+"""The password of Redis on Kubernetes: what the README makes is what Redis and the fleet find."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from k8s.composed import K8S, deployments
+
+RIGHTS = "-@all +@read +@write +@scripting +@connection"
+
+
+def test_redis_and_the_fleet_find_the_files_that_the_readme_makes() -> None:
+    found = {}
+    for name, deployment in deployments("password-1p1d").items():
+        pod = deployment["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        (volume,) = [one for one in pod["volumes"] if "secret" in one]
+        (item,) = volume["secret"]["items"]
+        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        path, words = f"{mounts[volume['name']]}/{item['path']}", container["args"]
+        if name == "redis":
+            assert words[words.index("--aclfile") + 1] == path
+        else:
+            assert f"--redis-credentials={path}" in words
+        found[name] = Path(path).name
+    assert found == {
+        "redis": "users.acl", **dict.fromkeys(("router", "prefill", "decode"), "credentials")
+    }  # fmt: skip
+    told = (K8S / "README.md").read_text()
+    assert set(re.findall(r"--from-literal=([a-z.]+)=", told)) == set(found.values())
+    security = (K8S.parent / "docs" / "security.md").read_text()
+    assert RIGHTS in told and RIGHTS in security
