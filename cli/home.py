@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effuse.cli.commands import value_of
-from effuse.placement.store import RedisAccess
+from effuse.placement.store import RIGHTS, RedisAccess
 from effuse.protos.gate import FleetSecret
 
 
@@ -42,9 +42,8 @@ class Home:
             return None
         users, credentials = self.path / "redis.users", self.path / "redis.credentials"
         password = FleetSecret.read(self.secret_file).derive("redis").hex()
-        rights = "~* -@all +@read +@write +@scripting +@connection"
         for path, text in (
-            (users, f"user default off\nuser effuse on >{password} {rights}\n"),
+            (users, f"user default off\nuser effuse on >{password} ~* {RIGHTS}\n"),
             (credentials, f"effuse:{password}\n"),
         ):
             path.touch(0o600)

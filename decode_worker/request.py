@@ -45,6 +45,7 @@ class DecodeRequest:
     writer: str | None  # incarnation of the prefill worker; None prefills here
     drafts: bool
     group: str = ""  # whose members share the KV of an equal prompt; empty: none
+    siblings: list["DecodeRequest"] = field(default_factory=list)  # those here, with itself
     num_logprobs: int | None = None  # likeliest ids beside each token's; None sends none
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
     drafted_end: int = 0  # position behind the last block that a draft has told of

@@ -8,8 +8,6 @@ after a preemption, no prefill worker is asked again. Decides; pages are moved b
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from effuse.decode_worker.request import DecodeRequest
 
 
@@ -17,41 +15,41 @@ class SharedPrompts:
     """The groups of an engine's requests. Requests without a group cost nothing."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, list[DecodeRequest]] = {}
+        self._groups: dict[tuple[str, bytes], list[DecodeRequest]] = {}
 
     def add(self, request: DecodeRequest) -> None:
-        """A request has arrived."""
+        """A request has arrived. Its siblings have its very prompt: what a group is called is
+        somebody else's word."""
         if request.group:
-            self._groups.setdefault(request.group, []).append(request)
+            request.siblings = self._groups.setdefault(_key(request), [])
+            request.siblings.append(request)
 
     def remove(self, request: DecodeRequest) -> None:
         """A request has ended."""
         if request.group:
-            members = self._groups[request.group]
-            members.remove(request)
-            if not members:
-                del self._groups[request.group]
+            request.siblings.remove(request)
+            if not request.siblings:
+                del self._groups[_key(request)]
 
     def source_of(self, request: DecodeRequest) -> DecodeRequest | None:
         """Whose pages hold the KV of its prompt, for a request that has yet to get it."""
-        sources = (one for one in self._others(request) if one.holds_prompt)
-        return next(sources, None)
+        return next((one for one in _others(request) if one.holds_prompt), None)
 
     def is_coming(self, request: DecodeRequest) -> bool:
         """Whether its prompt's KV is on its way to another one, or an older one will see to it."""
-        if not request.group or self.source_of(request) is not None:
+        if self.source_of(request) is not None:
             return False
         return any(
             one.lacks_prompt and (one.pages or one.arrival < request.arrival)
-            for one in self._others(request)
+            for one in _others(request)
         )
 
-    def _others(self, request: DecodeRequest) -> Iterator[DecodeRequest]:
-        """Of its group, with the very same prompt: a group is what somebody else calls it."""
-        if not request.group or request.needs_remote or not request.lacks_prompt:
-            return
-        for other in self._groups[request.group]:
-            if other is not request and np.array_equal(
-                other.sequence.prompt_ids, request.sequence.prompt_ids
-            ):
-                yield other
+
+def _key(request: DecodeRequest) -> tuple[str, bytes]:
+    return request.group, request.sequence.prompt_ids.tobytes()
+
+
+def _others(request: DecodeRequest) -> Iterator[DecodeRequest]:
+    """Whom a request may have its prompt from; nobody once it has it, or a writer brings it."""
+    if request.siblings and request.lacks_prompt and not request.needs_remote:
+        yield from (one for one in request.siblings if one is not request)

@@ -20,7 +20,7 @@ from effuse.models.config_experts import (
 )
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import end_ids
-from effuse.models.families import Architecture, family_of, find_family
+from effuse.models.families import FAMILIES, Architecture, find_family
 
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 
@@ -30,6 +30,7 @@ _BLOCK_CAUSAL: Final[frozenset[Architecture]] = frozenset(
 _QWEN2: Final[frozenset[Architecture]] = frozenset({"dream", "fast_dllm_v2"})
 _LLAMA: Final[frozenset[Architecture]] = frozenset({"stable_diffcoder", "illada"})
 _SHIFTED: Final[frozenset[Architecture]] = frozenset({"dream", "fast_dllm_v2"})
+_TOP_K_FIRST: Final = frozenset(one.architecture for one in FAMILIES if one.top_k_first)
 # What releases leave to the tokenizer, or to the code that they come with.
 _SDAR_MASK_TOKEN_ID = 151669
 _LING_MASK_TOKEN_ID = 156895
@@ -95,7 +96,7 @@ class ModelConfig:
     @property
     def top_k_first(self) -> bool:
         """Sampling applies top-k before top-p, which is of what the k first hold then."""
-        return family_of(self.architecture).top_k_first
+        return self.architecture in _TOP_K_FIRST
 
     @property
     def prompt_attention(self) -> PromptAttention:

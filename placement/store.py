@@ -39,6 +39,8 @@ _MOST_LOOKUPS = 4  # at once; clients cause them, and must never take the last c
 MOST_CONNECTIONS = _MOST_LOOKUPS + 4
 """Of one process to Redis: lookups, the view of the fleet, placements, refusals, other routers."""
 CREDENTIALS_VARIABLE: Final = "EFFUSE_REDIS_CREDENTIALS"
+RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
+"""What a fleet's user may do, as Redis lists its users: all that is asked below, and no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +289,8 @@ class Store:
         args: list[str | bytes | int] = [most]
         for digest, left_s in refused.items():
             args += [digest, _ms(left_s)]
-        answer = await self._run_script(self._refused, [self.keys.refused], args)
+        keys, circuit = [self.keys.refused], self.placement_circuit
+        answer = await self._run_script(self._refused, keys, args, circuit)
         flat = cast(list[bytes | int], answer)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return {
@@ -317,15 +320,15 @@ class Store:
         source = resources.files(__package__).joinpath(f"{name}.lua").read_text()
         return self._redis.register_script(source)
 
-    async def _run_script(
+    def _run_script(
         self,
         script: AsyncScript,
         keys: Sequence[str],
         args: Sequence[str | bytes | int],
         circuit: Circuit | None = None,
-    ) -> object:
+    ) -> Awaitable[object]:
         circuit = circuit or self.circuit
-        return await self._ask_redis(lambda: script(keys=list(keys), args=list(args)), circuit)
+        return self._ask_redis(lambda: script(keys=list(keys), args=list(args)), circuit)
 
     async def _ask_redis(
         self, command: Callable[[], Awaitable[object]], circuit: Circuit

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final
 
+from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import (
     Bug,
     DeadlineExceeded,
@@ -60,26 +63,27 @@ class AnswerRun:
         request, router = self._request, self._router
         while True:
             try:
-                reason = await self._run_attempt()
+                placement = await self._choose_workers()
+                if own := self._own_workers(placement):
+                    with router.metrics.waiting("alone"):
+                        await router.fleet.until_empty(own)
+                with self._counted(placement) as share, router.traces.span("attempt"):
+                    reason = await self._begin_attempt(placement, share).run()
             except Unfinished as unfinished:
-                await self._prepare_retry(unfinished.failure)
+                failure = unfinished.failure
             else:
                 request.apply_event(Event.FINISHED, router.now())
                 router.clear_poison(request)
                 return request.finished(reason, router.now())
+            finally:
+                if router.fleet.num_alone:
+                    router.fleet.release_workers(request.holder)
+            await self._prepare_retry(failure)
 
-    async def _run_attempt(self) -> pb.FinishReason:
-        """One attempt; raises `EffuseError`, `ClientGone` or `Unfinished`."""
-        request, fleet = self._request, self._router.fleet
-        num_prompt, num_tokens = len(request.prompt_token_ids), request.max_tokens
-        try:
-            placement = await self._choose_workers()
-            counted = fleet.counted(placement, num_prompt, num_tokens)
-            with counted as share, self._router.traces.span("attempt"):
-                return await self._begin_attempt(placement, share).run()
-        finally:
-            if fleet.num_alone:
-                fleet.release_workers(request.holder)
+    def _counted(self, placement: Placement) -> AbstractContextManager[DecodeDemand]:
+        request = self._request
+        num_prompt = len(request.prompt_token_ids)
+        return self._router.fleet.counted(placement, num_prompt, request.max_tokens)
 
     # Before an attempt.
 
@@ -96,7 +100,6 @@ class AnswerRun:
                 fleet.keep_workers(request.holder, need)
             placement = fleet.place(need)
             if placement is not None:
-                await self._wait_until_empty(placement)
                 return placement
             prospect = fleet.prospect(need)
             if prospect is Prospect.NONE:
@@ -107,12 +110,10 @@ class AnswerRun:
             with router.metrics.waiting("alone" if need.alone else prospect.value):
                 await fleet.wait_for_change(self._look_again_s())
 
-    async def _wait_until_empty(self, placement: Placement) -> None:
+    def _own_workers(self, placement: Placement) -> Sequence[WorkerRecord]:
         """Those of its workers that it has alone."""
         workers, alone = (placement.decode, placement.prefill), self._request.alone
-        if own := [one for one in workers if one is not None and one.role in alone]:
-            with self._router.metrics.waiting("alone"):
-                await self._router.fleet.until_empty(own)
+        return [one for one in workers if one is not None and one.role in alone]
 
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only where the same weights follow the same rules."""

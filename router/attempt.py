@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from msgspec.structs import asdict
@@ -76,19 +78,50 @@ class Attempt:
         self._peer = f"decode worker {placement.decode.worker_id}"
         self._prefill: PrefillCall | None = None
         self._decode: DecodeCall | None = None
+        self._reason: FinishReason | None = None  # once the last event that counts has come
         self._is_broken_off = False  # by us, since prefill failed
         self._breaking_off: asyncio.TimerHandle | None = None
 
     async def run(self) -> FinishReason:
         """Relays to the end and says why it ended; raises `Unfinished` or `ClientGone`."""
-        try:
-            prefill = self._placement.prefill
-            await self._prove_workers()
-            if prefill is not None and not self._request.is_patient:
+        prefill, request = self._placement.prefill, self._request
+        with self._judging():
+            for worker in self._workers():
+                with _blaming(worker):
+                    await self._router.fleet.peer(worker.address).channel.prove()
+            if prefill is not None and not request.is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
                 await self._open_prefill(prefill).send_prompt(self._id)
             decode = self._decode = self._open_decode()
-            reason = await self._relay_to_end(decode)
+            try:
+                while self._reason is None:
+                    response = await read_message(decode, self._peer)
+                    if not isinstance(response, worker_pb2.DecodeResponse):
+                        raise PeerLost(f"{self._peer} ended its call before the answer ended")
+                    for news in self._take(response):
+                        await self._told.send(news)
+                    if self._reason is None and prefill and response.HasField("reservation"):
+                        call = self._prefill
+                        if call is None:
+                            call = self._open_prefill(prefill)
+                            await call.send_prompt(self._id)
+                        await call.send_reservation(response.reservation)
+            except EffuseError as error:
+                if (last := self._end_without_word(error)) is not None:
+                    await self._told.send(last)
+                self._end_calls()
+        if request.text.is_stopped:  # its workers know nothing of that
+            self._end_calls_now()
+        else:
+            self._router.cleanup.settle_calls([decode], self._readers(), self._end_calls)
+        assert self._reason is not None, "relayed to the end"
+        return self._reason
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Whatever fails ends the calls, and is told as what it means."""
+        try:
+            yield
         except AttemptFailed as failed:
             raise Unfinished(self._judge(failed)) from failed
         except (BrokenStream, IllegalRequestEvent, EffuseError) as error:
@@ -100,23 +133,15 @@ class Attempt:
         finally:
             if self._breaking_off is not None:
                 self._breaking_off.cancel()
-        if self._request.text.is_stopped:  # its workers know nothing of that
-            self._end_calls_now()
-        else:
-            self._router.cleanup.settle_calls([decode], self._readers(), self._end_calls)
-        return reason
 
     # Opening.
 
-    async def _prove_workers(self) -> None:
-        """Returns once both workers have shown that they belong to the fleet: who is at an address
-        in Redis may be anybody. Raises `AttemptFailed`."""
-        for worker in (self._placement.prefill, self._placement.decode):
-            if worker is not None:
-                try:
-                    await self._router.fleet.peer(worker.address).channel.prove()
-                except PeerLost as error:
-                    raise AttemptFailed(error, worker) from error
+    def _workers(self) -> Iterator[WorkerRecord]:
+        """Both have to show that they belong to the fleet before they are told anything: who is at
+        an address in Redis may be anybody."""
+        if self._placement.prefill is not None:
+            yield self._placement.prefill
+        yield self._placement.decode
 
     def _open_prefill(self, worker: WorkerRecord) -> PrefillCall:
         stub = self._router.fleet.peer(worker.address).prefill
@@ -162,41 +187,28 @@ class Attempt:
 
     # Relaying.
 
-    async def _relay_to_end(self, decode: DecodeCall) -> FinishReason:
-        """The same where the worker is lost after the last token, and before it has said so: there
-        is nothing left to resume."""
-        try:
-            return await self._relay(decode)
-        except EffuseError as error:
-            if not self._request.is_complete:
-                raise
-            failure = self._failure(error)
-            self._router.fleet.standing.note(failure)
-            self._router.metrics.count_failure(failure)
-            if (news := self._request.flush_text()) is not None:
-                await self._told.send(news)
-            self._end_calls()
-            return self._finish_reason(is_stopped=self._request.end_token_id is not None)
+    def _take(
+        self, response: worker_pb2.DecodeResponse
+    ) -> Iterator[generation_pb2.GenerateStreamResponse]:
+        """What the client is told of what decode says, event by event, to the last one that
+        counts."""
+        for event in (response, *response.then):
+            if (news := self._take_event(event)) is not None:
+                yield news
+            if event.HasField("finished") or self._request.text.is_stopped:
+                self._reason = self._finish_reason(is_stopped=event.finished.stopped)
+                return
 
-    async def _relay(self, decode: DecodeCall) -> FinishReason:
-        """Takes what decode says, event by event, to the last one that counts."""
-        while True:
-            response = await read_message(decode, self._peer)
-            if not isinstance(response, worker_pb2.DecodeResponse):
-                raise PeerLost(f"{self._peer} ended its call before the answer ended")
-            for event in (response, *response.then):
-                news = self._take_event(event)
-                if news is not None:
-                    await self._told.send(news)
-                if event.HasField("finished") or self._request.text.is_stopped:
-                    return self._finish_reason(is_stopped=event.finished.stopped)
-            worker = self._placement.prefill
-            if worker is not None and response.HasField("reservation"):
-                prefill = self._prefill
-                if prefill is None:
-                    prefill = self._open_prefill(worker)
-                    await prefill.send_prompt(self._id)
-                await prefill.send_reservation(response.reservation)
+    def _end_without_word(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
+        """The end where the worker is lost after the last token, and before it has said so: there
+        is nothing left to resume. Gives what is still to be told; else raises the error."""
+        if not self._request.is_complete:
+            raise error
+        failure = self._failure(error)
+        self._router.fleet.standing.note(failure)
+        self._router.metrics.count_failure(failure)
+        self._reason = self._finish_reason(is_stopped=self._request.end_token_id is not None)
+        return self._request.flush_text()
 
     def _take_event(
         self, event: worker_pb2.DecodeResponse
@@ -312,3 +324,12 @@ class Attempt:
 def _sampling(sampling: Sampling) -> worker_pb2.DecodeSampling:
     fields = asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
     return worker_pb2.DecodeSampling(**fields)
+
+
+@contextmanager
+def _blaming(worker: WorkerRecord) -> Iterator[None]:
+    """Who does not show that it belongs to the fleet has failed the attempt."""
+    try:
+        yield
+    except PeerLost as error:
+        raise AttemptFailed(error, worker) from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 import grpc.aio
@@ -68,7 +69,7 @@ class ClientGone(Exception):
 class Recipient(Protocol):
     """Who is told of an answer as it grows."""
 
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
+    def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
         """Tells one event; raises `ClientGone`."""
 
 
@@ -103,7 +104,6 @@ class WholeAnswer:
         """The whole of it, once every answer has ended."""
         first, *others = (said for _, said in sorted(self._said.items()))
         first.request_id = request_id
-        del first.others[:]
         first.others.extend(others)
         return first
 
@@ -143,15 +143,11 @@ class AnswerStream(Generic[Told]):
         except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise ClientGone("the client's call is over") from error
 
-    async def finish(
-        self,
-        answer: Awaitable[pb.GenerateStreamResponse],
-        last: Callable[[pb.GenerateStreamResponse], Told],
-    ) -> None:
-        """Waits for the last event of a request and writes what it is here; raises
-        `EffuseError`."""
+    @asynccontextmanager
+    async def ending(self) -> AsyncIterator[None]:
+        """For what is told here, to the last event: an error leaves once a status can be sent."""
         try:
-            await self.send(last(await answer))
+            yield
         except EffuseError:
             await self.settle()
             raise

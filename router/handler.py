@@ -11,6 +11,8 @@ import asyncio
 import logging
 import math
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 import grpc.aio
@@ -102,41 +104,25 @@ class Handler:
         raises `EffuseError`. Whatever happens, the request ends here and is counted."""
         router, request = self._router, self._request
         quota = router.quotas.running(request.tenant, request.asked.num_answers)
-        with router.requests.running(request), quota as spend:
-            try:
-                async with asyncio.timeout_at(request.deadline) as limit:
-                    with router.requests.limited_by(request, limit):
-                        return await self._answer()
-            except TimeoutError as error:
-                raise self._end_badly(time_is_over(router, request)) from error
-            except EffuseError as error:
-                raise self._end_badly(error) from error.__cause__
-            except (ClientGone, asyncio.CancelledError) as error:
-                gone = self._end_badly(why_gone(router.now() - request.arrived, request.limit_s))
-                if isinstance(error, ClientGone):
-                    raise gone from error
-                raise
-            finally:
-                if not request.is_ended:  # an exception of ours is on its way to the border
-                    self._record_end(Event.FAILED, "INTERNAL")
-                self._shared.end(None)
-                spend(len(request.prompt_token_ids) + request.num_written)
+        with router.requests.running(request), quota as spend, self._ending(spend):
+            async with asyncio.timeout_at(request.deadline) as limit:
+                with router.requests.limited_by(request, limit):
+                    if (kept := await self._shared.claim()) is not None:
+                        return await self._repeat(kept)
+                    async with router.admission.slot(self._need()):
+                        await self._encode_prompt()
+                        last = await self._answers().run()
+                        self._note_good_end(last)
+                        return last
 
-    async def _answer(self) -> pb.GenerateStreamResponse:
-        if (kept := await self._shared.claim()) is not None:
-            return await self._repeat(kept)
+    def _need(self) -> SlotNeed:
         request = self._request
         left_s = request.deadline - asyncio.get_running_loop().time()
-        need = SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
-        async with self._router.admission.slot(need):
-            await self._encode_prompt()
-            if request.asked.num_answers == 1:
-                last = await AnswerRun(self._router, request, self._shared).run()
-            else:
-                last = await SideBySide(self._router, request, self._shared).run()
-            self._note_good_end(last)
-            self._shared.end(last)
-            return last
+        return SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
+
+    def _answers(self) -> AnswerRun | SideBySide:
+        kind = AnswerRun if self._request.asked.num_answers == 1 else SideBySide
+        return kind(self._router, self._request, self._shared)
 
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.GenerateStreamResponse:
         """Tells the client an answer that is kept from before, but for its last event."""
@@ -147,6 +133,7 @@ class Handler:
         request.apply_event(Event.FINISHED, router.now(), "kept from before")
         request.status, request.was_kept = "OK", True
         router.note_end(request, "OK", kept.stats)
+        self._annotate(last)
         return last
 
     async def _encode_prompt(self) -> None:
@@ -164,14 +151,52 @@ class Handler:
     # The end.
 
     def _note_good_end(self, last: pb.GenerateStreamResponse) -> None:
-        """Counts the request once its last event is on its way."""
+        """Counts the request once its last event is on its way; the trace hears now."""
         request, router, stats = self._request, self._router, last.finished.stats
         if request.answers:
             add_up(request)
             request.apply_event(Event.FINISHED, router.now(), f"{len(request.answers)} answers")
             stats = request.stats(router.now())
         request.status = "OK"
+        self._shared.end(last)
         asyncio.get_running_loop().call_soon(router.note_end, request, "OK", stats)
+        self._annotate(last)
+
+    def _annotate(self, last: pb.GenerateStreamResponse) -> None:
+        """Tells the trace how it ended."""
+        request = self._request
+        usage = request.usage() if request.answers else last.finished.usage
+        self._router.traces.annotate(
+            {
+                "gen_ai.request.model": last.finished.model,
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+                "effuse.request_id": request.id,
+                "effuse.attempts": request.num_attempts,
+            }
+        )
+
+    @contextmanager
+    def _ending(self, spend: Callable[[int], None]) -> Iterator[None]:
+        """Counts the end, whatever it is; a bad one is told as it is meant. `spend` hears of
+        tokens."""
+        router, request = self._router, self._request
+        try:
+            yield
+        except TimeoutError as error:
+            raise self._end_badly(time_is_over(router, request)) from error
+        except EffuseError as error:
+            raise self._end_badly(error) from error.__cause__
+        except (ClientGone, asyncio.CancelledError) as error:
+            gone = self._end_badly(why_gone(router.now() - request.arrived, request.limit_s))
+            if isinstance(error, ClientGone):
+                raise gone from error
+            raise
+        finally:
+            if not request.is_ended:  # an exception of ours is on its way to the border
+                self._record_end(Event.FAILED, "INTERNAL")
+            self._shared.end(None)
+            spend(len(request.prompt_token_ids) + request.num_written)
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         """A bad end that is told."""

@@ -16,7 +16,7 @@ from effuse.compat import kserve_pb2_grpc
 from effuse.protos.errors import Bug, Cancelled, EffuseError
 from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
 from effuse.router.findings import Findings, check_model_name
-from effuse.router.handler import accept
+from effuse.router.handler import Handler, accept
 from effuse.router.kserve_requests import (
     answer_of,
     check_version,
@@ -25,7 +25,7 @@ from effuse.router.kserve_requests import (
     request_of,
 )
 from effuse.router.router import Router
-from effuse.router.server import request_span, serve
+from effuse.router.server import request_span
 from effuse.v1 import generation_pb2 as pb
 
 InferStream = AnswerStream[kserve.ModelStreamInferResponse]
@@ -110,7 +110,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         answer = WholeAnswer()
         with request_span(self._router, context):
             accepted = accept(self._router, request_of(request), context, is_stream=False)
-            answer.take(await serve(self._router, accepted, answer))
+            answer.take(await Handler(self._router, accepted, answer).serve())
         return answer_of(request, answer.response(accepted.id))
 
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
@@ -129,7 +129,10 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 with request_span(self._router, context):
                     accepted = accept(self._router, request_of(request), context, is_stream=True)
                     told = TextStream(request, stream)
-                    await stream.finish(serve(self._router, accepted, told), told.end)
+                    async with stream.ending():
+                        await stream.send(
+                            told.end(await Handler(self._router, accepted, told).serve())
+                        )
             except (Bug, Cancelled):
                 raise
             except EffuseError as error:

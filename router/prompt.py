@@ -9,6 +9,7 @@ Says what is wrong with an input that only its encoding shows. Not here: its for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from effuse.placement.records import ModelInfo
@@ -29,7 +30,11 @@ async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
     if asked.prompt is not None:
         ids = await tokenizer.encode(asked.prompt, parses_special=asked.parses_special)
     elif asked.chat is not None:
-        ids = await _encode_chat(asked, tokenizer)
+        most_bytes, parses_special = most_prompt_bytes(asked.model), asked.parses_special
+        with _telling_template_errors():
+            ids = await tokenizer.encode_chat(
+                asked.chat, most_bytes=most_bytes, parses_special=parses_special
+            )
     else:
         return list(asked.prompt_token_ids)
     if max(ids, default=0) >= asked.model.vocab_size:
@@ -41,13 +46,10 @@ async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-async def _encode_chat(asked: Asked, tokenizer: Tokenizer) -> list[int]:
-    assert asked.chat is not None, "asked for by the caller"
-    most_bytes = most_prompt_bytes(asked.model)
+@contextmanager
+def _telling_template_errors() -> Iterator[None]:
     try:
-        return await tokenizer.encode_chat(
-            asked.chat, most_bytes=most_bytes, parses_special=asked.parses_special
-        )
+        yield
     except ChatTemplateError as error:
         why = f"the model's chat template does not take it: {shown(str(error), most=400)}"
         raise InvalidRequest.of("chat", why) from error

@@ -76,11 +76,11 @@ class Request:
     is_ended_by_id: bool = False  # somebody has asked for its end
     was_kept: bool = False  # it was answered with what was kept from before
 
-    # Where it asks for several answers: these, once it is admitted, and what each of them shares.
-    answers: Sequence[Request] = ()
-    group: str = ""  # by which decode workers know that answers have their prompt in common
-    beside: WorkerLife | None = None  # the decode worker that has the prompt's KV, or will
-    attempt_numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    # Where several answers are asked for.
+    answers: Sequence[Request] = ()  # each a request of its own; none before it is admitted
+    group: str = ""  # of one of them: by which decode workers know that they share their prompt
+    beside: WorkerLife | None = None  # of one: the decode worker that has the prompt's KV, or will
+    attempt_numbers: Iterator[int] = field(default_factory=lambda: count(1))  # common to all
 
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager
 
 import grpc.aio
 
-from effuse.router.client import AnswerStream, Recipient, WholeAnswer
+from effuse.router.client import AnswerStream, WholeAnswer
 from effuse.router.findings import Findings, check_request_id
 from effuse.router.handler import Handler, Response, Sent, accept
-from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
@@ -31,7 +30,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         answer = WholeAnswer()
         with request_span(self._router, context):
             accepted = accept(self._router, request, context, is_stream=False)
-            answer.take(await serve(self._router, accepted, answer))
+            answer.take(await Handler(self._router, accepted, answer).serve())
         return answer.response(accepted.id)
 
     async def GenerateStream(  # type: ignore[override]  # the stub knows only generators
@@ -46,7 +45,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with request_span(self._router, context):
             accepted = accept(self._router, request.request, context, is_stream=True)
             stream = AnswerStream(context)
-            await stream.finish(serve(self._router, accepted, stream), lambda last: last)
+            async with stream.ending():
+                await stream.send(await Handler(self._router, accepted, stream).serve())
 
     async def CancelRequest(
         self,
@@ -87,20 +87,3 @@ def request_span(
     """A request's own span, within that of its client if there is one; whichever service it came
     by."""
     return router.traces.span("generate", context.invocation_metadata() or ())
-
-
-async def serve(router: Router, request: Request, client: Recipient) -> pb.GenerateStreamResponse:
-    """Serves an accepted request but for its last event, and tells its span how it ended; raises
-    `EffuseError`."""
-    last = await Handler(router, request, client).serve()
-    usage = request.usage() if request.answers else last.finished.usage
-    router.traces.annotate(
-        {
-            "gen_ai.request.model": last.finished.model,
-            "gen_ai.usage.input_tokens": usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": usage.completion_tokens,
-            "effuse.request_id": request.id,
-            "effuse.attempts": request.num_attempts,
-        }
-    )
-    return last

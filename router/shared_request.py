@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+from collections.abc import Awaitable
 from typing import Final
 
 import msgspec
@@ -135,11 +136,11 @@ class SharedRequest:
     def note_reserved(self, placement: Placement) -> None:
         """A decode worker holds pages for the prompt, which other routers need not know."""
 
-    async def send(self, event: pb.GenerateStreamResponse) -> None:
+    def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
         """Tells the client, and keeps what is final where others may be asked for it."""
         if self._is_kept:
             self._said.take(event)
-        await self._client.send(event)
+        return self._client.send(event)
 
     # Its end.
 

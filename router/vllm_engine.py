@@ -23,10 +23,10 @@ from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
 from effuse.protos.errors import NotFound
 from effuse.router.client import AnswerStream, WholeAnswer
-from effuse.router.handler import accept
+from effuse.router.handler import Handler, accept
 from effuse.router.request import Request
 from effuse.router.router import Router
-from effuse.router.server import request_span, serve
+from effuse.router.server import request_span
 from effuse.router.tokenizer import bundled_directory
 from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
 from effuse.v1 import generation_pb2 as pb
@@ -92,7 +92,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             accepted = accept(self._router, asked, context, is_stream=request.stream)
             stream = AnswerStream(context)
             answer = EngineAnswer(accepted, stream, is_stream=request.stream)
-            await stream.finish(serve(self._router, accepted, answer), answer.end)
+            async with stream.ending():
+                await stream.send(answer.end(await Handler(self._router, accepted, answer).serve()))
 
     async def Abort(
         self,

@@ -142,15 +142,12 @@ class Front:
     def _doorkeeper(self, access: FleetAccess) -> FleetOnly | None:
         if access.secret is None:
             return None
-        return FleetOnly(access.secret, self._address)
-
-    def _address(self) -> str:
-        return self.shell.identity.address
+        return FleetOnly(access.secret, self.shell.address)
 
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         config, role = self._config, self._role
         if (secret := self.shell.access.secret) is not None:
-            proof = ProofServicer(secret, self._address)
+            proof = ProofServicer(secret, self.shell.address)
             add_ProofServiceServicer_to_server(proof, self.server.server)
         role.add(self.shell, self.server.server)
         worker = WorkerServicer(self.shell, self.drain, self.undrain)

@@ -73,6 +73,10 @@ class Shell:
         life = self.supervisor.life
         return "" if life is None else life.incarnation
 
+    def address(self) -> str:
+        """Where others reach this worker, once it listens."""
+        return self.identity.address
+
     def admit(self, incarnation: str) -> EngineLife:
         """Returns the engine that a new attempt goes to; raises why it may not come in.
 

@@ -308,6 +308,40 @@ def test_who_was_resumed_knows_no_vector_behind_the_prompt(tmp_path: Path) -> No
     answers.close()
 
 
+@pytest.mark.parametrize(
+    ("temperature", "remasking"), [(0.0, "random"), (1.0, "low_confidence")], ids=["lot", "draw"]
+)
+def test_canvases_share_nothing_and_draw_for_themselves(
+    temperature: float, remasking: str, tmp_path: Path
+) -> None:
+    """By lot masks are chosen, or tokens drawn; either way by each answer for itself."""
+    directory = write_tiny_checkpoint(tmp_path / "model", "llada", seed=5)
+    told = []
+    for name, index, group in (("a", 0, ""), ("b", 0, "g"), ("c", 1, "g"), ("d", 1, "")):
+        answers = Answers(directory)
+        sampling = Sampling(temperature=temperature, seed=7, answer_index=index)
+        request = make_request(
+            name,
+            PROMPT,
+            algorithm="llada",
+            remasking=remasking,
+            block_length=16,
+            group=group,
+            sampling=sampling,
+        )
+        other = msgspec.structs.replace(
+            request, attempt=msgspec.structs.replace(request.attempt, transfer_id="other")
+        )
+        answers.rig.start(request)
+        answers.rig.start(other)
+        answers.rig.run()
+        assert answers.num_shared == 0
+        told.append(answers.rig.answers[request.attempt.transfer_id].token_ids)
+        assert told[-1] == answers.rig.answers["other"].token_ids
+        answers.close()
+    assert told[0] == told[1] != told[2] == told[3]
+
+
 def test_requests_without_a_group_share_nothing(answers: Answers) -> None:
     for name in ("a", "b"):
         answers.rig.start(make_request(name, PROMPT))

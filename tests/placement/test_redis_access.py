@@ -11,9 +11,16 @@ from pathlib import Path
 import pytest
 import redis
 from certificates import Authority
-from redis_server import running
+from redis_server import PLACED, RECORD, ROUTER, running
 
-from effuse.placement.store import CREDENTIALS_VARIABLE, RedisAccess, Store, StoreUnavailable
+from effuse.placement.store import (
+    CREDENTIALS_VARIABLE,
+    RIGHTS,
+    Claim,
+    RedisAccess,
+    Store,
+    StoreUnavailable,
+)
 from effuse.protos.tls import TlsFiles
 
 
@@ -23,7 +30,7 @@ def url() -> Iterator[str]:
     with running() as server:
         with redis.Redis.from_url(server.connection_url) as admin:
             admin.acl_setuser("fleet", enabled=True, passwords=["+pass:word"], keys="*",
-                              commands=["+@all"])  # fmt: skip
+                              commands=RIGHTS.split())  # fmt: skip
             admin.acl_setuser("default", enabled=False)
         yield server.connection_url
 
@@ -44,6 +51,28 @@ def test_a_file_or_the_environment_names_the_user(
     monkeypatch.setenv(CREDENTIALS_VARIABLE, "fleet:pass:word")
     assert asyncio.run(workers(url, RedisAccess())) == []
     assert not caplog.records, "redis-py warns of nothing"
+
+
+def test_a_user_of_the_fleet_may_do_all_that_is_asked(url: str, tmp_path: Path) -> None:
+    path = tmp_path / "credentials"
+    path.write_text("fleet:pass:word")
+
+    async def main() -> None:
+        access = RedisAccess(credentials=path)
+        async with Store(url, "may", access=access, timeout_s=20.0) as store:
+            assert await store.announce(RECORD, 60.0, "process-1", takes=True) == "held"
+            assert len(await store.workers()) == 1
+            assert await store.announce_router(ROUTER, 60.0) == []
+            assert await store.claim(PLACED, "asked", 60.0) == Claim()
+            assert await store.place(PLACED, 60.0) == "placed"
+            assert len(await store.running()) == 1
+            assert await store.placement("r1")
+            await store.keep_answer("r1", "asked", b"said", 60.0)
+            assert await store.answer("r1") == b"said"
+            assert list(await store.share_refusals({"deadly": 60.0}, 8)) == ["deadly"]
+            await store.release_router("router-a")
+
+    asyncio.run(main())
 
 
 def test_a_new_password_counts_without_a_restart_and_none_is_told(url: str, tmp_path: Path) -> None:

@@ -78,6 +78,26 @@ def test_a_request_for_one_answer_is_what_it_was() -> None:
     several(body)
 
 
+def test_answers_of_a_canvas_have_nothing_to_share_and_begin_at_once() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        (worker,) = fleet.decode
+        reached = asyncio.Event()
+
+        async def start() -> None:
+            if len(worker.running) == 3:
+                reached.set()
+            await reached.wait()
+
+        worker.at["start"] = start  # before any reservation
+        canvas = pb.DecodingParams(algorithm=pb.ALGORITHM_LLADA)
+        assert texts_of(await ask(fleet, n=3, decoding=canvas)) == TEXTS[:3]
+        assert {(one.group, one.WhichOneof("prefill")) for one in worker.requests} == {
+            ("", "local")
+        }
+
+    several(body)
+
+
 def test_a_stream_says_whose_each_event_is_and_ends_with_the_last_answer() -> None:
     async def body(fleet: FakeFleet) -> None:
         output = pb.OutputOptions(token_ids=True, drafts=True, echo=True)

@@ -49,6 +49,28 @@ async def stream(fleet: FakeFleet) -> object:
     return [str(event.WhichOneof("event")) async for event in call]
 
 
+def test_each_of_several_answers_is_seen_by_itself() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        (worker,) = fleet.decode
+        worker.others = [worker.answer]
+        go, reached = asyncio.Event(), asyncio.Event()
+        worker.at["commit 1"] = worker.at["1/commit 1"] = holds(go)
+        worker.at["1/commit 0"] = holds(go, reached)
+        async with watching(fleet) as looks:
+            task = asyncio.create_task(ask(fleet, n=2, request_id="mine"))
+            await reached.wait()
+            async for look in looks:
+                if [one.num_tokens for one in look.requests] == [4, 0]:
+                    break
+            assert [one.name for one in look.requests] == ["mine", "mine/1"]
+            assert [one.attempt for one in look.requests] == [1, 1]
+            assert look.num_running == 2
+            go.set()
+            await task
+
+    run(body, show_requests=True)
+
+
 @pytest.mark.parametrize("shown", [False, True])
 def test_a_request_and_its_blocks_fill_in_before_who_watches(shown: bool) -> None:
     async def body(fleet: FakeFleet) -> None:

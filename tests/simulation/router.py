@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import cast
@@ -289,10 +289,10 @@ class Routed:
         return Resume(committed_token_ids=tuple(self.request.token_ids), frontier=frontier)
 
 
-def _at_once(work: Coroutine[object, object, None]) -> None:
+def _at_once(work: Awaitable[None]) -> None:
     """Runs what waits for nothing."""
     try:
-        work.send(None)
+        next(work.__await__())
     except StopIteration:
         return
     raise AssertionError("it waits")
