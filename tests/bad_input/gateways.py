@@ -70,7 +70,7 @@ def _vllm(at: Facts) -> Iterator[tuple[str, Case]]:
 def _vllm_sampling(at: Facts) -> Iterator[tuple[str, Case]]:
     own = "sampling_params."
     wrong: dict[str, tuple[dict[str, Any], str]] = {
-        "n 2": ({"n": 2}, f"{own}n"), "n huge": ({"n": 2**32 - 1}, f"{own}n"),
+        "n beyond the fleet's": ({"n": 9}, "n"), "n huge": ({"n": 2**32 - 1}, "n"),
         "logprobs negative": ({"logprobs": -1}, f"{own}logprobs"),
         "logprobs 21": ({"logprobs": 21}, "output.logprobs"),
         "bias of a negative id": ({"logit_bias": {-1: 1.0}}, f"{own}logit_bias"),
