@@ -43,6 +43,7 @@ TARGETS = Targets(
 LONGEST_CUT_S = 12.0  # longer than a lease
 LONGEST_SLOW_S = 4.0
 SLOW_KBYTES_S = 64  # each way; connections are set up, and pages take seconds
+SEEN_S = 30.0  # for a slow network to lose something
 BACK_S = 120.0
 SETTLE_S = 120.0
 _TOOL_S = 30.0
@@ -100,12 +101,15 @@ class Network:
         """What exceeds a rate is lost, each way."""
         self._drop(name, f"limit rate over {SLOW_KBYTES_S} kbytes/second counter drop")
 
-    def mend(self, name: str) -> int:
-        """All is as before; how many packets were dropped meanwhile."""
-        nft = [*self.within(name), "nft"]
-        listed = json.loads(_run([*nft, "--json", "list", "table", "inet", _TABLE]))
-        _run([*nft, "delete", "table", "inet", _TABLE])
+    def dropped(self, name: str) -> int:
+        """How many packets were dropped since it was cut or slowed."""
+        command = [*self.within(name), "nft", "--json", "list", "table", "inet", _TABLE]
+        listed = json.loads(_run(command))
         return sum(packets for one in listed["nftables"] for packets in _counted(one))
+
+    def mend(self, name: str) -> None:
+        """All is as before."""
+        _run([*self.within(name), "nft", "delete", "table", "inet", _TABLE])
 
     @property
     def _bridge(self) -> str:
@@ -216,7 +220,10 @@ def _inject(fleet: SpreadFleet, network: Network, fault: Fault) -> Injected:
     injected = Injected(fault=fault, at_s=time.monotonic(), evidence="")
     (network.cut if fault.kind is Kind.NETWORK_CUT else network.slow)(fault.target)
     time.sleep(fault.hold_s)
-    dropped = network.mend(fault.target)
+    while not network.dropped(fault.target) and time.monotonic() < injected.at_s + SEEN_S:
+        time.sleep(0.1)
+    dropped = network.dropped(fault.target)
+    network.mend(fault.target)
     mended_s = time.monotonic()
     if dropped:
         held_s = mended_s - injected.at_s

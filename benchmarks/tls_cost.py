@@ -1,0 +1,109 @@
+"""What mutual TLS on every call costs a unary request.
+
+Two fleets of one prefill and one decode worker each: one in plain text; in the other client and
+router, and router and workers, show each other certificates. The same short request goes to both in
+pairs whose order alternates, over connections that last; the figure is the median of the pairs'
+differences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import grpc.aio
+
+from effuse.benchmarks.report import Figure
+from effuse.benchmarks.router_overhead import MAX_TOKENS, PROMPT
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.client.credentials import Credentials
+from effuse.protos.tls import TlsFiles
+from effuse.v1 import generation_pb2, generation_pb2_grpc
+
+PAIRS = 300
+WARM_UP = 40
+DEADLINE_S = 30.0
+_EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
+_NAMES = "subjectAltName=DNS:effuse-fleet,IP:127.0.0.1"
+
+
+def measure() -> tuple[list[Figure], list[str]]:
+    """No figure has a limit here; one note tells it."""
+    with tempfile.TemporaryDirectory(prefix="effuse-tls-") as home:
+        files = _certificates(Path(home))
+        plain_config, sealed_config = _config(()), _config(_flags("fleet", files))
+        with Fleet(plain_config) as plain, Fleet(sealed_config) as sealed:
+            open_s, sealed_s = asyncio.run(_alternate(plain.address, sealed.address, files))
+    added = [1e3 * (after - before) for before, after in zip(open_s, sealed_s, strict=True)]
+    low, middle, high = statistics.quantiles(added, n=4)
+    return [], [
+        f"mutual TLS adds {middle:.2f} ms to a unary request, median of {PAIRS} pairs ({low:.2f} "
+        f"to {high:.2f} in the middle half), to {1e3 * statistics.median(open_s):.2f} ms"
+    ]
+
+
+def _config(inside: tuple[str, ...]) -> FleetConfig:
+    outside = tuple(word.replace("--fleet-", "--tls-") for word in inside)
+    client_ca = tuple(word.replace("--tls-ca", "--tls-client-ca") for word in outside)
+    return FleetConfig(
+        connector="zmq",
+        worker_flags=("--device", "cpu", *inside),
+        router_flags=(*inside, *client_ca),
+        has_secret=False,
+    )
+
+
+def _flags(name: str, files: TlsFiles) -> tuple[str, ...]:
+    pairs = (("cert", files.cert), ("key", files.key), ("ca", files.ca))
+    return tuple(word for end, path in pairs for word in (f"--{name}-{end}", str(path)))
+
+
+async def _alternate(plain: str, sealed: str, files: TlsFiles) -> tuple[list[float], list[float]]:
+    times: tuple[list[float], list[float]] = ([], [])
+    async with (
+        Credentials().aio_channel(plain, ()) as one,
+        Credentials(tls=files).aio_channel(sealed, ()) as other,
+    ):
+        asks = [_ask(channel, into) for channel, into in zip((one, other), times, strict=True)]
+        for pair in range(WARM_UP + PAIRS):
+            for ask in asks if pair % 2 else asks[::-1]:
+                await ask()
+    return times[0][WARM_UP:], times[1][WARM_UP:]
+
+
+def _ask(channel: grpc.aio.Channel, into: list[float]) -> Callable[[], Awaitable[None]]:
+    stub = cast(
+        "generation_pb2_grpc.GenerationServiceAsyncStub",
+        generation_pb2_grpc.GenerationServiceStub(channel),
+    )
+    request = generation_pb2.GenerateRequest(
+        prompt_token_ids=generation_pb2.TokenIds(ids=PROMPT),
+        stopping=generation_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+    )
+
+    async def ask() -> None:
+        start = time.perf_counter()
+        await stub.Generate(request, timeout=DEADLINE_S)
+        into.append(time.perf_counter() - start)
+
+    return ask
+
+
+def _certificates(home: Path) -> TlsFiles:
+    """One pair of files for everybody, signed by an authority of its own."""
+    ca, ca_key, cert, key = (home / name for name in ("ca.pem", "ca.key", "one.pem", "one.key"))
+    _openssl("-subj", "/CN=authority", "-keyout", ca_key, "-out", ca)
+    signed = ("-CA", ca, "-CAkey", ca_key, "-addext", "basicConstraints=critical,CA:FALSE")
+    _openssl("-subj", "/CN=one", "-addext", _NAMES, *signed, "-keyout", key, "-out", cert)
+    return TlsFiles(cert=cert, key=key, ca=ca)
+
+
+def _openssl(*words: object) -> None:
+    command = ["openssl", "req", "-x509", *_EC, *map(str, words)]
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
