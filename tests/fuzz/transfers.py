@@ -167,9 +167,11 @@ class ZmqSurface:
                     count += 1
                 return count
 
-            yield Stranger(pair, say, heard, _lead_astray)
-            dealer.close()
-            context.term()
+            try:
+                yield Stranger(pair, say, heard, _lead_astray)
+            finally:
+                dealer.close()
+                context.term()
 
 
 class NixlSurface:
@@ -259,10 +261,12 @@ class HandshakeSurface:
                 ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 16, queued=2, keys=one)
                 for one in (None, keys)
             ]
-            yield Listeners(listeners)
-            await _check_honest(context, listeners[1], keys)
-            for listener in listeners:
-                listener.close()
+            try:
+                yield Listeners(listeners)
+                await _check_honest(context, listeners[1], keys)
+            finally:
+                for listener in listeners:
+                    listener.close()
         context.term()
 
 
@@ -274,11 +278,12 @@ async def _check_honest(
     keys.ask(member)
     member.setsockopt(zmq.LINGER, 0)
     member.connect(f"tcp://127.0.0.1:{listener.port}")
-    member.send(b"honest")
-    for _ in range(400):
-        if any(one.frames[0].bytes == b"honest" for one in listener.receive()):
-            break
-        await asyncio.sleep(0.05)
-    else:
+    try:
+        member.send(b"honest")
+        for _ in range(400):
+            if any(one.frames[0].bytes == b"honest" for one in listener.receive()):
+                return
+            await asyncio.sleep(0.05)
         raise AssertionError("who has the keys does not get through any more")
-    member.close()
+    finally:
+        member.close()
