@@ -19,6 +19,7 @@ from typing import cast
 
 import grpc.aio
 
+from effuse.benchmarks.direct import CONFIDENCE_THRESHOLD
 from effuse.benchmarks.report import Figure
 from effuse.benchmarks.router_overhead import MAX_TOKENS, PROMPT
 from effuse.cli.fleet import Fleet, FleetConfig
@@ -85,6 +86,7 @@ def _ask(channel: grpc.aio.Channel, into: list[float]) -> Callable[[], Awaitable
     request = generation_pb2.GenerateRequest(
         prompt_token_ids=generation_pb2.TokenIds(ids=PROMPT),
         stopping=generation_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
+        decoding=generation_pb2.DecodingParams(confidence_threshold=CONFIDENCE_THRESHOLD),
     )
 
     async def ask() -> None:
