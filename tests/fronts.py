@@ -24,6 +24,18 @@ from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker.config import WorkerConfig
 from effuse.worker.front import Front, Role
 
+SETTINGS = pb.DecodeSettings(
+    algorithm="d2f",
+    window=2,
+    confidence_threshold=0.9,
+    block_add_threshold=0.1,
+    full_activation_threshold=0.95,
+    score="confidence",
+    remasking="low_confidence_dynamic",
+    denoising_steps=2,
+)
+"""Of a decode request that a worker takes."""
+
 FAKE_ENGINE = "fake_engine"
 PROMPT = (5, 6, 7)
 NOBODY = 20011  # nobody listens there, and no kernel hands it out
@@ -189,16 +201,7 @@ def decode_request(name: str, incarnation: str, first_token: int = 5) -> pb.Deco
         max_tokens=3,
         stop_token_ids=[1],
         sampling=pb.DecodeSampling(top_p=1.0),
-        settings=pb.DecodeSettings(
-            algorithm="d2f",
-            window=2,
-            confidence_threshold=0.9,
-            block_add_threshold=0.1,
-            full_activation_threshold=0.95,
-            score="confidence",
-            remasking="low_confidence_dynamic",
-            denoising_steps=2,
-        ),
+        settings=SETTINGS,
         local=pb.LocalPrefill(),
     )
 

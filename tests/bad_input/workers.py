@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from bad_input.case import Case
 from bad_input.requests import Facts
+from fronts import SETTINGS
 
 from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
@@ -38,16 +39,7 @@ def decode_request(name: str, incarnation: str) -> pb.DecodeRequest:
         prompt_token_ids=PROMPT,
         max_tokens=3,
         sampling=pb.DecodeSampling(top_p=1.0),
-        settings=pb.DecodeSettings(
-            algorithm="d2f",
-            window=2,
-            confidence_threshold=0.9,
-            block_add_threshold=0.1,
-            full_activation_threshold=0.95,
-            score="confidence",
-            remasking="low_confidence_dynamic",
-            denoising_steps=2,
-        ),
+        settings=SETTINGS,
         local=pb.LocalPrefill(),
     )
 
