@@ -11,15 +11,11 @@ from chaos.plan import (
     OF_NETWORKS,
     Fault,
     Kind,
-    Targets,
     draw_plan,
+    targets_of,
 )
 
-TARGETS = Targets(
-    prefill=("prefill-0", "prefill-1"),
-    decode=("decode-0", "decode-1", "decode-2"),
-    routers=("router-0", "router-1"),
-)
+TARGETS = targets_of(2, 3)
 A_DECK, ITS_KILLS = 18, 9
 
 
@@ -53,3 +49,10 @@ def test_only_pauses_and_harm_to_links_last() -> None:
     for fault in plan(4, 200):
         assert (0 < fault.hold_s <= LONGEST_PAUSE_S) == (fault.kind in LASTING)
         assert (fault.target == "redis") == (fault.role == "redis")
+
+
+def test_all_but_kills_can_be_left_out() -> None:
+    kills = [fault for fault in plan(5, 40) if fault.kind in KILLS]
+    alone = draw_plan(5, 40, TARGETS, only_kills=True)
+    assert {fault.kind for fault in alone} == KILLS
+    assert len(alone) == len(kills) == 40
