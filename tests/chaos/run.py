@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="draws requests and faults")
     parser.add_argument("--requests", type=int, default=20_000, help="to be sent at least")
     parser.add_argument("--kills", type=int, default=1000, help="kills among the faults")
-    parser.add_argument("--only-kills", action="store_true", help="no other faults")
+    parser.add_argument("--only-workers-killed", action="store_true", help="no other faults")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no fault begins later")
     parser.add_argument("--prefill", type=int, default=2, help="workers, at least two")
     parser.add_argument("--decode", type=int, default=3, help="workers, at least two")
@@ -55,7 +55,9 @@ def main() -> int:
         seed=found.seed, connector=found.connector, model=model, all_cancel=found.all_cancel
     )
     targets = targets_of(found.prefill, found.decode)
-    plan = draw_plan(found.seed, found.kills, targets, only_kills=found.only_kills)
+    plan = draw_plan(
+        found.seed, found.kills, targets, only_workers_killed=found.only_workers_killed
+    )
     ledger.fault_s = found.seconds
     try:
         carry_out(ledger, targets, plan, found.requests, home, partial(print, flush=True))

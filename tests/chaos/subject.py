@@ -163,7 +163,7 @@ class Subject:
                     yield name
 
     def _lasting_keys(self) -> Iterator[str]:
-        indexes = (self._keys.workers, self._keys.ended)  # bounded, and emptied by who writes them
+        indexes = (self._keys.workers,)  # bounded, and emptied by who writes it
         with self.redis_client() as client:
             for key in client.scan_iter(match="*"):
                 if _text(key) not in indexes and client.ttl(key) == _NO_EXPIRY:

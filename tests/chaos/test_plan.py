@@ -9,6 +9,7 @@ from chaos.plan import (
     LASTING,
     LONGEST_PAUSE_S,
     OF_NETWORKS,
+    OF_WORKERS,
     Fault,
     Kind,
     draw_plan,
@@ -51,8 +52,8 @@ def test_only_pauses_and_harm_to_links_last() -> None:
         assert (fault.target == "redis") == (fault.role == "redis")
 
 
-def test_all_but_kills_can_be_left_out() -> None:
-    kills = [fault for fault in plan(5, 40) if fault.kind in KILLS]
-    alone = draw_plan(5, 40, TARGETS, only_kills=True)
-    assert {fault.kind for fault in alone} == KILLS
-    assert len(alone) == len(kills) == 40
+def test_all_but_kills_of_workers_can_be_left_out() -> None:
+    found = draw_plan(5, 40, TARGETS, only_workers_killed=True)
+    assert {fault.kind for fault in found} == OF_WORKERS
+    assert {fault.target for fault in found} == set(TARGETS.workers)
+    assert len(found) == 40
