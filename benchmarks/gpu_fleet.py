@@ -130,8 +130,8 @@ FULL = Plan(
 # What two GPUs measure in six minutes, where fleets run one after the other.
 PAIR = replace(
     FULL,
-    rates=(4, 8, 12, 16, 20, 22),
-    swept_rates=(4, 8, 12),
+    rates=(4, 8, 16, 20, 22),
+    swept_rates=(4, 8),
     split=(split(4096, 64), split(4096, 16, "zmq")),
     colocated=(colocated(4096, 64), colocated(2048, 4)),
     warm_s=2.0,
