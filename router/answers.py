@@ -19,7 +19,7 @@ import msgspec
 from effuse.router.answer import AnswerRun
 from effuse.router.attempt import AttemptListener
 from effuse.router.detokenizer import AnswerText
-from effuse.router.policy import Placement, WorkerLife, life_of
+from effuse.router.policy import Placement, WorkerLife
 from effuse.router.request import Request
 from effuse.router.request_states import State
 from effuse.router.router import Router
@@ -94,7 +94,7 @@ class SideBySide:
     def note_reserved(self, placement: Placement) -> None:
         """Others may join it there from now on; wherever it goes later, they live by themselves."""
         if self._place is None:
-            self._place = life_of(placement.decode)
+            self._place = placement.decode.life
             self._is_reserved.set()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from msgspec.structs import replace
 
 import msgspec
 import pytest
