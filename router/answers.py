@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 
-import msgspec
+from msgspec.structs import replace
 
 from effuse.router.answer import AnswerRun
 from effuse.router.attempt import AttemptListener
@@ -160,4 +159,5 @@ def add_up(request: Request) -> None:
 
 
 def _asked_of(asked: Asked, index: int) -> Asked:
-    return replace(asked, sampling=msgspec.structs.replace(asked.sampling, answer_index=index))
+    sampling = replace(asked.sampling, answer_index=index)
+    return replace(asked, sampling=sampling)
