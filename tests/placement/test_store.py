@@ -204,9 +204,9 @@ def test_lists_of_placements_end_with_their_last_one_where_nobody_writes(
             lists = {"running": store.keys.running, "finished": store.keys.ended}
             for state, key in lists.items():
                 long = redis_server.placement(request_id=f"long {state}", state=state)
-                await store.place(long, LONG_S)
+                await store.place([(long, LONG_S)])
                 short = redis_server.placement(request_id=f"short {state}", state=state)
-                await store.place(short, 0.05)
+                await store.place([(short, 0.05)])
                 assert 900 * LONG_S < int(plain.pttl(key)) <= 1000 * LONG_S
             await store.claim(redis_server.placement(request_id="claimed"), "digest", 2 * LONG_S)
             assert int(plain.pttl(store.keys.running)) > 1000 * LONG_S
