@@ -58,7 +58,7 @@ class Stats:
 
 
 def _seconds(duration: Duration) -> float:
-    return duration.ToTimedelta().total_seconds()
+    return duration.seconds + duration.nanos / 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ the model (its vocabulary, block size and context), which who knows the model ch
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -56,16 +56,15 @@ class Bounds:
     above_low: bool = False  # `low` itself is left out
     or_zero: bool = False  # 0 is good, too
     note: str = ""  # ends `form`
+    is_whole: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_whole", isinstance(self.low, int))
 
     def __contains__(self, value: float) -> bool:
-        if self.or_zero and value == 0:
+        if self.low < value <= self.high:
             return True
-        return self.low <= value <= self.high and not (self.above_low and value == self.low)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether whole numbers are meant."""
-        return isinstance(self.low, int)
+        return (value == self.low and not self.above_low) or (value == 0 and self.or_zero)
 
     @property
     def form(self) -> str:
@@ -285,15 +284,14 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+_FLOAT32: Final = struct.Struct("f")
+
+
 def _check_numbers(value: msgspec.Struct, bounds: Mapping[str, Bounds]) -> None:
     for name, accepted in bounds.items():
         found = getattr(value, name)
         if found not in accepted:
             raise SettingError(name, accepted.form, found)
         if not accepted.is_whole:
-            msgspec.structs.force_setattr(value, name, _as_float32(found))
-
-
-def _as_float32(value: float) -> float:
-    (rounded,) = struct.unpack("f", struct.pack("f", value))
-    return float(rounded)
+            (rounded,) = _FLOAT32.unpack(_FLOAT32.pack(found))
+            msgspec.structs.force_setattr(value, name, rounded)

@@ -112,7 +112,7 @@ class FleetView:
     def workers(self, role: Role | None = None) -> tuple[WorkerRecord, ...]:
         """Returns the live workers, draining ones included, in the order of their ids."""
         alive = self._snapshot.alive(self._now())
-        return tuple(record for record in alive if role in (None, record.role))
+        return tuple(alive if role is None else [one for one in alive if one.role == role])
 
     def worker(self, worker_id: str) -> WorkerRecord | None:
         """Returns one live worker."""

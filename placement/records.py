@@ -130,6 +130,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     quarantines: Annotated[tuple[Quarantine, ...], Meta(max_length=MOST_QUARANTINES)] = ()
 
     @cached_property
+    def life(self) -> tuple[str, str]:
+        """Which life of which worker: its id and incarnation."""
+        return self.worker_id, self.incarnation
+
+    @cached_property
     def _links_by_life(self) -> dict[tuple[str, str], Link]:
         return {(link.peer, link.peer_incarnation): link for link in self.links}
 

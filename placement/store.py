@@ -193,14 +193,30 @@ class Store:
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return [(cast(bytes, record), cast(int, left) / 1000) for record, left in pairs]
 
-    async def place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
-        """Writes a placement for `lifetime_s`; of ended ones the oldest go beyond `most_ended`.
+    async def place(self, placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+        """Writes placements, each for so many seconds, in one round trip; of ended ones the oldest
+        go beyond `most_ended`.
 
         Over one that runs, an older attempt or, as long as its own lives, another router's is
-        refused. Raises `StoreFull`
-        where Redis has no memory left for it.
+        refused. Raises `StoreFull` where Redis has no memory left for one of them; those before it
+        are written.
         """
-        keys = [self.keys.request(record.request_id), self.keys.running, self.keys.ended]
+
+        async def write() -> object:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for record, lifetime_s in placements:
+                    keys, args = self._placing(record, lifetime_s)
+                    await self._place(keys, args, client=pipeline)  # is only put into it here
+                return await pipeline.execute()
+
+        told = await self._ask_redis(write, self.placement_circuit)
+        return [cast(Placing, one.decode()) for one in cast(list[bytes], told)]
+
+    def _placing(
+        self, record: PlacementRecord, lifetime_s: float
+    ) -> tuple[list[str], list[str | bytes | int]]:
+        """Keys and arguments of the script that writes a placement."""
+        keys = self.keys
         args: list[str | bytes | int] = [
             record.request_id,
             record.attempt,
@@ -209,12 +225,10 @@ class Store:
             encode(record),
             _ms(lifetime_s),
             self._most_ended,
-            self.keys.request_prefix,
-            self.keys.router_prefix,
+            keys.request_prefix,
+            keys.router_prefix,
         ]
-        circuit = self.placement_circuit
-        answer = await self._run_script(self._place, keys, args, circuit)
-        return cast(Placing, cast(bytes, answer).decode())
+        return [keys.request(record.request_id), keys.running, keys.ended], args
 
     async def placement(self, request_id: str) -> bytes | None:
         """Returns the stored placement of a request, undecoded; None where there is none.

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from effuse.placement.records import PlacementRecord
@@ -37,6 +38,9 @@ class KeptAnswer:
     response: bytes
     keep_s: float
 
+
+MOST_TOGETHER: Final = 64
+"""Records in one round trip: a call to Redis costs a router several times what a record does."""
 
 MOST_PENDING_BYTES: Final = 32 << 20
 """Of answers that wait to be written."""
@@ -125,19 +129,21 @@ class PlacementWriter:
 
     async def _write_all(self) -> bool:
         while self._pending:
-            request_id, record = next(iter(self._pending.items()))
+            records = list(islice(self._pending.values(), MOST_TOGETHER))
             try:
-                await self._write_answer(request_id)
-                answer = await self._store.place(record, self._lifetime_s(record))
+                for record in records:
+                    await self._write_answer(record.request_id)
+                told = await self._store.place([(one, self._lifetime_s(one)) for one in records])
             except StoreUnavailable as error:
-                LOG.debug("placement of %s waits: %s", request_id, error)
+                LOG.debug("%d placements wait: %s", len(self._pending), error)
                 if isinstance(error, StoreFull):
                     self._note_full(str(error))
                 return False
             if self.is_full:
                 LOG.warning("Redis takes placements again")
                 self.is_full = False
-            self._note_answer(record, answer)
+            for record, answer in zip(records, told, strict=True):
+                self._note_answer(record, answer)
         self._empty.set()
         return True
 

@@ -148,8 +148,9 @@ class FleetChannel(MetadataChannel):
     async def prove(self) -> None:
         """Returns once who answers at the address has shown that it knows the secret, which it does
         once in each connection. Raises `PeerLost` where it has not."""
-        is_connected = self.get_state() is grpc.ChannelConnectivity.READY
-        if self._secret is None or (self._is_proven and is_connected):
+        if self._secret is None:
+            return
+        if self._is_proven and self.get_state() is grpc.ChannelConnectivity.READY:
             return
         self._is_proven = False
         nonce = secrets.token_bytes(NONCE_BYTES)

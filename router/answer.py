@@ -12,8 +12,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from effuse.placement.records import WorkerRecord
 from effuse.protos.errors import (

@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 
-import msgspec
+from msgspec.structs import replace
 
 from effuse.router.answer import AnswerRun
 from effuse.router.attempt import AttemptListener
 from effuse.router.detokenizer import AnswerText
-from effuse.router.policy import Placement, WorkerLife, life_of
+from effuse.router.policy import Placement, WorkerLife
 from effuse.router.request import Request
 from effuse.router.request_states import State
 from effuse.router.router import Router
@@ -94,7 +93,7 @@ class SideBySide:
     def note_reserved(self, placement: Placement) -> None:
         """Others may join it there from now on; wherever it goes later, they live by themselves."""
         if self._place is None:
-            self._place = life_of(placement.decode)
+            self._place = placement.decode.life
             self._is_reserved.set()
 
 
@@ -160,4 +159,5 @@ def add_up(request: Request) -> None:
 
 
 def _asked_of(asked: Asked, index: int) -> Asked:
-    return replace(asked, sampling=msgspec.structs.replace(asked.sampling, answer_index=index))
+    sampling = replace(asked.sampling, answer_index=index)
+    return replace(asked, sampling=sampling)

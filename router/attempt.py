@@ -25,7 +25,7 @@ from effuse.router.client import Recipient
 from effuse.router.detokenizer import draft_text
 from effuse.router.fleet import DecodeDemand
 from effuse.router.ladder import Failure, FailureKind, judge
-from effuse.router.policy import Placement, life_of
+from effuse.router.policy import Placement
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State
 from effuse.router.router import Router
@@ -247,7 +247,7 @@ class Attempt:
         self._share.end_prompt()
         writer, decode = self._placement.prefill, self._placement.decode
         if writer is not None:
-            self._router.fleet.standing.note_handoff((life_of(writer), life_of(decode)))
+            self._router.fleet.standing.note_handoff((writer.life, decode.life))
 
     def _describe_draft(
         self, draft: worker_pb2.DecodeDraft

@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -167,11 +167,11 @@ class PrefillCall:
             raise PeerLost(f"{self._peer} ended its call before the pages were pushed")
 
 
-class OpenCall(Protocol):
-    """A call of ours that has not ended yet."""
+class Ending(Protocol):
+    """A call of ours, or the task that reads it."""
 
-    async def code(self) -> grpc.StatusCode:
-        """Its status, once it has ended."""
+    def add_done_callback(self, callback: Callable[[Any], None], /) -> object:
+        """Calls it once this has ended."""
 
 
 class Cleanup:
@@ -181,7 +181,8 @@ class Cleanup:
         self._fleet = fleet
         self._settle_s = settle_s
         self._aborts: asyncio.TaskGroup | None = None
-        self._settling: asyncio.TaskGroup | None = None
+        self._all_settled = asyncio.Event()
+        self._all_settled.set()
         self.num_open = 0  # attempts whose calls are still to end
         self.num_late = 0  # those that had to be cut off, ever
         self.num_aborts = 0
@@ -193,12 +194,10 @@ class Cleanup:
         async with asyncio.TaskGroup() as aborts:
             self._aborts = aborts
             try:
-                async with asyncio.TaskGroup() as settling:
-                    self._settling = settling
-                    try:
-                        yield
-                    finally:
-                        self._settling = None
+                yield
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._settle_s + ABORT_S):  # long cut off by then
+                        await self._all_settled.wait()
             finally:
                 self._aborts = None
 
@@ -212,17 +211,39 @@ class Cleanup:
 
     def settle_calls(
         self,
-        calls: Sequence[OpenCall],
+        calls: Sequence[Ending],
         readers: Sequence[asyncio.Task[None]],
         end_calls: Callable[[], None] | None = None,
     ) -> None:
         """Takes over what an attempt leaves. `end_calls` makes every call of it end; it is called
         where that has not happened in time."""
-        if self._settling is None:
+        if self._aborts is None:
             _cut_off(readers, end_calls)
             return
+        num_left = len(calls) + len(readers)
         self.num_open += 1
-        self._settling.create_task(self._settle(calls, readers, end_calls))
+        self._all_settled.clear()
+
+        def cut_off() -> None:
+            self.num_late += 1
+            _cut_off(readers, end_calls)
+
+        def note_end(_: object) -> None:
+            nonlocal num_left
+            num_left -= 1
+            if not num_left:
+                late.cancel()
+                self._note_settled()
+
+        # A timer and no task: every request passes here, and hardly one is late.
+        late = asyncio.get_running_loop().call_later(self._settle_s, cut_off)
+        for one in (*calls, *readers):
+            one.add_done_callback(note_end)
+
+    def _note_settled(self) -> None:
+        self.num_open -= 1
+        if not self.num_open:
+            self._all_settled.set()
 
     async def _abort(self, worker: WorkerRecord, request: worker_pb2.AbortRequest) -> None:
         try:
@@ -232,26 +253,6 @@ class Cleanup:
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise
-
-    async def _settle(
-        self,
-        calls: Sequence[OpenCall],
-        readers: Sequence[asyncio.Task[None]],
-        end_calls: Callable[[], None] | None,
-    ) -> None:
-        try:
-            async with asyncio.timeout(self._settle_s):
-                for call in calls:
-                    await call.code()
-                if readers:
-                    await asyncio.wait(readers)
-        except TimeoutError:
-            self.num_late += 1
-            _cut_off(readers, end_calls)
-            if readers:
-                await asyncio.wait(readers)
-        finally:
-            self.num_open -= 1
 
 
 def _cut_off(readers: Sequence[asyncio.Task[None]], end_calls: Callable[[], None] | None) -> None:

@@ -56,9 +56,9 @@ class Catalogue:
     def live(self) -> dict[str, ModelInfo]:
         """Models that a worker serves or will again, by name. Decode workers describe them first,
         and of several always the same one, so that equal requests take equal defaults."""
-        records = [
-            c.record for c in self._fleet.candidates() if c.condition is not Condition.DRAINING
-        ]
+        condition = self._fleet.standing.condition
+        known = self._fleet.records()
+        records = [one for one in known if condition(one) is not Condition.DRAINING]
         records.sort(key=lambda record: (record.role == "decode", record.worker_id))
         models = {record.model.name: record.model for record in records}
         self._known |= models

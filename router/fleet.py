@@ -21,6 +21,7 @@ from effuse.protos.errors import PeerLost
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.calls import is_task_cancelled
 from effuse.router.policy import (
+    IDLE,
     AttemptNeeds,
     Candidate,
     Condition,
@@ -33,7 +34,6 @@ from effuse.router.policy import (
     WorkerLife,
     choose_own,
     has_own,
-    life_of,
     place,
     prospect,
     why_refused,
@@ -105,13 +105,18 @@ class RoutedFleet:
         """Who prefills."""
         return self._mode
 
-    def candidates(self) -> list[Candidate]:
-        """Every worker that lives or may come back, with our account of it."""
-        alive = self._view.workers()
+    def records(self) -> Sequence[WorkerRecord]:
+        """Every worker that lives or may come back."""
+        alive, absent = self._view.workers(), self.standing.absent
+        if not absent:
+            return alive
         names = {record.worker_id for record in alive}
-        gone = [record for record in self.standing.absent if record.worker_id not in names]
+        return [*alive, *(record for record in absent if record.worker_id not in names)]
+
+    def candidates(self) -> list[Candidate]:
+        """The same workers, with our account of them."""
         suspects = self.standing.suspects()
-        return [self._candidate(record, suspects) for record in (*alive, *gone)]
+        return [self._candidate(record, suspects) for record in self.records()]
 
     def need(
         self,
@@ -164,7 +169,7 @@ class RoutedFleet:
             return
         for record in choose_own(self.candidates(), need):
             LOG.info("%s is kept for request %s alone", record.worker_id, holder.request_id)
-            self._kept[life_of(record)] = holder
+            self._kept[record.life] = holder
 
     def release_workers(self, holder: Holder) -> None:
         """Others may have them again."""
@@ -196,7 +201,7 @@ class RoutedFleet:
         self._count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
         if prefill is not None:
             self._count_in_flight(prefill, 1, prompt_len)
-            self.standing.note_try((life_of(prefill), life_of(decode)))
+            self.standing.note_try((prefill.life, decode.life))
         try:
             yield share
         finally:
@@ -244,7 +249,7 @@ class RoutedFleet:
         absent = self.standing.absent
         told = await asyncio.gather(*(self._ask(record) for record in absent))
         for record, condition in zip(absent, told, strict=True):
-            if self.standing.hear(life_of(record), condition):
+            if self.standing.hear(record.life, condition):
                 LOG.info("%s is ready again", record.worker_id)
                 self.announce_change()
 
@@ -293,7 +298,7 @@ class RoutedFleet:
         """Drops what is kept of workers that are neither alive, nor in use, nor may come back."""
         alive = self._view.workers()
         self.standing.forget_gone(alive)
-        lives = {life_of(r) for r in alive}
+        lives = {r.life for r in alive}
         addresses = {r.address for r in (*alive, *self.standing.absent)}
         for life, in_flight in list(self._in_flight.items()):
             if in_flight.requests:
@@ -323,10 +328,10 @@ class RoutedFleet:
         self._peers.clear()
 
     def _candidate(self, record: WorkerRecord, suspects: Collection[WorkerLife]) -> Candidate:
-        life = life_of(record)
+        life = record.life
         return Candidate(
             record,
-            self._in_flight.get(life, InFlight()),
+            self._in_flight.get(life, IDLE),
             condition=self.standing.condition(record),
             is_full=self.standing.is_full(life),
             is_suspect=life in suspects,
@@ -337,9 +342,9 @@ class RoutedFleet:
     def _count_in_flight(
         self, record: WorkerRecord, requests: int, tokens: int, own_prompts: int = 0
     ) -> None:
-        life = life_of(record)
+        life = record.life
         self._addresses[life] = record.address
-        before = self._in_flight.get(life, InFlight())
+        before = self._in_flight.get(life, IDLE)
         self._in_flight[life] = InFlight(
             requests=before.requests + requests,
             tokens=before.tokens + tokens,

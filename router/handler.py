@@ -87,7 +87,7 @@ def accept(
         deadline=asyncio.get_running_loop().time() + limit_s,
         tenant=tenant,
         asked_digest=asked_digest,
-        is_repeated=any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ()),
+        is_repeated=bool(asked_digest) and _is_repeated(context),
     )
 
 
@@ -219,6 +219,10 @@ def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:
     if elapsed_s >= 0.99 * limit_s - ON_THE_WAY_S:
         return DeadlineExceeded(f"the client's deadline of {limit_s:.3g} s passed")
     return Cancelled("the client cancelled")
+
+
+def _is_repeated(context: grpc.aio.ServicerContext[Sent, Response]) -> bool:
+    return any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ())
 
 
 def _request_id(message: pb.GenerateRequest) -> str:

@@ -32,7 +32,7 @@ from effuse.protos.errors import (
     Unavailable,
     Unreserved,
 )
-from effuse.router.policy import Condition, Pair, Placement, WorkerLife, life_of
+from effuse.router.policy import Condition, Pair, Placement, WorkerLife
 
 
 class FailureKind(Enum):
@@ -99,7 +99,7 @@ def judge(
     if not error.retryable and kind not in _RETRIED_ANYWAY:
         return Failure(FailureKind.FINAL, error, worker)
     if is_handoff and writer is not None and kind in _IN_HANDOFF:
-        pair = (life_of(writer), life_of(placement.decode))
+        pair = (writer.life, placement.decode.life)
         return Failure(FailureKind.HANDOFF, error, worker, pair)
     return Failure(_OUTCOMES.get(kind, FailureKind.FINAL), error, worker)
 
@@ -126,7 +126,7 @@ class Setbacks:
 
     def add(self, failure: Failure, now: float) -> None:
         """Takes a failed attempt into account."""
-        life = life_of(failure.worker)
+        life = failure.worker.life
         told = f"{failure.worker.worker_id}: {failure.error.message[:80]}"
         if failure.outcome in REFUSALS:
             self.refusals[f"{failure.worker.worker_id} {failure.outcome.value}"] += 1

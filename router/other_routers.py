@@ -18,6 +18,9 @@ LOG: Final = logging.getLogger(__name__)
 EXCHANGE_S: Final = 0.1
 """How often routers tell each other: for so long two may both take a seat that was free."""
 
+ALONE_S: Final = 0.5
+"""How often one that knows of no other looks for one, which has heard of it by then."""
+
 LEASE_S: Final = 3.0
 """How long a router that is not heard counts as alive."""
 
@@ -51,6 +54,11 @@ class OtherRouters:
     def num_alive(self) -> int:
         """Other routers, as far as they were heard."""
         return len(self._others)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next exchange."""
+        return EXCHANGE_S if self._others else ALONE_S
 
     def address_of(self, router_id: str) -> str:
         """Where clients find another router; empty where it is not known."""
@@ -91,6 +99,8 @@ class OtherRouters:
         What others leave free, and no more than our share while one of them has requests that wait.
         Where they cannot be heard it is our share, whatever they had last."""
         seats = worker.capacity.max_num_seqs
+        if not self._others:
+            return seats
         wanting = [other for other in self._others.values() if other.waiting or other.loads]
         if not wanting:
             return seats

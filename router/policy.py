@@ -6,9 +6,11 @@ Pure: filter, score, pick over values. What is in flight and who takes part come
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from effuse.placement.records import Role, WorkerRecord
 
@@ -28,14 +30,16 @@ Fingerprint = tuple[tuple[str, str], ...]
 """Weights, layout and rules of a worker, by name: where they are equal, answers are."""
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlight(Struct, frozen=True):
     """What this router has on a worker now; its load report tells of that only later."""
 
     requests: int = 0
     tokens: int = 0  # prompt tokens for a prefill worker, prompt and answer for a decode worker
     own_prompts: int = 0  # tokens of prompts that a decode worker has yet to prefill for itself
     placed: int = 0  # requests ever, to take turns among equals
+
+
+IDLE: Final = InFlight()
 
 
 class Condition(Enum):
@@ -55,8 +59,7 @@ class Holder(NamedTuple):
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """A worker as the policy sees it."""
 
     record: WorkerRecord
@@ -70,7 +73,7 @@ class Candidate:
     @property
     def life(self) -> WorkerLife:
         """Which life of which worker."""
-        return life_of(self.record)
+        return self.record.life
 
     @property
     def num_seats(self) -> int:
@@ -94,8 +97,7 @@ class Candidate:
         return self.in_flight.own_prompts < most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptNeeds:
+class AttemptNeeds(Struct, frozen=True, kw_only=True):
     """What an attempt asks of the fleet."""
 
     model: str
@@ -110,8 +112,7 @@ class AttemptNeeds:
     num_answers: int = 1  # to the same prompt, of which this is the first one
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """The workers of one attempt; without `prefill` the decode worker prefills for itself."""
 
     decode: WorkerRecord
@@ -188,7 +189,7 @@ def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[Work
 
 def _idle(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The same workers with nothing in them."""
-    return [replace(c, in_flight=InFlight(), seats=None, is_full=False) for c in candidates]
+    return [replace(c, in_flight=IDLE, seats=None, is_full=False) for c in candidates]
 
 
 def _may_keep_one(candidates: Sequence[Candidate], need: AttemptNeeds, role: Role) -> bool:
@@ -244,11 +245,6 @@ def live_workers(
         if c.condition is Condition.READY and model in (None, c.record.model.name)
     ]
     return [r for r in ready if r.role == "prefill"], [r for r in ready if r.role == "decode"]
-
-
-def life_of(record: WorkerRecord) -> WorkerLife:
-    """Which life of which worker."""
-    return record.worker_id, record.incarnation
 
 
 def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:

@@ -29,7 +29,6 @@ from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
 from effuse.router.kserve import InferenceServicer
 from effuse.router.monitor import MonitorServicer
-from effuse.router.other_routers import EXCHANGE_S
 from effuse.router.policy import live_workers
 from effuse.router.prompt import Texts
 from effuse.router.router import Router
@@ -246,7 +245,7 @@ async def _tell_others(router: Router) -> None:
     """Keeps our account of seats in step with other routers, until cancelled."""
     while True:
         await router.tell_others()
-        await asyncio.sleep(EXCHANGE_S)
+        await asyncio.sleep(router.others.pause_s)
 
 
 async def _share_refusals(router: Router) -> None:

@@ -34,7 +34,7 @@ from effuse.router.metrics import RouterMetrics
 from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
-from effuse.router.policy import Condition, Prospect, life_of
+from effuse.router.policy import Condition, Prospect
 from effuse.router.request import Request
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
@@ -185,7 +185,7 @@ class Router:
             return
         worker = failure.worker
         death = EngineDeath(
-            life_of(worker),
+            worker.life,
             worker.role,
             num_tokens=len(request.token_ids),
             was_alone=worker.role in request.alone,

@@ -16,7 +16,7 @@ from typing import Final
 
 from effuse.placement.records import WorkerRecord
 from effuse.router.ladder import Failure, FailureKind
-from effuse.router.policy import Condition, Pair, WorkerLife, life_of
+from effuse.router.policy import Condition, Pair, WorkerLife
 
 SUSPICION_S: Final = 6.0
 """How long a worker that failed comes after others: longer than its lease (3 s) holds, and than an
@@ -71,7 +71,7 @@ class Standing:
     def note(self, failure: Failure) -> None:
         """Takes a failed attempt into account."""
         record, now = failure.worker, self._now()
-        life = life_of(record)
+        life = record.life
         match failure.outcome:
             case FailureKind.UNREADY | FailureKind.LOST:
                 self._absent[life] = Absence(record, failure.condition)
@@ -112,7 +112,7 @@ class Standing:
     def forget_gone(self, alive: Collection[WorkerRecord]) -> None:
         """Forgets what is over, given all workers that hold a lease: lives that others have
         followed, and those without a lease whose front is silent."""
-        lives, names = {life_of(r) for r in alive}, {r.worker_id for r in alive}
+        lives, names = {r.life for r in alive}, {r.worker_id for r in alive}
         self._absent = {
             life: one
             for life, one in self._absent.items()
@@ -132,14 +132,15 @@ class Standing:
 
     def condition(self, record: WorkerRecord) -> Condition:
         """Whether it takes part."""
-        absence = self._absent.get(life_of(record))
+        absence = self._absent.get(record.life)
         if absence is not None:
             return absence.condition
         return _ANNOUNCED.get(record.state, Condition.DRAINING)
 
     def is_full(self, life: WorkerLife) -> bool:
         """Whether it said a moment ago that it takes no more."""
-        return self._full_until.get(life, 0.0) > self._now()
+        until = self._full_until.get(life)
+        return until is not None and until > self._now()
 
     def suspects(self) -> set[WorkerLife]:
         """Workers that come after others."""

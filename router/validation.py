@@ -8,7 +8,7 @@ before the prompt is tokenised. Not here: its input (`findings.py`), whether the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -51,27 +51,52 @@ from effuse.router.findings import Findings, check_input
 from effuse.v1 import generation_pb2 as pb
 
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
-ALGORITHM_NAMES: Final = tuple(pb.Algorithm.keys())
-SCORE_NAMES: Final = tuple(pb.Score.keys())
-REMASKING_NAMES: Final = tuple(pb.Remasking.keys())
-ALG_NAMES: Final = tuple(pb.Alg.keys())
-CACHE_NAMES: Final = tuple(pb.Cache.keys())
 PRIORITY_NAMES: Final = tuple(pb.Priority.keys())
 _PRIORITIES: Final = {number: name for name, number in PRIORITIES.items()}
 _ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
-_SCORES: Final = {number: name for name, number in SCORES.items()}
-_CACHES: Final = {number: name for name, number in CACHES.items()}
-_ALGS: Final = {number: name for name, number in ALGS.items()}
 _REMASKINGS: Final = {number: name for name, number in REMASKINGS.items()}
+NAMED_KNOBS: Final[Mapping[str, Mapping[Any, str]]] = {
+    "algorithm": _ALGORITHMS,
+    "score": {number: name for name, number in SCORES.items()},
+    "remasking": _REMASKINGS,
+    "alg": {number: name for name, number in ALGS.items()},
+    "cache": {number: name for name, number in CACHES.items()},
+}
+"""Fields of DecodingParams that are names, by their numbers on the wire."""
+_WIRE_NAMES: Final[Mapping[str, Sequence[str]]] = {
+    "algorithm": tuple(pb.Algorithm.keys()),
+    "score": tuple(pb.Score.keys()),
+    "remasking": tuple(pb.Remasking.keys()),
+    "alg": tuple(pb.Alg.keys()),
+    "cache": tuple(pb.Cache.keys()),
+}
 
-EDITS: Final[Mapping[str, Bounds]] = {
+DRAWS: Final[Mapping[str, Bounds]] = {
+    "temperature": TEMPERATURE,
+    "top_p": TOP_P,
+    "top_k": TOP_K,
     "min_p": MIN_P,
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
     "repetition_penalty": REPETITION,
 }
-"""Fields of SamplingParams that change logits before a token is drawn."""
+"""Fields of SamplingParams that are numbers with bounds."""
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
+NUMBERS: Final[Mapping[str, Bounds]] = {
+    **dict.fromkeys(THRESHOLDS, THRESHOLD),
+    "window": WINDOW,
+    "denoising_steps": DENOISING_STEPS,
+    "block_length": BLOCK_LENGTH,
+    "steps": STEPS,
+    "cfg_scale": CFG_SCALE,
+    "eps": EPS,
+    "alg_temp": ALG_TEMP,
+    "entropy_bound": ENTROPY,
+    "editing_threshold": THRESHOLD,
+    "max_post_steps": POST_STEPS,
+    "factor": FACTOR,
+}
+"""The same of DecodingParams."""
 KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
     "d2f": {"window", "score", *THRESHOLDS},
     "block_diffusion": {
@@ -99,8 +124,7 @@ ORDERS: Final[Mapping[Algorithm, Sequence[Remasking]]] = {
 """Values of `remasking` that each algorithm knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A request whose settings are resolved and right. Its prompt is text, a chat or ids."""
 
     model: ModelInfo
@@ -132,7 +156,8 @@ class Asked:
         """The same with the seed `fresh`, a uint64, where the client set none."""
         if self.has_seed:
             return self
-        return replace(self, sampling=msgspec.structs.replace(self.sampling, seed=fresh))
+        sampling = msgspec.structs.replace(self.sampling, seed=fresh)
+        return msgspec.structs.replace(self, sampling=sampling)
 
 
 def validate(
@@ -222,15 +247,13 @@ def _check_sampling(
     refused: Mapping[int, str],
     findings: Findings,
 ) -> None:
-    if sampling.HasField("temperature"):
-        findings.number("sampling.temperature", sampling.temperature, TEMPERATURE)
-    if sampling.HasField("top_p"):
-        findings.number("sampling.top_p", sampling.top_p, TOP_P)
-    if sampling.HasField("top_k"):
-        findings.number("sampling.top_k", sampling.top_k, replace(TOP_K, high=model.vocab_size))
-    for name, bounds in EDITS.items():
-        if sampling.HasField(name):
-            findings.number(f"sampling.{name}", getattr(sampling, name), bounds)
+    for field, value in sampling.ListFields():
+        name = field.name
+        if (bounds := DRAWS.get(name)) is None:
+            continue
+        if name == "top_k":
+            bounds = replace(bounds, high=model.vocab_size)
+        findings.number(f"sampling.{name}", value, bounds)
     _check_bias(sampling.logit_bias, refused, model, findings)
 
 
@@ -282,52 +305,28 @@ def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Fin
 
 def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Findings) -> Algorithm:
     """Checks the knobs and returns the algorithm they are for."""
-    findings.choice("decoding.algorithm", decoding.algorithm, ALGORITHM_NAMES)
-    findings.choice("decoding.score", decoding.score, SCORE_NAMES)
-    findings.choice("decoding.remasking", decoding.remasking, REMASKING_NAMES)
-    findings.choice("decoding.alg", decoding.alg, ALG_NAMES)
-    findings.choice("decoding.cache", decoding.cache, CACHE_NAMES)
-    for name in THRESHOLDS:  # one that is not set reads as 0, which is in range
-        findings.number(f"decoding.{name}", getattr(decoding, name), THRESHOLD)
-    for name, bounds in (
-        ("window", WINDOW),
-        ("denoising_steps", _up_to_block_size(DENOISING_STEPS, model)),
-        ("block_length", BLOCK_LENGTH),
-        ("steps", STEPS),
-        ("cfg_scale", CFG_SCALE),
-        ("eps", EPS),
-        ("alg_temp", ALG_TEMP),
-        ("entropy_bound", ENTROPY),
-        ("editing_threshold", THRESHOLD),
-        ("max_post_steps", POST_STEPS),
-        ("factor", FACTOR),
-    ):
-        if decoding.HasField(name):
-            findings.number(f"decoding.{name}", getattr(decoding, name), bounds)
     default = model.defaults.settings.algorithm
     algorithm: Algorithm = _ALGORITHMS.get(decoding.algorithm, default)
-    _check_conflicts(decoding, algorithm, findings)
+    for knob, value in decoding.ListFields():
+        name = f"decoding.{knob.name}"
+        if (names := _WIRE_NAMES.get(knob.name)) is not None:
+            findings.choice(name, value, names)
+        elif (bounds := NUMBERS.get(knob.name)) is not None:
+            if knob.name == "denoising_steps":
+                bounds = replace(bounds, high=model.block_size, note=", the model's block size")
+            findings.number(name, value, bounds)
+        # A knob without effect is a mistake that would pass in silence.
+        if knob.name != "algorithm" and knob.name not in KNOBS[algorithm]:
+            findings.add(name, f"it unset with {algorithm}, which does not use it", "a value")
+    known, asked = ORDERS.get(algorithm), _REMASKINGS.get(decoding.remasking)
+    if known and asked and asked not in known:
+        form = f"one of {', '.join(known)} with {algorithm}"
+        findings.add("decoding.remasking", form, asked)
     if decoding.factor and model.architecture in ("dream", "fast_dllm_v2"):
         findings.add("decoding.factor", "it unset with a model that shifts its logits", "a value")
     if decoding.factor and decoding.HasField("confidence_threshold"):
         findings.add("decoding.confidence_threshold", "it unset beside a factor", "a value")
     return algorithm
-
-
-def _up_to_block_size(bounds: Bounds, model: ModelInfo) -> Bounds:
-    return replace(bounds, high=model.block_size, note=", the model's block size")
-
-
-def _check_conflicts(decoding: pb.DecodingParams, algorithm: Algorithm, findings: Findings) -> None:
-    """A knob without effect is a mistake that would pass in silence."""
-    for knob, _ in decoding.ListFields():
-        if knob.name != "algorithm" and knob.name not in KNOBS[algorithm]:
-            form = f"it unset with {algorithm}, which does not use it"
-            findings.add(f"decoding.{knob.name}", form, "a value")
-    known, asked = ORDERS.get(algorithm), _REMASKINGS.get(decoding.remasking)
-    if known and asked and asked not in known:
-        form = f"one of {', '.join(known)} with {algorithm}"
-        findings.add("decoding.remasking", form, asked)
 
 
 def _check_algorithm(
@@ -373,24 +372,21 @@ def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> 
 
 
 def _resolve_sampling(sampling: pb.SamplingParams, model: ModelInfo) -> Sampling:
-    given = _given(sampling) | {"logit_bias": tuple(sorted(sampling.logit_bias.items()))}
-    return msgspec.structs.replace(model.defaults.sampling, **given)
+    given = _given(sampling)
+    if sampling.logit_bias:
+        given["logit_bias"] = tuple(sorted(sampling.logit_bias.items()))
+    defaults = model.defaults.sampling
+    return msgspec.structs.replace(defaults, **given) if given else defaults
 
 
 def _resolve_settings(
     decoding: pb.DecodingParams, algorithm: Algorithm, model: ModelInfo
 ) -> DecodeSettings:
-    knobs = _given(decoding) | {"algorithm": algorithm}
-    if decoding.score:
-        knobs["score"] = _SCORES[decoding.score]
-    if decoding.remasking:
-        knobs["remasking"] = _REMASKINGS[decoding.remasking]
-    if decoding.alg:
-        knobs["alg"] = _ALGS[decoding.alg]
-    if decoding.cache:
-        knobs["cache"] = _CACHES[decoding.cache]
+    given = _given(decoding)
+    for name in NAMED_KNOBS.keys() & given.keys():
+        given[name] = NAMED_KNOBS[name][given[name]]
     defaults = model.defaults.settings_of(algorithm, model.block_size)
-    return msgspec.structs.replace(defaults, **knobs)
+    return msgspec.structs.replace(defaults, **given) if given else defaults
 
 
 def _given(params: pb.SamplingParams | pb.DecodingParams) -> dict[str, Any]:

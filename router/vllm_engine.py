@@ -149,7 +149,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> engine.GetLoadsResponse:
         """Requests of this router, pages of the fleet's decode workers."""
         admission = self._router.admission
-        records = [one.record for one in self._router.fleet.candidates()]
+        records = self._router.fleet.records()
         decode = [record for record in records if record.role == "decode"]
         most = sum(one.capacity.total_pages * one.capacity.page_size for one in decode)
         free = sum(one.load.free_pages * one.capacity.page_size for one in decode)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ LogFormat = Literal["text", "json"]
 
 LOG: Final = logging.getLogger(__name__)
 _FIGURES: Final = "figures"
+_SPLITS: Final = re.compile(r'[ "=\n]')
 
 Figures = Mapping[str, str | int | float]
 
@@ -89,7 +91,7 @@ def _plain(value: str | int | float) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)
-    return json.dumps(text) if not text or any(c in text for c in ' "=\n') else text
+    return json.dumps(text) if not text or _SPLITS.search(text) else text
 
 
 def _log_uncaught(

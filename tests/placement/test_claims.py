@@ -67,7 +67,7 @@ def test_an_id_is_claimed_once_while_its_router_lives(
 def test_an_answer_is_given_to_who_asks_the_same(server: ValkeyServer, plain: redis.Redis) -> None:
     async def body(store: Store) -> None:
         await store.keep_answer("r1", "digest", b"\x00answer", LONG_S)
-        await store.place(redis_server.placement(state="finished"), LONG_S)
+        await store.place([(redis_server.placement(state="finished"), LONG_S)])
         assert await store.answer("r1") == b"\x00answer"
         assert await store.claim(OURS, "digest", LONG_S) == Claim(response=b"\x00answer")
         assert await store.running() == []

@@ -64,7 +64,7 @@ def test_a_user_of_the_fleet_may_do_all_that_is_asked(url: str, tmp_path: Path) 
             assert len(await store.workers()) == 1
             assert await store.announce_router(ROUTER, 60.0) == []
             assert await store.claim(PLACED, "asked", 60.0) == Claim()
-            assert await store.place(PLACED, 60.0) == "placed"
+            assert await store.place([(PLACED, 60.0)]) == ["placed"]
             assert len(await store.running()) == 1
             assert await store.placement("r1")
             await store.keep_answer("r1", "asked", b"said", 60.0)

@@ -99,12 +99,12 @@ def test_two_fleets_in_one_redis_never_meet(server: ValkeyServer, plain: redis.R
             await green.announce(
                 redis_server.worker(incarnation="other"), LONG_S, "process-1", takes=True
             )
-            await blue.place(redis_server.PLACED, LONG_S)
+            await blue.place([(redis_server.PLACED, LONG_S)])
             assert [decode_worker(v).incarnation for v, _ in await blue.workers()] == ["life-1"]
             assert [decode_worker(v).incarnation for v, _ in await green.workers()] == ["other"]
             assert await green.running() == []
             assert await green.placement("r1") is None
-            assert await green.place(redis_server.PLACED, LONG_S) == "placed"
+            assert await green.place([(redis_server.PLACED, LONG_S)]) == ["placed"]
 
     asyncio.run(go())
 
@@ -115,11 +115,11 @@ def test_a_placement_lives_as_long_as_its_request_and_its_end_is_kept(
     async def go() -> None:
         async with opened(server.connection_url) as store:
             key = store.keys.request("r1")
-            await store.place(redis_server.PLACED, LONG_S)
+            await store.place([(redis_server.PLACED, LONG_S)])
             assert [decode_placement(v) for v in await store.running()] == [redis_server.PLACED]
             assert 0 < int(plain.pttl(key)) <= 1000 * LONG_S
             ended = redis_server.placement(state="finished", num_tokens=12)
-            assert await store.place(ended, 300.0) == "placed"
+            assert await store.place([(ended, 300.0)]) == ["placed"]
             assert await store.running() == []
             assert not plain.exists(store.keys.running)
             assert 1000 * LONG_S < int(plain.pttl(key)) <= 300_000
@@ -136,10 +136,24 @@ def test_an_older_attempt_never_overwrites_a_newer_one(
     async def go() -> None:
         async with opened(server.connection_url) as store:
             newer = redis_server.placement(attempt=2, transfer_id="t2")
-            await store.place(redis_server.PLACED, LONG_S)
-            assert await store.place(newer, LONG_S) == "placed"
+            await store.place([(redis_server.PLACED, LONG_S)])
+            assert await store.place([(newer, LONG_S)]) == ["placed"]
             late = redis_server.placement(attempt=1, state="failed")
-            assert await store.place(late, LONG_S) == "stale"
+            assert await store.place([(late, LONG_S)]) == ["stale"]
+            assert [decode_placement(v) for v in await store.running()] == [newer]
+
+    asyncio.run(go())
+
+
+def test_placements_are_written_in_their_order_by_a_redis_that_has_lost_its_scripts(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            plain.script_flush()
+            newer, late = redis_server.placement(attempt=3), redis_server.placement(attempt=2)
+            together = [(one, LONG_S) for one in (redis_server.PLACED, newer, late)]
+            assert await store.place(together) == ["placed", "placed", "stale"]
             assert [decode_placement(v) for v in await store.running()] == [newer]
 
     asyncio.run(go())
@@ -152,16 +166,18 @@ def test_a_running_request_of_another_router_is_left_alone(
         async with opened(server.connection_url) as store:
             other = redis_server.placement(router_id="router-b")
             await store.announce_router(redis_server.ROUTER, LONG_S)
-            await store.place(redis_server.PLACED, LONG_S)
-            assert await store.place(other, LONG_S) == "duplicate"
+            await store.place([(redis_server.PLACED, LONG_S)])
+            assert await store.place([(other, LONG_S)]) == ["duplicate"]
             await store.release_router("router-a")
-            assert await store.place(other, LONG_S) == "placed"
+            assert await store.place([(other, LONG_S)]) == ["placed"]
             await store.announce_router(redis_server.ROUTER, LONG_S)
-            await store.place(redis_server.placement(router_id="router-b", state="failed"), LONG_S)
-            assert await store.place(redis_server.PLACED, LONG_S) == "placed"
-            assert await store.place(other, LONG_S) == "duplicate"
-            await store.place(redis_server.placement(state="finished"), LONG_S)
-            assert await store.place(other, LONG_S) == "placed"
+            await store.place(
+                [(redis_server.placement(router_id="router-b", state="failed"), LONG_S)]
+            )
+            assert await store.place([(redis_server.PLACED, LONG_S)]) == ["placed"]
+            assert await store.place([(other, LONG_S)]) == ["duplicate"]
+            await store.place([(redis_server.placement(state="finished"), LONG_S)])
+            assert await store.place([(other, LONG_S)]) == ["placed"]
 
     asyncio.run(go())
 
@@ -171,10 +187,10 @@ def test_the_running_set_forgets_requests_of_a_dead_router(
 ) -> None:
     async def go() -> None:
         async with opened(server.connection_url) as store:
-            await store.place(redis_server.PLACED, 0.05)
+            await store.place([(redis_server.PLACED, 0.05)])
             await expired(plain, store.keys.request("r1"))
             assert await store.running() == []
-            await store.place(redis_server.placement(request_id="r2"), LONG_S)
+            await store.place([(redis_server.placement(request_id="r2"), LONG_S)])
             assert plain.zrange(store.keys.running, 0, -1) == [b"r2"]
 
     asyncio.run(go())
@@ -188,9 +204,9 @@ def test_lists_of_placements_end_with_their_last_one_where_nobody_writes(
             lists = {"running": store.keys.running, "finished": store.keys.ended}
             for state, key in lists.items():
                 long = redis_server.placement(request_id=f"long {state}", state=state)
-                await store.place(long, LONG_S)
+                await store.place([(long, LONG_S)])
                 short = redis_server.placement(request_id=f"short {state}", state=state)
-                await store.place(short, 0.05)
+                await store.place([(short, 0.05)])
                 assert 900 * LONG_S < int(plain.pttl(key)) <= 1000 * LONG_S
             await store.claim(redis_server.placement(request_id="claimed"), "digest", 2 * LONG_S)
             assert int(plain.pttl(store.keys.running)) > 1000 * LONG_S
@@ -201,16 +217,16 @@ def test_lists_of_placements_end_with_their_last_one_where_nobody_writes(
 def test_of_ended_placements_the_newest_are_kept(server: ValkeyServer, plain: redis.Redis) -> None:
     async def go() -> None:
         async with opened(server.connection_url, most_ended=3) as store:
-            await store.place(redis_server.PLACED, LONG_S)
+            await store.place([(redis_server.PLACED, LONG_S)])
             for number in range(8):
                 ended = redis_server.placement(request_id=f"e{number}", state="finished")
-                await store.place(ended, LONG_S + number)
+                await store.place([(ended, LONG_S + number)])
                 left = plain.keys(f"{store.keys.request_prefix}e*")
                 assert len(left) == plain.zcard(store.keys.ended) <= 3
             assert store.keys.request("e7").encode() in left
             # What runs is never taken for room, and an id that is used again is not ended any more.
             again = redis_server.placement(request_id="e7", attempt=2)
-            await store.place(again, LONG_S)
+            await store.place([(again, LONG_S)])
             assert {decode_placement(v).request_id for v in await store.running()} == {"r1", "e7"}
             assert b"e7" not in plain.zrange(store.keys.ended, 0, -1)
 
@@ -228,7 +244,7 @@ def test_a_full_redis_refuses_placements_and_takes_leases(plain: redis.Redis) ->
                     client.set("fills", "x")
                 for _ in range(3):
                     with pytest.raises(StoreUnavailable) as refused:
-                        await store.place(redis_server.PLACED, LONG_S)
+                        await store.place([(redis_server.PLACED, LONG_S)])
                     assert isinstance(refused.value, StoreFull) or "a moment ago" in str(refused)
                 busy = redis_server.worker(load=Load(running=7))
                 assert await store.announce(busy, LONG_S, "process-1", takes=False) == "held"

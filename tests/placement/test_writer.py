@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -110,10 +110,13 @@ def test_a_refused_record_is_counted_and_not_tried_again() -> None:
         async with writing() as (writer, store, _):
             other = msgspec.structs.replace(redis_server.ROUTER, router_id="router-b")
             await store.announce_router(other, 60.0)
-            await store.place(redis_server.placement(router_id="router-b"), 60.0)
+            await store.place([(redis_server.placement(router_id="router-b"), 60.0)])
+            beside = redis_server.placement(request_id="r2")
             writer.put(redis_server.PLACED)
+            writer.put(beside)
             assert await writer.flush(20)
             assert writer.refused == 1
+            assert await held(store, "r2") == beside
 
     asyncio.run(go())
 
@@ -140,24 +143,29 @@ def test_nothing_is_lost_while_redis_is_away() -> None:
     asyncio.run(go())
 
 
-def test_a_request_that_is_over_soon_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_over_soon_is_written_once_and_with_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def go() -> None:
-        written: list[PlacementRecord] = []
+        written: list[list[PlacementRecord]] = []
         async with writing(WriterTimes(linger_s=0.05)) as (writer, store, _):
             place = store.place
 
-            async def note(record: PlacementRecord, lifetime_s: float) -> Placing:
-                written.append(record)
-                return await place(record, lifetime_s)
+            async def note(placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+                written.append([record for record, _ in placements])
+                return await place(placements)
 
             monkeypatch.setattr(store, "place", note)
             await asyncio.sleep(0)  # the writer waits for the first record
             writer.put(redis_server.PLACED)
             await asyncio.sleep(0)
             ended = redis_server.placement(state="finished")
+            another = redis_server.placement(request_id="r2")
             writer.put(ended)
+            writer.put(another)
             assert await writer.flush(20)
-        assert written == [ended]
+            assert (await held(store), await held(store, "r2")) == (ended, another)
+        assert written == [[ended, another]]
 
     asyncio.run(go())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -46,11 +46,11 @@ class FakeStore(Store):
         self._check()
         return [(encode(record), 60.0) for record in self.records.values()]
 
-    async def place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
+    async def place(self, placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
         self._check()
-        self.placements[record.request_id] = record
+        self.placements |= {record.request_id: record for record, _ in placements}
         self._changed.set()
-        return "placed"
+        return ["placed"] * len(placements)
 
     async def placement(self, request_id: str) -> bytes | None:
         self._check()

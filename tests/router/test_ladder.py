@@ -14,7 +14,7 @@ from effuse.router.ladder import (
     Setbacks,
     judge,
 )
-from effuse.router.policy import Placement, life_of
+from effuse.router.policy import Placement
 
 PREFILL, DECODE = worker_record("p0", "prefill"), worker_record("d0", "decode")
 REMOTE, LOCAL = Placement(DECODE, PREFILL), Placement(DECODE, None)
@@ -50,7 +50,7 @@ def test_what_an_error_means(
     assert judge(error, DECODE, LOCAL, is_handoff=True).outcome is outcome
     found = judge(error, DECODE, REMOTE, is_handoff=True)
     assert found.outcome is in_handoff
-    pair = (life_of(PREFILL), life_of(DECODE))
+    pair = (PREFILL.life, DECODE.life)
     assert found.pair == (pair if in_handoff is FailureKind.HANDOFF else None)
 
 

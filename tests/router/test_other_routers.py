@@ -12,7 +12,7 @@ from router.fake_model import worker_record
 from router.fakes import FakeStore
 
 from effuse.placement.records import Capacity, RoutedLoad, RouterRecord, WorkerRecord
-from effuse.router.other_routers import OtherRouters, fair_share
+from effuse.router.other_routers import ALONE_S, EXCHANGE_S, OtherRouters, fair_share
 
 
 @pytest.mark.parametrize("contenders", range(1, 9))
@@ -67,8 +67,10 @@ def test_a_router_alone_has_all_seats() -> None:
         one, two = peers(2, 8)
         two.waiting = 0
         await two.exchange()
+        assert two.routers.pause_s == ALONE_S, "it need not tell anybody what it has"
         await one.exchange()
         assert one.routers.num_alive == 1
+        assert one.routers.pause_s == EXCHANGE_S
         assert one.routers.seats(one.worker) == 8
 
     asyncio.run(go())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
+from msgspec.structs import replace
 from router.fake_model import model_info
 
 from effuse.placement.records import Role

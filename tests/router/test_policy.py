@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from router.fake_model import worker_record
 
 from effuse.placement.records import Link, Load, Role, WorkerRecord

@@ -9,7 +9,7 @@ from router.fake_model import worker_record
 from effuse.placement.records import Role, WorkerRecord
 from effuse.protos import errors
 from effuse.router.ladder import Failure, FailureKind
-from effuse.router.policy import Condition, life_of
+from effuse.router.policy import Condition
 from effuse.router.standing import Standing
 
 
@@ -32,9 +32,7 @@ def lost(record: WorkerRecord, error: errors.EffuseError) -> Failure:
 
 def unreached(prefill: str, decode: str) -> Failure:
     p, d = worker(prefill), worker(decode)
-    return Failure(
-        FailureKind.HANDOFF, errors.TransferFailed("no way"), p, (life_of(p), life_of(d))
-    )
+    return Failure(FailureKind.HANDOFF, errors.TransferFailed("no way"), p, (p.life, d.life))
 
 
 @pytest.mark.parametrize(
@@ -77,10 +75,10 @@ def test_time_brings_nobody_back_but_its_own_word_does() -> None:
     standing.note(lost(d0, errors.PeerLost("no route")))
     clock.now += 1000.0
     assert standing.condition(d0) is Condition.UNREACHABLE
-    assert not standing.hear(life_of(d0), None)
-    assert not standing.hear(life_of(d0), Condition.STARTING)
+    assert not standing.hear(d0.life, None)
+    assert not standing.hear(d0.life, Condition.STARTING)
     assert standing.condition(d0) is Condition.STARTING
-    assert standing.hear(life_of(d0), Condition.READY)
+    assert standing.hear(d0.life, Condition.READY)
     assert standing.condition(d0) is Condition.READY
 
 
@@ -89,10 +87,10 @@ def test_who_is_out_is_remembered_while_its_lease_or_its_front_lives() -> None:
     standing.note(lost(d0, errors.EngineLost("it died")))
     standing.forget_gone([d0])
     assert standing.absent == [d0]
-    standing.hear(life_of(d0), Condition.STARTING)
+    standing.hear(d0.life, Condition.STARTING)
     standing.forget_gone([])
     assert standing.absent == [d0], "its front answers: an engine is on the way"
-    standing.hear(life_of(d0), None)
+    standing.hear(d0.life, None)
     standing.forget_gone([])
     assert standing.absent == []
 
@@ -100,7 +98,7 @@ def test_who_is_out_is_remembered_while_its_lease_or_its_front_lives() -> None:
 def test_a_life_that_another_one_has_followed_is_forgotten() -> None:
     standing, d0 = Standing(Clock()), worker("d0")
     standing.note(lost(d0, errors.EngineLost("it died")))
-    standing.hear(life_of(d0), Condition.STARTING)
+    standing.hear(d0.life, Condition.STARTING)
     standing.forget_gone([worker("d0", "2")])
     assert standing.absent == []
 
@@ -110,12 +108,12 @@ def test_full_is_not_out_and_not_suspect_and_ends_by_itself() -> None:
     standing, d0 = Standing(clock), worker("d0")
     error = errors.Overloaded("no room", retry_after_s=2.0)
     standing.note(Failure(FailureKind.FULL, error, d0))
-    assert standing.is_full(life_of(d0))
+    assert standing.is_full(d0.life)
     assert standing.condition(d0) is Condition.READY
     assert not standing.suspects()
     assert standing.next_change_s() == pytest.approx(2.0)
     clock.now += 2.0
-    assert not standing.is_full(life_of(d0))
+    assert not standing.is_full(d0.life)
     assert standing.next_change_s() is None
 
 
@@ -191,7 +189,7 @@ def test_who_failed_comes_after_others_for_a_while(outcome: FailureKind) -> None
     clock = Clock()
     standing, d0 = Standing(clock), worker("d0")
     standing.note(Failure(outcome, errors.PeerLost("gone"), d0))
-    standing.hear(life_of(d0), Condition.READY)
+    standing.hear(d0.life, Condition.READY)
     assert standing.suspects() == {("d0", "1")}
     clock.now += 6.0
     assert not standing.suspects()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from bad_input.requests import (
@@ -172,7 +170,7 @@ def test_what_is_set_is_kept_zeros_too() -> None:
 
 
 def of_length(max_tokens: int | None) -> Asked:
-    return replace(check(good()), max_tokens=max_tokens)
+    return msgspec.structs.replace(check(good()), max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize(

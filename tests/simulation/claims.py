@@ -6,6 +6,7 @@ As placement/claim.lua, place.lua and keep.lua have it; lists and limits are lef
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from effuse.placement.records import PlacementRecord, encode
@@ -63,9 +64,14 @@ class ClaimStore:
         await self._trip()
         return claim
 
-    async def place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
-        """Writes a placement. Raises StoreUnavailable."""
+    async def place(self, placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+        """Writes placements. Raises StoreUnavailable."""
         await self._trip()
+        told = [self._place(record, lifetime_s) for record, lifetime_s in placements]
+        await self._trip()
+        return told
+
+    def _place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
         held = self._claims.placements.get(record.request_id)
         if self._claims.other(record.request_id, record.router_id) is not None:
             return "duplicate"
@@ -73,7 +79,6 @@ class ClaimStore:
         if older and older.router_id == record.router_id and older.attempt > record.attempt:
             return "stale"
         self._put(record, lifetime_s)
-        await self._trip()
         return "placed"
 
     async def keep_answer(
