@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import zmq
-from fuzz import surface
+from fuzz import services, surface
 from fuzz.run import SURFACES, shares
 from fuzz.services import FLEETS
 from fuzz.surface import Report, Surface, feed
@@ -22,6 +22,7 @@ from effuse.decode_worker.intake import Intake
 from effuse.kvtransfer import zmq_sockets, zmq_transport
 from effuse.placement import records
 from effuse.protos import interceptor
+from effuse.router.known_requests import KnownRequests
 from effuse.router.monitor import Monitor
 from effuse.worker import supervisor
 
@@ -112,3 +113,28 @@ def test_a_planted_bug_is_found(bug: str) -> None:
     with planted, patch.object(surface, "PATIENCE", 5):
         report = fed(INNER[name], MOST)
     assert any(found in one for one in report.findings), report.findings
+
+
+def looked_up_late(times: int) -> Any:
+    """Has requests of other routers be looked up for ever, so many times."""
+    left, find = iter(range(times)), KnownRequests.find_stored
+
+    async def late(self: KnownRequests, request_id: str, tenant: str = "") -> Any:
+        if next(left, None) is not None:
+            await asyncio.Event().wait()
+        return await find(self, request_id, tenant)
+
+    return patch.object(KnownRequests, "find_stored", late)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_what_ran_late_is_found_if_it_does_so_alone(hangs: bool) -> None:
+    with (
+        looked_up_late(10**9 if hangs else 2),
+        patch.object(services, "DEADLINE_S", 0.5 if hangs else 1.0),
+        patch.multiple(surface, PATIENCE=5, MOST_FINDINGS=2),
+    ):
+        report = fed(INNER["router"], 400)
+    assert len(report.late) >= 2 and report.outcomes["late"] == len(report.late)
+    assert len(report.findings) == (2 if hangs else 0)
+    assert all("Request DEADLINE_EXCEEDED" in one for one in report.findings)
