@@ -6,6 +6,7 @@ that a checkpoint brings is never run: a release with its own tokenizer class na
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 import warnings
@@ -77,7 +78,7 @@ def _find_reader(name: str) -> Any:
         import transformers  # a worker's dependency, and slow to import
     except ImportError as error:
         raise ConversionError(f"transformers is needed, as workers have it: {error}") from error
-    transformers.logging.set_verbosity_error()  # which also tells of models that it does not know
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of models it does not know
     reader = getattr(transformers, name, None)
     tokenizers = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
     if not (isinstance(reader, type) and issubclass(reader, tokenizers)):
