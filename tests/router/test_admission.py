@@ -219,6 +219,29 @@ def test_a_queue_is_full_of_answers() -> None:
     asyncio.run(main())
 
 
+def test_tenants_share_by_all_answers_that_they_ask_for() -> None:
+    """Requests for four answers come once in four of those for one."""
+
+    async def main() -> None:
+        admission, release, order = Admission(1, 64), asyncio.Event(), list[int]()
+
+        async def wait(num_answers: int) -> None:
+            need = SlotNeed(tenant=f"{num_answers}", size=256, num_answers=num_answers)
+            async with admission.slot(need):
+                order.append(num_answers)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(hold(admission, release, [], 0))
+            await turns()
+            for num_answers in (4,) * 2 + (1,) * 8:
+                group.create_task(wait(num_answers))
+            await turns()
+            release.set()
+        assert order in ([1, 1, 1, 4, 1, 1, 1, 1, 4, 1], [1, 1, 1, 1, 4, 1, 1, 1, 1, 4])
+
+    asyncio.run(main())
+
+
 def test_a_turn_that_comes_as_its_request_is_cancelled_is_given_back_whole() -> None:
     async def main() -> None:
         admission = Admission(1, 4)

@@ -156,13 +156,16 @@ def test_a_refusal_says_when_to_come_back_and_holds_nothing() -> None:
     run_virtually(main())
 
 
-def test_one_whose_turn_comes_too_late_is_not_begun() -> None:
+@pytest.mark.parametrize(("num_answers", "left_s"), [(1, 2.5), (3, 4.5)])
+def test_one_whose_turn_comes_too_late_is_not_begun(num_answers: int, left_s: float) -> None:
+    """It has 0.5 s left for an answer that takes 1 s, or 2.5 s for three, one after the other."""
+
     async def main() -> None:
         loop = asyncio.get_running_loop()
         admission, begun = Admission(1, 10, loop.time), []
 
         async def late() -> None:
-            async with admission.slot(SlotNeed(left_s=2.5)):
+            async with admission.slot(SlotNeed(left_s=left_s, num_answers=num_answers)):
                 begun.append(1)
 
         for _ in range(LEAST_HOLDS):
