@@ -25,10 +25,12 @@ class WeightedParts:
 
     def total(self) -> Tensor:
         """[T, H], summed in fp32 in the order of the parts and rounded to their dtype."""
-        rows, count = self.weights.shape
-        places = self.places if self.places is not None else torch.arange(rows * count)
-        places = places.view(rows, count).to(self.parts.device)
-        total = torch.zeros(rows, self.parts.shape[1], device=self.parts.device)
+        (rows, count), device = self.weights.shape, self.parts.device
+        places = self.places
+        if places is None:
+            places = torch.arange(rows * count, device=device)
+        places = places.view(rows, count)
+        total = torch.zeros(rows, self.parts.shape[1], device=device)
         for at in range(count):
             total.add_(self.parts[places[:, at]].float() * self.weights[:, at, None])
         return total.to(self.parts.dtype)
