@@ -206,7 +206,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.effuse: pyproject.toml | $(BIN)/python
-	@echo "installing effuse into $(VENV)"
+	@echo "installing effuse into $(VENV): 6 GB, some minutes the first time"
 	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[worker]'
 	touch $@
 

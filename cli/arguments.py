@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
+
 from effuse.client.credentials import Credentials, read_token
 from effuse.config.checks import is_redis_url
 from effuse.config.checks import redis_url as check_redis_url
@@ -150,3 +152,15 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
     except OSError as error:
         parser.error(str(error))
     return Credentials(tls=files if speaks_tls else None, token=token)
+
+
+def with_hint(code: grpc.StatusCode, told: str) -> str:
+    """How a call failed, on one line, and which flags a router may ask for."""
+    hint = ""
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        hint = " (--token-file or EFFUSE_TOKEN)"
+    elif "Socket closed" in told:
+        hint = " (is it TLS that the router speaks? --tls-ca)"
+    elif told.endswith("broke off with UNAVAILABLE"):
+        hint = " (does a router listen there, and is it TLS that it speaks? --tls-ca)"
+    return f"{code.name}: {told}{hint}"

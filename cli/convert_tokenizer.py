@@ -5,15 +5,22 @@ that a checkpoint brings is never run: a release with its own tokenizer class na
 """
 
 import argparse
+import json
+import logging
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from effuse.cli.arguments import command, directory
 
 _SAMPLE = "Tom has 3 boxes.\n\tHe adds 12, doesn't he? \u00e9\u4e2d\U0001f600"
+
+
+_SAME: Final = {"DreamTokenizer": "Qwen2Tokenizer"}
+"""Classes that checkpoints bring as code, by those of transformers that read their files alike."""
 
 
 class ConversionError(Exception):
@@ -48,8 +55,8 @@ def convert(checkpoint: Path, class_name: str | None) -> Path:
     path = checkpoint / "tokenizer.json"
     if path.exists():
         raise ConversionError(f"{path} exists already")
-    reader = _find_reader(class_name or "AutoTokenizer")
-    backend = _read(reader, checkpoint)
+    stated = _stated_class(checkpoint)
+    backend = _read(_find_reader(class_name or _SAME.get(stated, "AutoTokenizer")), checkpoint)
     try:
         _write(backend, path)
     except Exception as error:
@@ -57,11 +64,21 @@ def convert(checkpoint: Path, class_name: str | None) -> Path:
     return path
 
 
+def _stated_class(checkpoint: Path) -> str:
+    """The class that the checkpoint names; empty where it names none that can be read."""
+    try:
+        stated = json.loads((checkpoint / "tokenizer_config.json").read_text())["tokenizer_class"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return stated if isinstance(stated, str) else ""
+
+
 def _find_reader(name: str) -> Any:
     try:
         import transformers  # a worker's dependency, and slow to import
     except ImportError as error:
         raise ConversionError(f"transformers is needed, as workers have it: {error}") from error
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of models it does not know
     reader = getattr(transformers, name, None)
     tokenizers = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
     if not (isinstance(reader, type) and issubclass(reader, tokenizers)):
@@ -72,13 +89,18 @@ def _find_reader(name: str) -> Any:
 def _read(reader: Any, checkpoint: Path) -> Any:
     """What transformers makes of the checkpoint's files, however broken these are."""
     try:
-        read = reader.from_pretrained(
-            checkpoint, use_fast=True, local_files_only=True, trust_remote_code=False
-        )
+        with warnings.catch_warnings(action="ignore"):
+            read = reader.from_pretrained(
+                checkpoint, use_fast=True, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if "trust_remote_code" in why:
+            stated = _stated_class(checkpoint)
+            why = f"its class {stated!r} is code that it brings, which is never run"
         raise ConversionError(
-            f"{checkpoint} cannot be read with {reader.__name__}: {type(error).__name__}: {error}; "
-            "--tokenizer-class names another class"
+            f"{checkpoint} cannot be read with {reader.__name__}: {why}; --tokenizer-class names a "
+            "class of transformers that reads such files, as in Qwen2Tokenizer"
         ) from error
     if not getattr(read, "is_fast", False):
         raise ConversionError(f"{type(read).__name__} cannot be written as tokenizer.json")

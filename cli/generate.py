@@ -28,6 +28,7 @@ from effuse.cli.arguments import (
     target,
     text,
     token_ids,
+    with_hint,
 )
 from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.watch import watch
@@ -272,7 +273,8 @@ def figures(answer: Answer) -> str:
     stats = answer.stats
     moved = f"{stats.kv_bytes:,} KV bytes over {stats.connector}" if stats.connector else "no KV"
     return (
-        f"{answer.usage.prompt_tokens} prompt tokens, first block after "
+        f"{answer.usage.prompt_tokens} prompt tokens, a seat after {stats.queue_s * 1e3:.0f} ms, "
+        f"prompt computed after {stats.prefill_s * 1e3:.0f} ms, first block after "
         f"{answer.first_block_s * 1e3:.0f} ms, {answer.usage.completion_tokens} tokens in "
         f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), "
         f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all, seed {answer.seed}"
@@ -281,10 +283,4 @@ def figures(answer: Answer) -> str:
 
 def explain(error: grpc.aio.AioRpcError) -> str:
     """The status and its message on one line, and which flags a router may ask for."""
-    told = error.details() or "no details"
-    hint = ""
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        hint = " (--token-file or EFFUSE_TOKEN)"
-    elif "Socket closed" in told:
-        hint = " (is it TLS that the router speaks? --tls-ca)"
-    return f"{error.code().name}: {told}{hint}"
+    return with_hint(error.code(), error.details() or "no details")

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from effuse.kvtransfer.connector import UNKNOWN, Cause, HandoffRefused, Route
 from effuse.kvtransfer.layout import KVLayout
-from effuse.kvtransfer.messages import ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import DIGEST_BYTES, ReceiverAddress, Reservation
 from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, PageList
 
 MOST_PEERS = 1024
@@ -117,34 +117,44 @@ class NixlPeers:
 
 
 class NixlWriters:
-    """Writers that one agent answers, by incarnation; the least recent of too many is dropped."""
+    """Writers that one agent answers; of too many the least recent is dropped.
+
+    Who says last that it is a writer is answered: were it who says so first, a stranger that came
+    before the writer would have all of its answers. Agents stay known meanwhile, as each one that
+    is removed and added again costs descriptors."""
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
-        self._names: OrderedDict[str, str] = OrderedDict()  # incarnation: name of its agent
+        self._names: OrderedDict[bytes, str] = OrderedDict()  # of agents, by metadata digest
+        self._digests: OrderedDict[str, bytes] = OrderedDict()  # by incarnation
 
     def learn(self, incarnation: str, metadata: bytes) -> None:
         """Takes note of a writer. Raises HandoffRefused where its metadata is of no use."""
-        if incarnation in self._names:
-            self._names.move_to_end(incarnation)
-            return
         if not metadata:
             raise HandoffRefused(Cause.MALFORMED, "the writer does not say how it is answered")
-        if len(self._names) >= MOST_PEERS:
-            _, name = self._names.popitem(last=False)
-            attempt("a writer cannot be removed", lambda: self._agent.remove_peer(name))
-        added = attempt("the writer cannot be added", lambda: self._agent.add_peer(metadata))
-        self._names[incarnation] = added
+        digest = metadata[:DIGEST_BYTES]
+        if digest not in self._names:
+            if len(self._names) >= MOST_PEERS:
+                _, name = self._names.popitem(last=False)
+                attempt("a writer cannot be removed", lambda: self._agent.remove_peer(name))
+            added = attempt("the writer cannot be added", lambda: self._agent.add_peer(metadata))
+            self._names[digest] = added
+        self._names.move_to_end(digest)
+        self._digests[incarnation] = digest
+        self._digests.move_to_end(incarnation)
+        if len(self._digests) > MOST_PEERS:
+            self._digests.popitem(last=False)
 
     def tell(self, incarnation: str, message: bytes) -> None:
         """Tells a writer something, if it is known and can be reached."""
-        name = self._names.get(incarnation)
+        digest = self._digests.get(incarnation, b"")
+        name = self._names.get(digest)
         if name is None:
             return
         try:
             attempt("no answer", lambda: self._agent.notify(name, message))
         except HandoffRefused:
-            del self._names[incarnation]  # gone, or to be learnt anew
+            del self._names[digest]  # gone, or to be learnt anew
 
 
 def attempt(what: str, action: Callable[[], T]) -> T:

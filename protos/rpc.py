@@ -85,6 +85,9 @@ def server_options(
         # Refused beyond it. gRPC refuses by chance between this and another bound, twice as high.
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+        # Else what the library itself refuses is told 0.1 to 1 s later, to slow down who is
+        # hostile: he has other connections, and who erred waits.
+        ("grpc.http.tarpit", 0),
         ("grpc.max_connection_idle_ms", _ms(limits.max_idle_s)),
         ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),

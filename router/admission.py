@@ -1,10 +1,11 @@
 """Who may run now, who waits, who is refused: a bounded queue in front of the fleet.
 
-As many requests run at once as live decode workers have seats, within a limit. What is beyond that
-waits here, where it holds nothing and has its turn with any worker, and not in the queue of one of
-them; first come, first served, but for what a request's class adds to its waiting, and tenants by
-turns (`FairQueue`). A waiting request is bounded by its own deadline, and refused where that
-cannot be met (`HoldTimes`). Not here: where a request goes (`policy.py`).
+As many requests run at once as live decode workers have seats, within a limit; one for several
+answers counts as often as it has answers. What is beyond that waits here, where it holds nothing
+and has its turn with any worker, and not in the queue of one of them; first come, first served, but
+for what a request's class adds to its waiting, and tenants by turns (`fair_queue.py`). A
+waiting request is bounded by its own deadline, and refused where that cannot be met (`HoldTimes`).
+Not here: where a request goes (`policy.py`).
 """
 
 from __future__ import annotations
@@ -12,23 +13,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from bisect import insort
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Final
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
+from effuse.router.fair_queue import FairQueue
 from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
 """What a request that was refused for its deadline is told to wait at least."""
-QUANTUM: Final = 256
-"""Tokens that a tenant may spend in a turn: an answer of the length that is usual."""
-
-Item = TypeVar("Item")
 LEAST_HOLDS: Final = 8
 """Ended requests without which nothing is predicted."""
 
@@ -86,9 +82,32 @@ class Turn:
     num_answers: int
 
 
+class HeldSlots:
+    """Those of an admitted request: one for each of its answers that has not ended."""
+
+    def __init__(self, admission: Admission, need: SlotNeed, began: float) -> None:
+        self._admission = admission
+        self._need = need
+        self._began = began
+        self._num_left = need.num_answers
+
+    def end_answer(self, began: float, *, is_answered: bool = True) -> None:
+        """Frees the slot of an answer that has ended. It had a seat since `began`, where it had to
+        wait for one after the request was admitted."""
+        self._num_left -= 1
+        began = max(self._began, began)
+        self._admission.end_answer(began, self._need.size, is_answered=is_answered)
+
+    def end_all(self, *, is_answered: bool) -> None:
+        """Frees what is left of them."""
+        while self._num_left:
+            self.end_answer(self._began, is_answered=is_answered)
+
+
 class Admission:
-    """`max_running` requests at once, `most_running` at most; `max_waiting` behind them, those of a
-    tenant by their places. `now` is a monotonic clock in seconds."""
+    """`max_running` answers at once, `most_running` at most; `max_waiting` behind them, those of a
+    tenant by their places. One free slot, or one free place in the queue, is enough for a request
+    with all its answers: none is for ever too large. `now` is a monotonic clock in seconds."""
 
     def __init__(
         self, most_running: int, max_waiting: int, now: Callable[[], float] = time.monotonic
@@ -105,12 +124,12 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Slots that requests hold: one for each answer."""
+        """Slots that requests hold: one for each answer that has not ended."""
         return self._running
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Answers that requests in the queue are to have."""
         return len(self._waiting)
 
     def fit_seats(self, seats: Sequence[int]) -> None:
@@ -126,10 +145,10 @@ class Admission:
         self._admit_next()
 
     @asynccontextmanager
-    async def slot(self, need: SlotNeed = ANY) -> AsyncIterator[None]:
-        """Holds a slot for each answer; it waits for one, and its answers wait for workers' seats
-        by themselves. Waits in the queue, before those of the same tenant of a larger place; the
-        caller bounds how long.
+    async def slot(self, need: SlotNeed = ANY) -> AsyncIterator[HeldSlots]:
+        """Holds a slot for each answer, until that has ended; it waits for one, and its answers
+        wait for workers' seats by themselves. Waits in the queue, before those of the same tenant
+        of a larger place; the caller bounds how long.
 
         Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full
         and another tenant has less in it; at its turn, if its deadline cannot be met any more."""
@@ -137,30 +156,44 @@ class Admission:
         deadline = self._now() + need.left_s
         has_waited = await self._take_slot(need)
         began, is_answered = self._now(), False
+        held = HeldSlots(self, need, began)
         try:
             if has_waited:
                 self._check_turn(deadline - began, need.size)
-            yield
+            yield held
             is_answered = True
         finally:
-            self.holds.add(self._now() - began, need.size, is_answered=is_answered)
-            self._free_slots(need.num_answers)
+            held.end_all(is_answered=is_answered)
+
+    def end_answer(self, began: float, size: int, *, is_answered: bool) -> None:
+        """Frees a slot, which an answer of this size has held since `began`, for who is next."""
+        self.holds.add(self._now() - began, size, is_answered=is_answered)
+        self._running -= 1
+        self._admit_next()
 
     def check(self, need: SlotNeed = ANY) -> None:
         """Raises where a request would be refused now; costs nothing."""
-        if self._running < self.max_running and not self._waiting:
+        if self._running + need.num_answers <= self.max_running and not self._waiting:
             return
-        is_full = self._running >= self.max_running and len(self._waiting) >= self.max_waiting
-        if is_full and not self._may_displace(need.tenant):
+        if self._running >= self.max_running and not self._has_place(need):
             raise self._refusal()
-        ahead = self._waiting.ahead_of(need.tenant, need.place)
-        late_s = self.holds.late_s(need.left_s, need.size, ahead, self.max_running)
-        if late_s > 0:
-            raise self._shed(f"{ahead} requests wait before it", need.left_s, late_s)
+        ahead = self._waiting.ahead_of(need.tenant, need.place, need.num_answers)
+        behind = self._num_beyond() + ahead + need.num_answers
+        late_s = self.holds.late_s(need.left_s, need.size, behind, self.max_running)
+        if behind > 0 and late_s > 0:
+            own = "" if need.num_answers == 1 else f" and it has {need.num_answers} answers"
+            raise self._shed(f"{ahead} requests wait before it{own}", need.left_s, late_s)
+
+    def _num_beyond(self) -> int:
+        """Slots held beyond those that there are, by answers without a seat yet; below 0 as many
+        are free."""
+        return self._running - self.max_running
 
     def _check_turn(self, left_s: float, size: int) -> None:
-        """Raises where a request whose turn has come has too little time left for it."""
-        late_s = self.holds.hold_s(size) - left_s
+        """Raises where a request whose turn has come has too little time left for it, or for the
+        answers that wait for seats."""
+        wait_s = self.holds.wait_s(self._num_beyond(), self.max_running)
+        late_s = self.holds.hold_s(size) + wait_s - left_s
         if late_s > 0:
             raise self._shed("its turn came late", left_s, late_s)
 
@@ -179,40 +212,36 @@ class Admission:
             retry_after_s=1.0,
         )
 
-    def _may_displace(self, tenant: str) -> bool:
-        """Whether another tenant has so much more in a full queue that its newest request is to
-        give way."""
-        if not self._waiting:
-            return False
-        waiting = self._waiting
-        return waiting.length_of(waiting.longest()) > waiting.length_of(tenant) + 1
+    def _has_place(self, need: SlotNeed) -> bool:
+        """Whether the queue has a free place, or one once the newest requests of tenants that have
+        more in it than this one would have give way."""
+        too_many = len(self._waiting) + 1 - self.max_waiting
+        most = self._waiting.length_of(need.tenant) + need.num_answers
+        return too_many <= 0 or self._waiting.count_beyond(most) >= too_many
 
     async def _take_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
         if self._running < self.max_running and not self._waiting:
             self._running += need.num_answers
             return False
-        if len(self._waiting) >= self.max_waiting and self._may_displace(need.tenant):
+        while self._waiting and len(self._waiting) >= self.max_waiting:
             refused = self._waiting.pop_last(self._waiting.longest())
             if not refused.comes.done():
                 refused.comes.set_exception(self._refusal())
         turn = Turn(asyncio.get_running_loop().create_future(), need.num_answers)
-        self._waiting.push(need.tenant, need.size * need.num_answers, turn, need.place)
+        cost = need.size * need.num_answers
+        self._waiting.push(need.tenant, cost, turn, need.place, need.num_answers)
         try:
             await turn.comes
         except asyncio.CancelledError:
             comes = turn.comes
             if comes.done() and not comes.cancelled() and comes.exception() is None:
-                self._free_slots(need.num_answers)  # its turn came in the same moment
+                self._running -= need.num_answers  # its turn came in the same moment
+                self._admit_next()
             else:
                 self._waiting.remove(need.tenant, turn)
             raise
         return True
-
-    def _free_slots(self, count: int) -> None:
-        """Frees slots, for who is next."""
-        self._running -= count
-        self._admit_next()
 
     def _admit_next(self) -> None:
         while self._waiting and self._running < self.max_running:
@@ -222,110 +251,8 @@ class Admission:
                 turn.comes.set_result(None)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Entry(Generic[Item]):
-    """One item of a line, in its order."""
-
-    place: float
-    number: int  # first come, first served among equals
-    cost: int = field(compare=False)
-    item: Item = field(compare=False)
-
-
-@dataclass(slots=True)
-class _Line(Generic[Item]):
-    """What one tenant waits with, the next one first, and tokens that it has saved."""
-
-    waiting: list[_Entry[Item]] = field(default_factory=list)
-    saved: int = 0
-
-
-class FairQueue(Generic[Item]):
-    """Items of tenants, each with what it costs in tokens.
-
-    Each tenant in turn may spend `QUANTUM` tokens, and saves what is left of them while it waits,
-    so that all get the same share of tokens however many requests each has, and however long they
-    are. M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", 1996. No
-    I/O and no clock.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[str, _Line[Item]] = {}  # none is empty
-        self._turns: deque[str] = deque()  # the tenant whose turn it is stands first
-        self._size = 0
-        self._num_pushed = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def length_of(self, tenant: str) -> int:
-        """Items of one tenant."""
-        line = self._lines.get(tenant)
-        return 0 if line is None else len(line.waiting)
-
-    def ahead_of(self, tenant: str, place: float) -> int:
-        """Items that would be taken out before another one, where all cost the same: those of its
-        tenant with no larger place, and of each other tenant as many and one."""
-        line = self._lines.get(tenant)
-        own = 0 if line is None else sum(entry.place <= place for entry in line.waiting)
-        others = (len(one.waiting) for name, one in self._lines.items() if name != tenant)
-        return own + sum(min(count, own + 1) for count in others)
-
-    def longest(self) -> str:
-        """The tenant with most items; of an empty queue there is none (ValueError)."""
-        return max(self._lines, key=self.length_of)
-
-    def push(self, tenant: str, cost: int, item: Item, place: float = 0.0) -> None:
-        """Adds an item behind those of its tenant that have no larger place; one that costs less
-        than a token costs one."""
-        line = self._lines.get(tenant)
-        if line is None:
-            line = self._lines[tenant] = _Line()
-            self._turns.append(tenant)
-        self._num_pushed += 1
-        insort(line.waiting, _Entry(place, self._num_pushed, max(1, cost), item))
-        self._size += 1
-
-    def pop(self) -> Item:
-        """Takes out the item that is next. Raises IndexError where there is none."""
-        while True:
-            tenant = self._turns[0]
-            line = self._lines[tenant]
-            first = line.waiting[0]
-            if first.cost <= line.saved:
-                line.saved -= first.cost
-                del line.waiting[0]
-                self._forget_if_empty(tenant)
-                return first.item
-            line.saved += QUANTUM
-            self._turns.rotate(-1)
-
-    def pop_last(self, tenant: str) -> Item:
-        """Takes out what stands last of a tenant's. Raises KeyError where it has nothing."""
-        entry = self._lines[tenant].waiting.pop()
-        self._forget_if_empty(tenant)
-        return entry.item
-
-    def remove(self, tenant: str, item: Item) -> None:
-        """Takes out one item of a tenant, if it is there."""
-        line = self._lines.get(tenant)
-        for entry in () if line is None else tuple(line.waiting):
-            if entry.item is item:
-                assert line is not None
-                line.waiting.remove(entry)
-                self._forget_if_empty(tenant)
-                return
-
-    def _forget_if_empty(self, tenant: str) -> None:
-        """An item has gone. Who has nothing to wait for saves nothing."""
-        self._size -= 1
-        if not self._lines[tenant].waiting:
-            del self._lines[tenant]
-            self._turns.remove(tenant)
-
-
 class HoldTimes:
-    """How long requests hold a slot, in seconds: mean and mean deviation, weighted as round-trip
+    """How long answers hold a slot, in seconds: mean and mean deviation, weighted as round-trip
     times are (RFC 6298), and what size, the most tokens of an answer, they have on average.
 
     What a fleet under too much load answers too late is work for nothing, and the more comes the
@@ -339,7 +266,7 @@ class HoldTimes:
         self._size = 0.0
 
     def add(self, held_s: float, size: int, *, is_answered: bool) -> None:
-        """Counts a request that has left its slot. One that was broken off would have held it for
+        """Counts an answer that has left its slot. One that was broken off would have held it for
         longer, and says something only where it had it longer than most."""
         if not is_answered and held_s <= self._mean_s:
             return
@@ -357,17 +284,17 @@ class HoldTimes:
         return self._count >= LEAST_HOLDS
 
     def hold_s(self, size: int, margin: float = 0.0) -> float:
-        """How long a request of this size may hold its slot, `margin` deviations beyond the mean.
+        """How long an answer of this size may hold its slot, `margin` deviations beyond the mean.
         A smaller one takes less time; a larger one need not take more, as answers may end early."""
         if not self.is_known:
             return 0.0
         return min(1.0, size / max(1.0, self._size)) * (self._mean_s + margin * self._deviation_s)
 
-    def wait_s(self, ahead: int, slots: int) -> float:
-        """How long it takes until `ahead` others and one more have got one of the busy slots."""
-        return (ahead + 1) * self._mean_s / max(1, slots) if self.is_known else 0.0
+    def wait_s(self, num: int, slots: int) -> float:
+        """How long it takes until so many busy slots have become free."""
+        return max(0, num) * self._mean_s / max(1, slots) if self.is_known else 0.0
 
-    def late_s(self, left_s: float, size: int, ahead: int, slots: int) -> float:
-        """By how much a request that has `left_s` seconds and as many others ahead of it would be
-        late; 0 or less where it is in time."""
-        return self.wait_s(ahead, slots) + self.hold_s(size, MARGIN) - left_s
+    def late_s(self, left_s: float, size: int, num: int, slots: int) -> float:
+        """By how much a request that has `left_s` seconds would be late, whose last answer begins
+        once `num` busy slots have become free; 0 or less where it is in time."""
+        return self.wait_s(num, slots) + self.hold_s(size, MARGIN) - left_s

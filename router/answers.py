@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from msgspec.structs import replace
@@ -27,11 +27,19 @@ from effuse.v1 import generation_pb2 as pb
 
 
 class SideBySide:
-    """All answers to one request, which is admitted and knows its prompt. Run once."""
+    """All answers to one request, which is admitted and knows its prompt. Run once. `on_end` hears
+    of each that has come to its good end, as what it held is another one's from then on."""
 
-    def __init__(self, router: Router, request: Request, client: AttemptListener) -> None:
+    def __init__(
+        self,
+        router: Router,
+        request: Request,
+        client: AttemptListener,
+        on_end: Callable[[Request], None],
+    ) -> None:
         self._router = router
         self._client = client
+        self._on_end = on_end
         self._writing = asyncio.Lock()  # a call takes one message at a time
         self._is_reserved = asyncio.Event()
         self._place: WorkerLife | None = None  # where the prompt's KV comes to
@@ -65,6 +73,7 @@ class SideBySide:
     async def _run(self, one: Request, told: AttemptListener) -> pb.GenerateStreamResponse | None:
         """The last event of all, where this answer is the last one to end."""
         ended = await AnswerRun(self._router, one, told).run()
+        self._on_end(one)
         self._num_left -= 1
         self._forget_place()
         if not self._num_left:

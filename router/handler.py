@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
@@ -24,12 +24,13 @@ from effuse.protos.errors import (
     EffuseError,
     EndedById,
 )
-from effuse.router.admission import SlotNeed
+from effuse.router.admission import HeldSlots, SlotNeed
 from effuse.router.answer import AnswerRun, time_is_over
 from effuse.router.answers import SideBySide, add_up
 from effuse.router.client import ClientGone, Recipient, events_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import Findings, check_request_id
+from effuse.router.keys import QuotaShare
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Request
 from effuse.router.request_states import Event
@@ -104,14 +105,14 @@ class Handler:
         raises `EffuseError`. Whatever happens, the request ends here and is counted."""
         router, request = self._router, self._request
         quota = router.quotas.running(request.tenant, request.asked.num_answers)
-        with router.requests.running(request), quota as spend, self._ending(spend):
+        with router.requests.running(request), quota as share, self._ending(share):
             async with asyncio.timeout_at(request.deadline) as limit:
                 with router.requests.limited_by(request, limit):
                     if (kept := await self._shared.claim()) is not None:
                         return await self._repeat(kept)
-                    async with router.admission.slot(self._need()):
+                    async with router.admission.slot(self._need()) as slots:
                         await self._encode_prompt()
-                        last = await self._answers().run()
+                        last = await self._answers(slots, share).run()
                         self._note_good_end(last)
                         return last
 
@@ -120,9 +121,16 @@ class Handler:
         left_s = request.deadline - asyncio.get_running_loop().time()
         return SlotNeed.of(request.asked, request.tenant.name, request.arrived, left_s)
 
-    def _answers(self) -> AnswerRun | SideBySide:
-        kind = AnswerRun if self._request.asked.num_answers == 1 else SideBySide
-        return kind(self._router, self._request, self._shared)
+    def _answers(self, slots: HeldSlots, share: QuotaShare) -> AnswerRun | SideBySide:
+        router, request = self._router, self._request
+        if request.asked.num_answers == 1:
+            return AnswerRun(router, request, self._shared)
+
+        def end_answer(one: Request) -> None:
+            slots.end_answer(one.begun)
+            share.end_answers(1)
+
+        return SideBySide(router, request, self._shared, end_answer)
 
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.GenerateStreamResponse:
         """Tells the client an answer that is kept from before, but for its last event."""
@@ -177,8 +185,8 @@ class Handler:
         )
 
     @contextmanager
-    def _ending(self, spend: Callable[[int], None]) -> Iterator[None]:
-        """Counts the end, whatever it is; a bad one is told as it is meant. `spend` hears of
+    def _ending(self, share: QuotaShare) -> Iterator[None]:
+        """Counts the end, whatever it is; a bad one is told as it is meant. `share` hears of
         tokens."""
         router, request = self._router, self._request
         try:
@@ -196,7 +204,7 @@ class Handler:
             if not request.is_ended:  # an exception of ours is on its way to the border
                 self._record_end(Event.FAILED, "INTERNAL")
             self._shared.end(None)
-            spend(len(request.prompt_token_ids) + request.num_written)
+            share.spend(len(request.prompt_token_ids) + request.num_written)
 
     def _end_badly(self, error: EffuseError) -> EffuseError:
         """A bad end that is told."""

@@ -7,7 +7,7 @@ opens nothing to who reads it.
 
 Tokens are counted once a request has ended, whatever it came to, so one that begins within the
 limit is never cut off, and the next ones wait until the minute has made up for it. A request counts
-as often as it has answers.
+as often as it has answers that have not ended.
 """
 
 from __future__ import annotations
@@ -156,6 +156,25 @@ class Account:
     counted_at: float = 0.0
 
 
+class QuotaShare:
+    """What a request takes of its tenant's account."""
+
+    def __init__(self, account: Account, num_answers: int) -> None:
+        self._account = account
+        self.num_answers = num_answers  # that have not ended
+        self.num_tokens = 0
+        account.running += num_answers
+
+    def end_answers(self, count: int) -> None:
+        """So many of its answers have ended."""
+        self.num_answers -= count
+        self._account.running -= count
+
+    def spend(self, num_tokens: int) -> None:
+        """Notes tokens of its prompt and its answers, which count once it has ended."""
+        self.num_tokens += num_tokens
+
+
 class Quotas:
     """One per router. `now` is a monotonic clock in seconds."""
 
@@ -186,20 +205,17 @@ class Quotas:
             raise Overloaded(text, retry_after_s=math.ceil(wait_s))
 
     @contextmanager
-    def running(self, tenant: Tenant, num_answers: int = 1) -> Iterator[Callable[[int], None]]:
-        """Counts a request, by its answers; gives what to tell its tokens to."""
+    def running(self, tenant: Tenant, num_answers: int = 1) -> Iterator[QuotaShare]:
+        """Counts a request, by its answers."""
         account = self._accounts.setdefault(tenant.name, Account(counted_at=self._now()))
-        account.running += num_answers
-
-        def spend(num_tokens: int) -> None:
-            self._let_time_pass(account, tenant)
-            account.spent += num_tokens
-
+        share = QuotaShare(account, num_answers)
         try:
-            yield spend
+            yield share
         finally:
-            account.running -= num_answers
+            share.end_answers(share.num_answers)
             self._let_time_pass(account, tenant)
+            if tenant.tokens_per_minute is not None:
+                account.spent += share.num_tokens
             if not account.running and not account.spent:
                 del self._accounts[tenant.name]
 

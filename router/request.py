@@ -110,6 +110,7 @@ class Request:
 
     # What it cost so far.
     queue_s: float = 0.0
+    begun: float = 0.0  # its first attempt, which is when it had a seat
     prefilled: float = 0.0
     commit_times: list[float] = field(default_factory=list)  # of those that brought tokens
     handoff_s: float = 0.0
@@ -179,6 +180,7 @@ class Request:
         The number rises before anything is sent, so nothing of an earlier attempt is taken."""
         self.apply_event(Event.PLACED, now, f"{prefill_worker or 'local'} -> {decode_worker}")
         self.num_attempts += 1
+        self.begun = self.begun or now
         self.attempt = next(self.attempt_numbers)
         self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
         self.connector = ""

@@ -61,6 +61,7 @@ def test_a_stream_cut_short() -> None:
     [
         (grpc.StatusCode.UNAUTHENTICATED, "needs credentials", "--token-file"),
         (grpc.StatusCode.UNAVAILABLE, "last error: Socket closed", "--tls-ca"),
+        (grpc.StatusCode.UNAVAILABLE, "a:1 broke off with UNAVAILABLE", "--tls-ca"),
         (grpc.StatusCode.UNAVAILABLE, "no worker", ""),
     ],
 )

@@ -46,6 +46,23 @@ def test_a_class_can_be_named(checkpoint: Path) -> None:
     assert convert(checkpoint, "Qwen2Tokenizer").is_file()
 
 
+def test_a_class_of_a_release_that_is_anothers_copy_need_not_be_named(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "own.py").write_text("raise SystemExit('ran')")
+    (checkpoint / "config.json").write_text(json.dumps({"model_type": "Dream"}))
+    (checkpoint / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "DreamTokenizer",
+                "auto_map": {"AutoTokenizer": ["own.DreamTokenizer", None]},
+            }
+        )
+    )
+    assert main([str(checkpoint)]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_an_existing_file_is_left_alone(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,7 +78,8 @@ def test_code_of_a_checkpoint_is_never_run(checkpoint: Path) -> None:
     (checkpoint / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["own.X", None]}})
     )
-    with pytest.raises(ConversionError, match="--tokenizer-class names another class"):
+    told = "its class 'X' is code that it brings, which is never run; --tokenizer-class names a"
+    with pytest.raises(ConversionError, match=told):
         convert(checkpoint, None)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from statistics import mean
 
-from e2e.client import all_at_once, connect, load_of, wait_until
+import grpc
+import pytest
+from e2e.client import Client, all_at_once, connect, load_of, wait_until
 from e2e.processes import standing_still
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import draw_jobs
 
 from effuse.cli.fleet import Fleet
+from effuse.v1 import generation_pb2
 
 CONCURRENT = 32
 SOON_S = "1"  # how long a computed prompt waits for pages
@@ -26,8 +32,26 @@ def test_more_requests_than_seats() -> None:
         connect(fleet.address) as client,
     ):
         answers = all_at_once(lambda job: client.generate(job.message()), jobs)
+        _ask_for_more_than_seats_can_give(client, answers)
     assert all(answer.usage.completion_tokens for answer in answers)
     assert max(answer.stats.queue_duration.ToMicroseconds() for answer in answers) > 0
+
+
+def _ask_for_more_than_seats_can_give(
+    client: Client, answers: Sequence[generation_pb2.GenerateResponse]
+) -> None:
+    """Nobody waits and one answer would be in time, but eight take the two seats four times."""
+    held_s = mean(
+        (stats.total_duration.ToMicroseconds() - stats.queue_duration.ToMicroseconds()) / 1e6
+        for stats in (answer.stats for answer in answers)
+    )
+    (job,) = draw_jobs(5, 1, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
+    message = replace(job, max_tokens=200).message()
+    message.n = 8
+    with pytest.raises(grpc.RpcError) as caught:
+        client.generate(message, timeout_s=2 * held_s)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "it has 8 answers" in str(caught.value.details())
 
 
 def test_reservations_that_are_late_since_pages_are_short() -> None:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import zmq
-from fuzz import surface
+from fuzz import services, surface
 from fuzz.run import SURFACES, shares
 from fuzz.services import FLEETS
 from fuzz.surface import Report, Surface, feed
@@ -22,6 +22,8 @@ from effuse.decode_worker.intake import Intake
 from effuse.kvtransfer import zmq_sockets, zmq_transport
 from effuse.placement import records
 from effuse.protos import interceptor
+from effuse.protos.errors import DeadlineExceeded
+from effuse.router.known_requests import KnownRequests
 from effuse.router.monitor import Monitor
 from effuse.worker import supervisor
 
@@ -112,3 +114,32 @@ def test_a_planted_bug_is_found(bug: str) -> None:
     with planted, patch.object(surface, "PATIENCE", 5):
         report = fed(INNER[name], MOST)
     assert any(found in one for one in report.findings), report.findings
+
+
+async def never_found(self: KnownRequests, request_id: str, tenant: str = "") -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_hang_is_found_as_it_hangs_alone_too() -> None:
+    with (
+        patch.object(KnownRequests, "find_stored", never_found),
+        patch.object(services, "DEADLINE_S", 0.5),
+        patch.multiple(surface, PATIENCE=5, MOST_FINDINGS=1),
+    ):
+        report = fed(INNER["router"], 400)
+    assert report.outcomes["late"] == len(report.late) > 0
+    (found,) = report.findings
+    assert "asked again alone" in found and "Request DEADLINE_EXCEEDED" in found
+
+
+def test_what_ran_late_once_is_none() -> None:
+    find, left = KnownRequests.find_stored, iter(range(2))
+
+    async def late(self: KnownRequests, request_id: str, tenant: str = "") -> Any:
+        if next(left, None) is not None:
+            raise DeadlineExceeded("the machine had no time")
+        return await find(self, request_id, tenant)
+
+    with patch.object(KnownRequests, "find_stored", late):
+        report = fed(INNER["router"], 400)
+    assert (len(report.late), report.findings) == (2, [])

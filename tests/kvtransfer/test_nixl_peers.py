@@ -127,6 +127,21 @@ def test_hundreds_of_writers_are_answered(agent: Any) -> None:
         writers.learn("life-new", b"")
 
 
+def test_who_said_before_a_writer_that_it_is_that_writer_does_not_have_its_answers(
+    agent: Any,
+) -> None:
+    writers = NixlWriters(agent)
+    for said in ("stranger", "prefill-1") * 3:
+        writers.learn("life-1", said.encode())
+        writers.tell("life-1", b"accepted")
+        assert agent.told[-1] == said
+    assert (agent.added, agent.removed) == (["stranger", "prefill-1"], [])
+    with pytest.raises(HandoffRefused):
+        writers.learn("life-1", b"")
+    writers.tell("life-1", b"accepted")
+    assert agent.told[-1] == "prefill-1"
+
+
 def test_a_writer_that_cannot_be_told_is_learnt_anew(
     agent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

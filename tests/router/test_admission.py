@@ -157,12 +157,87 @@ def test_a_request_for_several_answers_waits_for_one_seat_and_counts_all() -> No
             await turns()
             waiting = group.create_task(several(1))
             await turns()
-            assert (order, admission.num_running, admission.num_waiting) == ([0], 4, 1)
+            assert (order, admission.num_running, admission.num_waiting) == ([0], 4, 3)
             release.set()
             await turns()
             assert (order, admission.num_running) == ([0, 1], 1)
             assert waiting.done()
         assert admission.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_ends_makes_room_although_others_to_its_request_go_on() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(2, 4), asyncio.Event(), list[int]()
+        async with asyncio.TaskGroup() as group:
+            async with admission.slot(SlotNeed(num_answers=3)) as slots:
+                group.create_task(hold(admission, release, order, 1))
+                await turns()
+                slots.end_answer(0.0)  # whose seat is the third answer's
+                await turns()
+                assert (order, admission.num_running, admission.num_waiting) == ([], 2, 1)
+                slots.end_answer(0.0)
+                await turns()
+                assert (order, admission.num_running, admission.num_waiting) == ([1], 2, 0)
+            assert admission.num_running == 1
+            release.set()
+        assert admission.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_a_queue_is_full_of_answers() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(1, 4), asyncio.Event(), list[int]()
+
+        async def wait(tenant: str, count: int, at: int) -> None:
+            async with admission.slot(SlotNeed(tenant=tenant, num_answers=count)):
+                order.append(at)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(hold(admission, release, [], 0))
+            await turns()
+            group.create_task(wait("a", 3, 1))
+            await turns()
+            admission.check(SlotNeed(tenant="a", num_answers=3))  # one place is enough
+            late = asyncio.create_task(wait("a", 3, 2))
+            await turns()
+            assert admission.num_waiting == 6
+            with pytest.raises(Overloaded, match="1 requests are running and 6 are waiting"):
+                admission.check(SlotNeed(tenant="a"))
+            with pytest.raises(Overloaded):  # it would have as many itself
+                admission.check(SlotNeed(tenant="b", num_answers=4))
+            group.create_task(wait("b", 2, 3))  # the newest request of who has most gives way
+            await turns()
+            with pytest.raises(Overloaded):
+                await late
+            assert admission.num_waiting == 5
+            release.set()
+        assert sorted(order) == [1, 3]
+
+    asyncio.run(main())
+
+
+def test_tenants_share_by_all_answers_that_they_ask_for() -> None:
+    """Requests for four answers come once in four of those for one."""
+
+    async def main() -> None:
+        admission, release, order = Admission(1, 64), asyncio.Event(), list[int]()
+
+        async def wait(num_answers: int) -> None:
+            need = SlotNeed(tenant=f"{num_answers}", size=256, num_answers=num_answers)
+            async with admission.slot(need):
+                order.append(num_answers)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(hold(admission, release, [], 0))
+            await turns()
+            for num_answers in (4,) * 2 + (1,) * 8:
+                group.create_task(wait(num_answers))
+            await turns()
+            release.set()
+        assert order in ([1, 1, 1, 4, 1, 1, 1, 1, 4, 1], [1, 1, 1, 1, 4, 1, 1, 1, 1, 4])
 
     asyncio.run(main())
 

@@ -312,16 +312,21 @@ def test_answers_beyond_the_seats_wait_for_one_and_all_are_given() -> None:
     several(body)
 
 
-def test_what_a_request_counts_is_its_answers() -> None:
+def test_what_a_request_counts_is_its_answers_that_have_not_ended() -> None:
     async def body(fleet: FakeFleet) -> None:
-        go, reached = asyncio.Event(), asyncio.Event()
-        fleet.decode[0].at["2/commit 0"] = holds(go, reached)
+        admission, go, last = fleet.router.admission, asyncio.Event(), asyncio.Event()
+        at = fleet.decode[0].at
+        at["commit 0"] = holds(go)
+        at["2/commit 0"] = holds(last)
         asking = asyncio.create_task(ask(fleet, n=3))
-        await reached.wait()
-        assert fleet.router.admission.num_running == 3
+        await until(lambda: len(fleet.decode[0].running) == 3)
+        assert admission.num_running == 3
         go.set()
+        await until(lambda: admission.num_running == 1)
+        assert not asking.done()
+        last.set()
         await asking
-        assert fleet.router.admission.num_running == 0
+        assert admission.num_running == 0
         assert fleet.metric("effuse_requests_total", model_name="fake", status="OK") == 1
         assert fleet.metric("effuse_prompt_tokens_total", model_name="fake") == 11
         tokens = sum(len(ids_of(text)) for text in TEXTS[:3])

@@ -96,6 +96,9 @@ def test_each_answer_counts_as_a_request() -> None:
         quotas.check(tenant)
         with pytest.raises(Overloaded, match="3 requests of this key's tenant"):
             quotas.check(tenant, 2)
+    with quotas.running(tenant, 3) as share:
+        share.end_answers(1)  # and no longer than it runs
+        quotas.check(tenant, 2)
     quotas.check(tenant, 4)
     with pytest.raises(InvalidRequest, match="n: expected at most 4"):
         quotas.check(tenant, 5)
@@ -104,9 +107,9 @@ def test_each_answer_counts_as_a_request() -> None:
 def test_tokens_a_minute_are_limited() -> None:
     now = [0.0]
     quotas, tenant = Quotas(lambda: now[0]), Tenant("a", tokens_per_minute=60)
-    with quotas.running(tenant) as spend:
+    with quotas.running(tenant) as share:
         quotas.check(tenant)
-        spend(90)
+        share.spend(90)
     with pytest.raises(Overloaded, match="60 tokens a minute") as caught:
         quotas.check(tenant)
     assert caught.value.retry_after_s == 31
@@ -116,7 +119,7 @@ def test_tokens_a_minute_are_limited() -> None:
     now[0] = 31.0
     quotas.check(tenant)
     now[0] = 1000.0  # nobody saves tokens up
-    with quotas.running(tenant) as spend:
-        spend(61)
+    with quotas.running(tenant) as share:
+        share.spend(61)
     with pytest.raises(Overloaded):
         quotas.check(tenant)

@@ -13,38 +13,47 @@ import pytest
 from router.virtual_time import run_virtually
 
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import LEAST_HOLDS, Admission, HoldTimes, SlotNeed
+from effuse.router.admission import LEAST_HOLDS, Admission, HeldSlots, HoldTimes, SlotNeed
 
 SLOTS = 8
 DEADLINE_S = 3.0  # of requests that take 1 s on average
 
 
-def _goodput(load: float, *, is_known: bool, count: int = 1500, spread: float = 0.5) -> float:
-    """Requests answered in time, by those that the slots can answer, where `load` times as many
-    arrive; the router is told of deadlines or it is not."""
+def _goodput(
+    load: float, *, is_known: bool, count: int = 1500, spread: float = 0.5, answers: int = 1
+) -> float:
+    """Answers to requests that are answered in time, by those that the slots can give, where `load`
+    times as many are asked for; the router is told of deadlines or it is not. `answers`: what every
+    other request asks for, its seats apart."""
 
     async def offer() -> float:
         loop, draw = asyncio.get_running_loop(), random.Random(7)
-        admission = Admission(SLOTS, count, loop.time)
+        admission, seats = Admission(SLOTS, 8 * count, loop.time), asyncio.Semaphore(SLOTS)
         answered = 0
 
-        async def ask(takes_s: float) -> None:
+        async def answer(slots: HeldSlots, takes_s: float) -> None:
+            async with seats:
+                began = loop.time()
+                await asyncio.sleep(takes_s)
+                slots.end_answer(began)
+
+        async def ask(takes_s: list[float]) -> None:
             nonlocal answered
             left_s = DEADLINE_S if is_known else math.inf
+            need = SlotNeed(left_s=left_s, size=64, num_answers=len(takes_s))
             try:
-                async with (
-                    asyncio.timeout(DEADLINE_S),
-                    admission.slot(SlotNeed(left_s=left_s, size=64)),
-                ):
-                    await asyncio.sleep(takes_s)
-                    answered += 1
+                async with asyncio.timeout(DEADLINE_S), admission.slot(need) as slots:
+                    await asyncio.gather(*(answer(slots, one) for one in takes_s))
+                    answered += len(takes_s)
             except (TimeoutError, Overloaded):
                 return
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(count):
-                await asyncio.sleep(draw.expovariate(load * SLOTS))
-                group.create_task(ask(draw.lognormvariate(-(spread**2) / 2, spread)))
+            for number in range(count):
+                wanted = answers if number % 2 else 1
+                await asyncio.sleep(draw.expovariate(load * SLOTS / ((answers + 1) / 2)))
+                takes_s = [draw.lognormvariate(-(spread**2) / 2, spread) for _ in range(wanted)]
+                group.create_task(ask(takes_s))
         assert (admission.num_running, admission.num_waiting) == (0, 0)
         return answered / loop.time() / SLOTS
 
@@ -61,6 +70,13 @@ def test_goodput_at_three_times_the_load_is_that_of_the_peak() -> None:
 def test_without_deadlines_known_it_would_collapse() -> None:
     """What the first test shows is the shedding's doing."""
     assert _goodput(3.0, is_known=False) < 0.4
+
+
+def test_so_it_is_where_requests_have_several_answers() -> None:
+    peak = max(_goodput(load, is_known=True, answers=6) for load in (0.7, 1.0, 1.5))
+    assert peak > 0.75
+    assert _goodput(3.0, is_known=True, answers=6) >= 0.95 * peak
+    assert _goodput(3.0, is_known=False, answers=6) < 0.4
 
 
 def test_a_fleet_that_bears_the_load_refuses_next_to_nobody() -> None:
@@ -82,19 +98,21 @@ def test_nothing_is_predicted_from_a_few() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "slots", "size", "late_s"),
+    ("num", "slots", "size", "late_s"),
     [
-        (0, 1, 64, 2 + 2 - 3),  # one leaves the slot, then it takes as long itself
-        (3, 1, 64, 8 + 2 - 3),
-        (3, 4, 64, 2 + 2 - 3),
-        (0, 4, 64, 0.5 + 2 - 3),
-        (0, 4, 32, 0.5 + 1 - 3),  # half as many tokens at most
-        (0, 4, 6400, 0.5 + 2 - 3),  # longer ones may end early
+        (1, 1, 64, 2 + 2 - 3),  # one leaves the slot, then it takes as long itself
+        (4, 1, 64, 8 + 2 - 3),
+        (4, 4, 64, 2 + 2 - 3),
+        (1, 4, 64, 0.5 + 2 - 3),
+        (1, 4, 32, 0.5 + 1 - 3),  # half as many tokens at most
+        (1, 4, 6400, 0.5 + 2 - 3),  # longer ones may end early
+        (0, 4, 64, 2 - 3),
+        (-2, 4, 64, 2 - 3),  # slots are free
     ],
 )
-def test_what_is_predicted(ahead: int, slots: int, size: int, late_s: float) -> None:
+def test_what_is_predicted(num: int, slots: int, size: int, late_s: float) -> None:
     """Holds of 2 s that never deviate."""
-    assert _known(*[2.0] * 20).late_s(3.0, size, ahead, slots) == pytest.approx(late_s)
+    assert _known(*[2.0] * 20).late_s(3.0, size, num, slots) == pytest.approx(late_s)
 
 
 def test_who_deviates_is_given_more() -> None:
@@ -138,13 +156,16 @@ def test_a_refusal_says_when_to_come_back_and_holds_nothing() -> None:
     run_virtually(main())
 
 
-def test_one_whose_turn_comes_too_late_is_not_begun() -> None:
+@pytest.mark.parametrize(("num_answers", "left_s"), [(1, 2.5), (3, 4.5)])
+def test_one_whose_turn_comes_too_late_is_not_begun(num_answers: int, left_s: float) -> None:
+    """It has 0.5 s left for an answer that takes 1 s, or 2.5 s for three, one after the other."""
+
     async def main() -> None:
         loop = asyncio.get_running_loop()
         admission, begun = Admission(1, 10, loop.time), []
 
         async def late() -> None:
-            async with admission.slot(SlotNeed(left_s=2.5)):
+            async with admission.slot(SlotNeed(left_s=left_s, num_answers=num_answers)):
                 begun.append(1)
 
         for _ in range(LEAST_HOLDS):
@@ -157,6 +178,28 @@ def test_one_whose_turn_comes_too_late_is_not_begun() -> None:
             await waiting
         assert not begun and admission.num_shed == 1
         assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    run_virtually(main())
+
+
+def test_a_request_has_to_wait_for_its_last_answer() -> None:
+    """Two slots of three are free, holds take 1 s."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        admission = Admission(3, 10, loop.time)
+        for _ in range(LEAST_HOLDS):
+            async with admission.slot():
+                await asyncio.sleep(1.0)
+        async with admission.slot():
+            admission.check(SlotNeed(num_answers=2, left_s=0.5))  # nobody has to wait
+            admission.check(SlotNeed(num_answers=5, left_s=2.1))
+            with pytest.raises(Overloaded, match=r"0 requests wait .* 5 answers, .* some 0\.1 s"):
+                admission.check(SlotNeed(num_answers=5, left_s=1.9))
+            async with admission.slot(SlotNeed(num_answers=5)):  # 6 in 3 slots
+                with pytest.raises(Overloaded, match=r"some 0\.1 s after"):
+                    admission.check(SlotNeed(left_s=2.23))
+                admission.check(SlotNeed(left_s=2.34))
 
     run_virtually(main())
 
