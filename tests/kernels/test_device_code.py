@@ -5,6 +5,8 @@ Runs without a GPU on whatever Triton is installed; `pytest -s` prints the regis
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from operators import child
 from operators.device_code import DeviceCode
@@ -12,6 +14,7 @@ from operators.device_code import DeviceCode
 Codes = list[tuple[str, DeviceCode]]
 
 
+@cache
 def compiled(group: str) -> Codes:
     lines = child.json_lines("operators.compiled", group, TRITON_INTERPRET="0")
     codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]  # type: ignore[arg-type]
@@ -20,12 +23,12 @@ def compiled(group: str) -> Codes:
     return codes
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def attention() -> Codes:
     return [pair for pair in compiled("attention") if pair[1].kernel == "_attention_kernel"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def hopper() -> Codes:
     return [pair for pair in compiled("hopper") if pair[1].kernel != "_merge_kernel"]
 
