@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from effuse.models.config import ModelConfig
 ALONE = "effuse.benchmarks.gpu_alone"
 HANDOFFS_A_SECOND = 20
 BATCHES = (1, 2, 4, 8, 16)
+TURNS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,16 @@ FULL = Plan(
     seconds=6.0,
     rounds=20,
 )
+# What two GPUs measure in six minutes, where fleets run one after the other.
+PAIR = replace(
+    FULL,
+    rates=(4, 8, 16, 20, 22),
+    swept_rates=(4, 8),
+    split=(split(4096, 64), split(4096, 16, "zmq")),
+    colocated=(colocated(4096, 64), colocated(2048, 4)),
+    warm_s=2.0,
+    seconds=5.0,
+)
 # Enough to see that everything runs, on one GPU.
 SHORT = Plan(
     model="dream-7b",
@@ -159,7 +170,7 @@ TINY = Plan(
     seconds=1.5,
     rounds=3,
 )
-PLANS = {"full": FULL, "short": SHORT, "tiny": TINY}
+PLANS = {"full": FULL, "pair": PAIR, "short": SHORT, "tiny": TINY}
 
 
 @dataclass(slots=True)
@@ -290,7 +301,8 @@ class Bench:
         return found
 
     def _arrivals(self, alone: Peer, gpu: list[str]) -> dict[str, Any]:
-        """Time of a step of 16 requests in turns without handoffs and with 20 a second."""
+        """Time of a step of 16 requests in turns without handoffs and with 20 a second, every other
+        time the other way round: a GPU that grows warm is slower in whatever comes later."""
         plan = self._plan
         shape, at_once = plan.steady[0]
         count = max(2, round(HANDOFFS_A_SECOND * plan.seconds / 4))
@@ -303,22 +315,22 @@ class Bench:
         handoffs: list[float] = []
         alone.ask(do="listen")
         with gpu_handoff.end("sender", flags, gpu) as sender:
-            for turn in range(-1, 6):
-                without = alone.ask(**steps)
+            for turn in range(-2, TURNS):
                 held = alone.ask(do="reserve", handoffs=count, pages=pages)
-                alone.tell(**steps)
-                pushed = sender.ask(
-                    do="push_many",
-                    source=scattered(pages, 1),
-                    every_s=1 / HANDOFFS_A_SECOND,
+                pushes = {
+                    "do": "push_many",
+                    "source": scattered(pages, 1),
+                    "every_s": 1 / HANDOFFS_A_SECOND,
                     **held,
-                )
-                beside = alone.hear()
-                if turn < 0:
-                    continue
-                turns["without"].append(without["step_s"])
-                turns["with"].append(beside["step_s"])
-                handoffs += pushed["seconds"]
+                }
+                both = ("without", "with")
+                for name in both if turn % 2 else reversed(both):
+                    alone.tell(**steps)
+                    pushed = sender.ask(**pushes)["seconds"] if name == "with" else []
+                    step_s = alone.hear()["step_s"]
+                    if turn >= 0:
+                        turns[name].append(step_s)
+                        handoffs += pushed
         medians = {name: statistics.median(values) for name, values in turns.items()}
         return {**medians, "turns": turns, "handoff_p50_s": statistics.median(handoffs)}
 

@@ -70,7 +70,7 @@ class Forecast:
         self._masks_left: Integers = np.zeros((layout.num_slots, layout.ring), dtype=np.int32)
         self._ahead: npt.NDArray[np.bool_] = np.zeros(layout.num_slots, dtype=np.bool_)
         self._rows: Integers = np.zeros((layout.num_slots, layout.tokens_at), dtype=np.int32)
-        self._pace = 1.0  # masks that a block loses in a step
+        self._pace: float | None = None  # masks that a block loses in a step, once one was read
 
     def join(self, slot: int, row: Integers) -> None:
         """A request begins with this row of the slot table; no step of it has been launched."""
@@ -109,7 +109,8 @@ class Forecast:
             settled = records[stepped, RecordColumn.NUM_SETTLED]
             blocks = (records[stepped, RecordColumn.NUM_BLOCKS] - settled).sum()
             pace = float(written) / max(1, int(blocks))
-            self._pace = _MEMORY * self._pace + (1 - _MEMORY) * pace
+            before = pace if self._pace is None else self._pace
+            self._pace = _MEMORY * before + (1 - _MEMORY) * pace
 
     def need(self) -> Need:
         """Of the step after the last launched one."""
@@ -136,7 +137,7 @@ class Forecast:
     def _appends(self) -> npt.NDArray[np.bool_]:
         """Whether the launched step, at its usual pace, appends a block: the machine's own rule."""
         state, rows, size = self._state, self._rows, self._layout.block_size
-        pace = math.ceil(self._pace)
+        pace = math.ceil(self._pace or 1)
         num_blocks, settled = (
             state[:, RecordColumn.NUM_BLOCKS],
             state[:, RecordColumn.NUM_SETTLED],

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from effuse.kernels.experts_routing import Routing
-from effuse.kernels.rowwise import linear, swiglu, swiglu_ref
+from effuse.kernels.rowwise import WeightedParts, linear, swiglu, swiglu_ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,24 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
     )
 
 
-def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-    """Sum over each row's experts of weight times their gated MLP of x [T, H]: [T, H].
+def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> WeightedParts:
+    """Of each row's experts the weight times their gated MLP of x [T, H], to be summed to [T, H].
 
     ``gate_up`` is [E, 2I, H], the gate first, ``down`` [E, H, I], all in the dtype of x. What an
-    expert gives is rounded to it; the sum is taken in fp32, in the order of the picks.
+    expert gives is rounded to it; whoever reads it next takes the sum, and saves it a way to memory
+    and back.
     """
     if x.is_cuda:
         from effuse.kernels import experts_triton
 
         return experts_triton.launch_mlp(x, gate_up, down, routes.experts, routes.weights)
     picked = routes.experts.flatten()
-    outputs = x.new_empty(len(picked), x.shape[1])
+    parts = x.new_empty(len(picked), x.shape[1])
     for expert in torch.unique(picked).tolist():
         picks = (picked == expert).nonzero().flatten()
         rows = x[picks // routes.experts.shape[1]]
-        outputs[picks] = linear(swiglu(linear(rows, gate_up[expert])), down[expert])
-    return _weighted_sum(outputs.view(*routes.experts.shape, x.shape[1]), routes.weights).to(
-        x.dtype
-    )
+        parts[picks] = linear(swiglu(linear(rows, gate_up[expert])), down[expert])
+    return WeightedParts(parts, None, routes.weights)
 
 
 def route_ref(logits: Tensor, bias: Tensor | None, routing: Routing) -> Routes:
@@ -123,11 +122,3 @@ def _allowed_ref(choice: list[float], routing: Routing) -> list[int]:
     return [
         at for group in best[: routing.top_groups] for at in range(group * size, (group + 1) * size)
     ]
-
-
-def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Over dim 1 of outputs [T, K, H], in fp32, one after the other: alike in every batch."""
-    total = outputs[:, 0].float() * weights[:, :1]
-    for pick in range(1, outputs.shape[1]):
-        total.add_(outputs[:, pick].float() * weights[:, pick, None])
-    return total

@@ -17,8 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from effuse.kernels.experts_routes_triton import SortedPicks, launch_sort
-
-COLUMNS_PER_PROGRAM = 1024  # of adding up
+from effuse.kernels.rowwise import WeightedParts
 
 PICKS_THAT_GROUP = 56
 """So many picks an expert on average, and `grouped_mlp` is faster (H200, bf16)."""
@@ -42,29 +41,29 @@ WIDE_TILE = ProductTile(128, 128, 64, num_warps=8, num_stages=4, by_descriptor=T
 
 def launch_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
-) -> Tensor:
+) -> WeightedParts:
     """[T, H] from x [T, H], gate_up [E, 2I, H], down [E, H, I] and the picks [T, K]."""
     if len(x) == 0:
-        return torch.empty_like(x)
+        return WeightedParts(torch.empty_like(x), None, weights)
     if x.dtype == torch.bfloat16 and experts.numel() >= PICKS_THAT_GROUP * len(gate_up):
         return grouped_mlp(x, gate_up, down, experts, weights)
     of_gate_up, of_down = tiles_of(experts.numel(), gate_up, down)
     picks = launch_sort(experts, len(gate_up), of_gate_up.rows)
     activated = launch_gate_up(x, gate_up, picks, of_gate_up)
     given = launch_down(activated, down, picks, of_down)
-    return _launch_sum(given, None, weights)
+    return WeightedParts(given, None, weights)
 
 
 def grouped_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
-) -> Tensor:
+) -> WeightedParts:
     """The same for many picks: wide tiles, then torch's grouped product; at least one row."""
     is_half = x.dtype == torch.bfloat16
     shape = WIDE_TILE if is_half else ProductTile(64, 32, 32, num_warps=4, num_stages=2)
     picks = launch_sort(experts, len(gate_up), shape.rows)
     activated = launch_gate_up(x, gate_up, picks, shape)
     given = torch._grouped_mm(activated, down.transpose(1, 2), offs=picks.ends)
-    return _launch_sum(given, picks.ranks, weights)
+    return WeightedParts(given, picks.ranks, weights)
 
 
 def tiles_of(num_picks: int, gate_up: Tensor, down: Tensor) -> tuple[ProductTile, ProductTile]:
@@ -141,26 +140,6 @@ def _weights(weights: Tensor, shape: ProductTile) -> Tensor | TensorDescriptor:
         return weights
     rows = weights.view(-1, weights.shape[-1])
     return TensorDescriptor.from_tensor(rows, [shape.columns, shape.depth])
-
-
-def _launch_sum(given: Tensor, ranks: Tensor | None, weights: Tensor) -> Tensor:
-    """[T, H] of weights [T, K] and given [picks, H], whose rows are the picks' `ranks`, if any."""
-    rows, hidden = len(weights), given.shape[1]
-    out = torch.empty((rows, hidden), dtype=given.dtype, device=given.device)
-    columns = min(COLUMNS_PER_PROGRAM, triton.next_power_of_2(hidden))
-    _sum_kernel[(rows, triton.cdiv(hidden, columns))](
-        given,
-        given if ranks is None else ranks,
-        weights,
-        out,
-        PICKS=weights.shape[1],
-        HIDDEN=hidden,
-        COLUMNS=columns,
-        HAS_RANKS=ranks is not None,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-    return out
 
 
 def _tile_of(num_picks: int, weights: Tensor, columns: int, widest: int) -> ProductTile:
@@ -286,26 +265,3 @@ def _down_kernel(
     target = given + pick[:, None] * HIDDEN + column[None, :]
     stored = held[:, None] & inside[None, :]
     tl.store(target, total.to(given.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _sum_kernel(
-    given,
-    ranks,
-    weights,
-    out,
-    PICKS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = column < HIDDEN
-    total = tl.zeros([COLUMNS], tl.float32)
-    for place in tl.static_range(PICKS):
-        pick = row * PICKS + place
-        at = tl.load(ranks + pick).to(tl.int64) if HAS_RANKS else pick
-        values = tl.load(given + at * HIDDEN + column, mask=mask, other=0.0).to(tl.float32)
-        total += values * tl.load(weights + pick)
-    tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=mask)

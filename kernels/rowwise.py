@@ -5,12 +5,33 @@ Means are taken in fp32 whatever the dtype, in an order that does not depend on 
 Triton is imported where a CUDA tensor is met, here and in the neighbours: a CPU engine needs none.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 # fp32 products of 4 rows and more agree bitwise with each other on the CPU; smaller ones do not.
 MIN_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedParts:
+    """Rows [T, H] as sums over K parts each, not yet taken."""
+
+    parts: Tensor  # [N, H]
+    places: Tensor | None  # [T, K] int32: where each part of each row is; None: K after K, in order
+    weights: Tensor  # [T, K] fp32
+
+    def total(self) -> Tensor:
+        """[T, H], summed in fp32 in the order of the parts and rounded to their dtype."""
+        rows, count = self.weights.shape
+        places = self.places if self.places is not None else torch.arange(rows * count)
+        places = places.view(rows, count).to(self.parts.device)
+        total = torch.zeros(rows, self.parts.shape[1], device=self.parts.device)
+        for at in range(count):
+            total.add_(self.parts[places[:, at]].float() * self.weights[:, at, None])
+        return total.to(self.parts.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -32,16 +53,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_residual(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(normalised sum, sum) of ``x`` and ``residual`` [T, H]; the sum is rounded to its dtype.
 
-    ``x`` may be parts of a sum, [P, T, H] and of a wider type, as a product split in two leaves.
+    ``x`` may be parts of a sum: [P, T, H] of a wider type, as a product split in two leaves, or
+    weighted ones, whose own sum is rounded before the residual is added.
     """
-    if x.is_cuda:
+    if residual.is_cuda:
         from effuse.kernels import rowwise_triton
 
         return rowwise_triton.launch_norm_residual(x, residual, weight, eps)
+    x = x.total() if isinstance(x, WeightedParts) else x
     total = x + residual if x.dim() == 2 else (x.sum(0) + residual).to(residual.dtype)
     return _rms_norm_torch(total, weight, eps), total
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from effuse.kernels.rowwise import WeightedParts
+
 ELEMENTS_PER_PROGRAM = 4096  # of normalisation
 TILE = 2048  # of the activation
 
@@ -25,7 +27,7 @@ def launch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def launch_norm_residual(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(normalised sum, sum) of x [T, H], or of all parts x [P, T, H], and residual [T, H]."""
     residual = residual.contiguous()
@@ -35,13 +37,16 @@ def launch_norm_residual(
 
 
 def _launch_norm(
-    x: Tensor,
+    given: Tensor | WeightedParts,
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
     out: Tensor,
     total: Tensor | None,
 ) -> None:
+    weighted = given if isinstance(given, WeightedParts) else None
+    x = given.parts if isinstance(given, WeightedParts) else given
+    places = None if weighted is None else weighted.places
     width = x.shape[-1]
     num_rows = out.numel() // width
     has_parts = residual is not None and x.dim() == 3
@@ -56,6 +61,8 @@ def _launch_norm(
         weight,
         out,
         total if total is not None else out,
+        places if places is not None else weight,
+        weighted.weights if weighted is not None else weight,
         num_rows,
         x.stride(1) if has_parts else x.stride(0),
         x.stride(1) if has_groups else 0,
@@ -63,6 +70,8 @@ def _launch_norm(
         eps,
         GROUPS=x.shape[1] if has_groups else 1,
         PARTS=x.shape[0] if has_parts else 1,
+        WEIGHTED=weighted.weights.shape[1] if weighted is not None else 0,
+        HAS_PLACES=places is not None,
         WIDTH=width,
         TILE=tile,
         ROWS=rows,
@@ -99,6 +108,8 @@ def _rms_norm_kernel(
     weight,
     out,
     total,
+    places,
+    weights,
     num_rows,
     row_stride,
     group_stride,
@@ -106,6 +117,8 @@ def _rms_norm_kernel(
     eps,
     GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -116,11 +129,22 @@ def _rms_norm_kernel(
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     source = (row // GROUPS) * row_stride + (row % GROUPS) * group_stride
     target = row[:, None] * WIDTH + column[None, :]
-    values = tl.load(x + source[:, None] + column[None, :], mask=mask, other=0.0)
+    if WEIGHTED == 0:
+        values = tl.load(x + source[:, None] + column[None, :], mask=mask, other=0.0)
     # Asked for early, so that it arrives while the row is reduced.
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED > 0:
+            values = tl.zeros([ROWS, TILE], tl.float32)
+            for part in tl.static_range(WEIGHTED):
+                at = row * WEIGHTED + part
+                share = tl.load(weights + at, mask=row < num_rows, other=0.0)
+                if HAS_PLACES:
+                    at = tl.load(places + at, mask=row < num_rows, other=0).to(tl.int64)
+                more = x + at[:, None] * row_stride + column[None, :]
+                values += tl.load(more, mask=mask, other=0.0).to(tl.float32) * share[:, None]
+            values = values.to(x.dtype.element_ty)  # as when it was summed by itself
         added += values.to(tl.float32)
         for part in tl.static_range(1, PARTS):
             more = x + part * part_stride + source[:, None] + column[None, :]

@@ -21,7 +21,7 @@ from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes, expert_mlp, route, router_logits
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_store_kv
-from effuse.kernels.rowwise import linear, rms_norm, rms_norm_residual, swiglu
+from effuse.kernels.rowwise import WeightedParts, linear, rms_norm, rms_norm_residual, swiglu
 from effuse.models.config import ModelConfig
 
 # Up to so many rows, the MLP's last product is done in two halves of its sum on a GPU.
@@ -204,10 +204,13 @@ class Transformer:
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), self.config.num_kv_heads, self.config.head_dim)
 
-    def _mlp(self, layer: LayerWeights, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _mlp(
+        self, layer: LayerWeights, mixed: Tensor, residual: Tensor
+    ) -> tuple[Tensor | WeightedParts, Tensor]:
         """(MLP output, residual with the attention's output added), both [rows, H].
 
-        The output may be in parts [2, rows, H] fp32, for the norm that follows to add up.
+        The output may be in parts, [2, rows, H] fp32 or what experts give, for the norm that
+        follows to add up.
         """
         projected = linear(mixed, layer.attn_out)
         normed, residual = self._add_norm(projected, residual, layer.mlp_norm)
@@ -224,7 +227,9 @@ class Transformer:
         assert self.config.experts is not None, "weights with a router come with its rule"
         return route(router_logits(x, router), bias, self.config.experts.routing)
 
-    def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _add_norm(
+        self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return rms_norm_residual(x, residual, weight, self.config.rms_norm_eps)
 
 

@@ -25,4 +25,7 @@ redis.call('HSET', KEYS[1], 'attempt', 0, 'router', ARGV[2], 'state', 'running',
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('ZADD', KEYS[2], now + ARGV[4], ARGV[1])
+if redis.call('PTTL', KEYS[2]) < tonumber(ARGV[4]) then
+  redis.call('PEXPIRE', KEYS[2], ARGV[4])
+end
 return {'claimed', earlier}

@@ -27,6 +27,9 @@ redis.call('HSET', KEYS[1], 'attempt', ARGV[2], 'router', ARGV[3], 'state', ARGV
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 redis.call('ZREM', other, ARGV[1])
 redis.call('ZADD', list, now + ARGV[6], ARGV[1])
+if redis.call('PTTL', list) < tonumber(ARGV[6]) then -- when nobody writes, it goes with its last one
+  redis.call('PEXPIRE', list, ARGV[6])
+end
 for _, ids in ipairs({KEYS[2], KEYS[3]}) do
   redis.call('ZREMRANGEBYSCORE', ids, '-inf', now)
 end

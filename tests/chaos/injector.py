@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import psutil
 from chaos.clients import CLIENTS, looked_up
@@ -43,7 +43,7 @@ class Injector:
         self._ended: set[str] = set()  # lives that were killed, which may be listed for a while
         self._away: dict[str, Injected] = {}  # by target: hit, and not seen ready since
 
-    def carry_out(self, plan: Sequence[Fault], tell: Callable[[Injected], None]) -> None:
+    def carry_out(self, plan: Iterable[Fault], tell: Callable[[Injected], None]) -> None:
         """All faults; ends early where the fleet cannot bear the next one for too long."""
         for fault in plan:
             deadline = time.monotonic() + PATIENCE_S

@@ -6,6 +6,7 @@ All moments are seconds of one monotonic clock, the one of the process that sent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -158,6 +159,7 @@ class Ledger:
     all_cancel: bool = False  # every client breaks off
     epoch_s: float = 0.0  # the wall clock when the monotonic one was 0, to find moments in logs
     planned: int = 0  # faults
+    fault_s: float = math.inf  # no fault begins after so many seconds
     expected: list[Answer] = field(default_factory=list)  # by job, from the undisturbed fleet
     later: list[Answer] = field(default_factory=list)  # the same, once all faults are over
     solutions: list[str] = field(default_factory=list)  # right answers by job, where there are any

@@ -33,7 +33,8 @@ class Kind(Enum):
     NETWORK_SLOWED = "network slowed"
 
 
-KILLS = frozenset({Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.ROUTER_KILLED, Kind.REDIS_KILLED})
+OF_WORKERS = frozenset({Kind.ENGINE_KILLED, Kind.FRONT_KILLED})
+KILLS = OF_WORKERS | {Kind.ROUTER_KILLED, Kind.REDIS_KILLED}
 PAUSES = frozenset({Kind.ENGINE_PAUSED, Kind.FRONT_PAUSED, Kind.REDIS_PAUSED})
 OF_REDIS = frozenset({Kind.REDIS_KILLED, Kind.REDIS_PAUSED, Kind.REDIS_EMPTIED})
 OF_LINKS: dict[Kind, Harm] = {
@@ -78,14 +79,27 @@ class Targets:
         return [*self.prefill, *self.decode]
 
 
-def draw_plan(seed: int, kills: int, targets: Targets) -> list[Fault]:
+def targets_of(prefill: int, decode: int) -> Targets:
+    """Of a fleet of so many workers and two routers, as `effuse up` names them."""
+    return Targets(
+        prefill=[f"prefill-{number}" for number in range(prefill)],
+        decode=[f"decode-{number}" for number in range(decode)],
+        routers=("router-0", "router-1"),
+    )
+
+
+def draw_plan(
+    seed: int, kills: int, targets: Targets, *, only_workers_killed: bool = False
+) -> list[Fault]:
     """Faults with `kills` kills among them, the last one a kill. They are dealt from decks, each of
-    which has every kind, and a kill of every engine."""
+    which has every kind, and a kill of every engine; all but kills of workers can be left out."""
     chance = random.Random(f"{seed} faults")
     plan: list[Fault] = []
     left = kills
     while left:
         for kind, target in _deck(chance, targets):
+            if only_workers_killed and kind not in OF_WORKERS:
+                continue
             hold_s = chance.uniform(0.2, _longest_s(kind)) if kind in LASTING else 0.0
             plan.append(Fault(kind, target, chance.expovariate(1 / MEAN_LULL_S), hold_s))
             left -= kind in KILLS

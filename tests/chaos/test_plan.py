@@ -9,17 +9,14 @@ from chaos.plan import (
     LASTING,
     LONGEST_PAUSE_S,
     OF_NETWORKS,
+    OF_WORKERS,
     Fault,
     Kind,
-    Targets,
     draw_plan,
+    targets_of,
 )
 
-TARGETS = Targets(
-    prefill=("prefill-0", "prefill-1"),
-    decode=("decode-0", "decode-1", "decode-2"),
-    routers=("router-0", "router-1"),
-)
+TARGETS = targets_of(2, 3)
 A_DECK, ITS_KILLS = 18, 9
 
 
@@ -53,3 +50,10 @@ def test_only_pauses_and_harm_to_links_last() -> None:
     for fault in plan(4, 200):
         assert (0 < fault.hold_s <= LONGEST_PAUSE_S) == (fault.kind in LASTING)
         assert (fault.target == "redis") == (fault.role == "redis")
+
+
+def test_all_but_kills_of_workers_can_be_left_out() -> None:
+    found = draw_plan(5, 40, TARGETS, only_workers_killed=True)
+    assert {fault.kind for fault in found} == OF_WORKERS
+    assert {fault.target for fault in found} == set(TARGETS.workers)
+    assert len(found) == 40

@@ -154,7 +154,7 @@ def test_experts_of_a_released_shape(rows: int) -> None:
     x = torch.randn(rows, 2048, dtype=torch.bfloat16, device=CUDA, generator=generator)
     router = torch.randn(256, 2048, dtype=torch.bfloat16, device=CUDA, generator=generator)
     routes = route(router_logits(x, router * 2048**-0.5), None, LLADA2)
-    found = expert_mlp(x, gate_up, down, routes)
+    found = expert_mlp(x, gate_up, down, routes).total()
     exact = torch.zeros(rows, 2048, device=CUDA)
     for expert in torch.unique(routes.experts).tolist():
         row, place = (routes.experts == expert).nonzero(as_tuple=True)
@@ -172,7 +172,7 @@ def test_experts_replay_in_a_graph_that_chooses_anew() -> None:
 
     def step() -> tuple[Routes, torch.Tensor]:
         routes = route(router_logits(x, router), None, layer.routing)
-        return routes, expert_mlp(x, gate_up, down, routes)
+        return routes, expert_mlp(x, gate_up, down, routes).total()
 
     before = step()[0].experts.clone()
     graph = torch.cuda.CUDAGraph()

@@ -34,6 +34,7 @@ from effuse.kernels import (
 from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.pages import distinct_views
+from effuse.kernels.rowwise import WeightedParts
 from effuse.kernels.sampling_edits import LogitEdits
 from operators.device_code import DeviceCode, device_code
 
@@ -170,10 +171,13 @@ def distinct_variants() -> Variants:
 
 def row_variants() -> Variants:
     x, weight, parts = meta(64, 3584), meta(3584), meta(2, 64, 3584, dtype=FP32)
+    places = meta(64 * 9, dtype=torch.int32)
+    given = WeightedParts(meta(64 * 9, 3584), places, meta(64, 9, dtype=FP32))
     launches: dict[str, Callable[[], object]] = {
         "norm": lambda: rowwise_triton.launch_norm(x, weight, 1e-6),
         "norm_residual": lambda: rowwise_triton.launch_norm_residual(x, x, weight, 1e-6),
         "norm_of_parts": lambda: rowwise_triton.launch_norm_residual(parts, x, weight, 1e-6),
+        "norm_of_experts": lambda: rowwise_triton.launch_norm_residual(given, x, weight, 1e-6),
         "norm_of_heads": lambda: rowwise_triton.launch_norm(
             meta(64, 36, 128)[:, :28], meta(128), 1e-6
         ),

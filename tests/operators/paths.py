@@ -16,6 +16,7 @@ from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.experts import Routes
 from effuse.kernels.experts_routing import Routing
 from effuse.kernels.pages import is_distinct
+from effuse.kernels.rowwise import WeightedParts
 from effuse.kernels.sampling import Candidates, RowSampling
 from effuse.kernels.sampling_shared_triton import sampling_shape
 
@@ -59,7 +60,7 @@ class Operators:
     device: torch.device
     attention: Callable[[Attention], None]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rms_norm_residual: Callable[[Tensor, Tensor, Tensor, float], Pair]
+    rms_norm_residual: Callable[[Tensor | WeightedParts, Tensor, Tensor, float], Pair]
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
     rotary_store_kv: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Pair
@@ -169,14 +170,14 @@ def route_on_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> Ro
     return Routes(*experts_routes_triton.launch_route(logits, bias, routing))
 
 
-def experts_on_triton(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+def experts_on_triton(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> WeightedParts:
     """`experts.expert_mlp` by its kernels."""
     from effuse.kernels import experts_triton
 
     return experts_triton.launch_mlp(x, gate_up, down, routes.experts, routes.weights)
 
 
-def experts_grouped(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+def experts_grouped(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> WeightedParts:
     """`experts.expert_mlp` by torch's grouped products."""
     from effuse.kernels import experts_triton
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from effuse.kernels.pages import store_kv_ref
 from effuse.kernels.rotary import make_cos_sin_cache, rotary_ref
-from effuse.kernels.rowwise import rms_norm_ref, swiglu_ref
+from effuse.kernels.rowwise import WeightedParts, rms_norm_ref, swiglu_ref
 from operators.paths import Operators
 from operators.tolerance import assert_close
 
@@ -68,6 +68,9 @@ def check_norm_residual(ops: Operators, dtype: torch.dtype, shape: tuple[int, in
         rms_norm_ref(added, weight, EPS),
     )
     _check_norm_of_parts(ops, random(2, *shape), residual, weight)
+    for places in (None, _shuffled(3 * shape[0])):
+        parts = WeightedParts(random(3 * shape[0], shape[1]).to(dtype), places, _shares(shape[0]))
+        _check_norm_of_weighted(ops, parts, residual, weight)
 
 
 def _check_norm_of_parts(ops: Operators, parts: Tensor, residual: Tensor, weight: Tensor) -> None:
@@ -83,6 +86,37 @@ def _check_norm_of_parts(ops: Operators, parts: Tensor, residual: Tensor, weight
         rms_norm_ref(rounded.double(), weight.double(), EPS),
         rms_norm_ref(rounded, weight, EPS),
     )
+
+
+def _check_norm_of_weighted(
+    ops: Operators, given: WeightedParts, residual: Tensor, weight: Tensor
+) -> None:
+    """Parts as experts leave them, in the rows' order or elsewhere."""
+    places = None if given.places is None else given.places.to(ops.device)
+    moved = WeightedParts(given.parts.to(ops.device), places, given.weights.to(ops.device))
+    normed, total = ops.rms_norm_residual(
+        moved, residual.to(ops.device), weight.to(ops.device), EPS
+    )
+    rows, count = given.weights.shape
+    order = torch.arange(rows * count) if given.places is None else given.places.long()
+    picked = given.parts[order].view(rows, count, residual.shape[1]).double()
+    exact = (picked * given.weights[:, :, None].double()).sum(1) + residual
+    assert_close(total, exact, given.total() + residual)
+    rounded = total.cpu()
+    assert_close(
+        normed,
+        rms_norm_ref(rounded.double(), weight.double(), EPS),
+        rms_norm_ref(rounded, weight, EPS),
+    )
+
+
+def _shuffled(count: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(count)).int()
+
+
+def _shares(rows: int) -> Tensor:
+    """[rows, 3] fp32, between 0 and 1."""
+    return random(rows, 3).sigmoid()
 
 
 def check_swiglu(ops: Operators, dtype: torch.dtype, shape: tuple[int, int]) -> None:

@@ -180,6 +180,24 @@ def test_the_running_set_forgets_requests_of_a_dead_router(
     asyncio.run(go())
 
 
+def test_lists_of_placements_end_with_their_last_one_where_nobody_writes(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    async def go() -> None:
+        async with opened(server.connection_url) as store:
+            lists = {"running": store.keys.running, "finished": store.keys.ended}
+            for state, key in lists.items():
+                long = redis_server.placement(request_id=f"long {state}", state=state)
+                await store.place(long, LONG_S)
+                short = redis_server.placement(request_id=f"short {state}", state=state)
+                await store.place(short, 0.05)
+                assert 900 * LONG_S < int(plain.pttl(key)) <= 1000 * LONG_S
+            await store.claim(redis_server.placement(request_id="claimed"), "digest", 2 * LONG_S)
+            assert int(plain.pttl(store.keys.running)) > 1000 * LONG_S
+
+    asyncio.run(go())
+
+
 def test_of_ended_placements_the_newest_are_kept(server: ValkeyServer, plain: redis.Redis) -> None:
     async def go() -> None:
         async with opened(server.connection_url, most_ended=3) as store:
