@@ -30,12 +30,14 @@ class SecondRouter:
 
 
 @contextmanager
-def second_router(fleet: Fleet) -> Iterator[SecondRouter]:
-    """One that routes for the same fleet; it is killed at the end."""
+def second_router(fleet: Fleet, *more_flags: str) -> Iterator[SecondRouter]:
+    """One that routes for the same fleet, which has no secret; it is killed at the end."""
     with tempfile.TemporaryDirectory() as home:
         ready = Path(home) / "ready"
         flags = ["--port", "0", "--redis-url", fleet.redis_url, "--fleet", fleet.name]
-        flags += ["--ready-file", str(ready), "--model", str(fleet.config.model)]
+        flags += ["--ready-file", str(ready), *more_flags]
+        if fleet.config.model is not None:
+            flags += ["--model", str(fleet.config.model)]
         command = [sys.executable, "-P", "-m", "effuse.router", *flags]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
             try:

@@ -1,17 +1,17 @@
-"""Canvases in a split fleet: the published loops' tokens over either connector, beside a request
-that is handed over, and the same answer where a decode worker is lost in its midst."""
+"""Canvases in a split fleet: the published loops' tokens, beside a request that is handed over, and
+the same answer where a decode worker is lost in its midst.
+
+A canvas is never handed over, so each family has one of the connectors; that either moves what is
+handed over is test_equality.py's to show.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import pytest
-from checkpoints import Architecture
 from decoding.published import Published, published_runs, write_published
 from e2e.client import all_at_once, connect
 from e2e.processes import engine_of
@@ -23,19 +23,31 @@ from effuse.config.decoding import Alg
 from effuse.v1 import generation_pb2 as pb
 
 MAX_MODEL_LEN = 256
+Served = tuple[Literal["llada", "dream"], str]
+LLADA: Served = ("llada", "nixl")
+DREAM: Served = ("dream", "zmq")
 
 
-@contextlib.contextmanager
-def canvas_fleet(architecture: Architecture, connector: str, decode: int) -> Iterator[Fleet]:
+@pytest.fixture(scope="module", params=[LLADA, DREAM], ids="-".join)
+def served(request: pytest.FixtureRequest) -> Served:
+    """Architecture and connector of the fleet."""
+    found: Served = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def fleet(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A fleet of the first published checkpoint, which prefills wherever it can."""
-    with tempfile.TemporaryDirectory(prefix="effuse-canvas-") as home:
-        model = write_published(Path(home) / architecture, architecture, 1, block_size=8)
-        flags = ("--device", "cpu", "--max-model-len", str(MAX_MODEL_LEN))
-        config = FleetConfig(
-            prefill=1, decode=decode, connector=connector, model=model, worker_flags=flags
-        )
-        with Fleet(config) as fleet:
-            yield fleet
+    (architecture, connector), home = served, tmp_path_factory.mktemp("canvas")
+    config = FleetConfig(
+        prefill=1,
+        decode=2,
+        connector=connector,
+        model=write_published(home / architecture, architecture, 1, block_size=8),
+        worker_flags=("--device", "cpu", "--max-model-len", str(MAX_MODEL_LEN)),
+    )
+    with Fleet(config) as fleet:
+        yield fleet
 
 
 def message(run: Published, request_id: str | None = None) -> pb.GenerateRequest:
@@ -43,11 +55,8 @@ def message(run: Published, request_id: str | None = None) -> pb.GenerateRequest
     return make_request(run.prompt, run.params(), request_id=request_id, token_ids=True)
 
 
-@pytest.mark.parametrize("architecture", ["llada", "dream"])
-@pytest.mark.parametrize("connector", ["zmq", "nixl"])
-def test_tokens_are_those_of_the_published_loops(
-    architecture: Literal["llada", "dream"], connector: str
-) -> None:
+def test_tokens_are_those_of_the_published_loops(fleet: Fleet, served: Served) -> None:
+    architecture, connector = served
     known = [*published_runs(architecture), *published_runs("fast_dllm")]
     runs = [run for run in known if (run.architecture, run.checkpoint) == (architecture, 1)]
     prompt, short = runs[0].prompt, Params(max_tokens=16, ignore_eos=True)
@@ -57,7 +66,7 @@ def test_tokens_are_those_of_the_published_loops(
         make_request(prompt, short, token_ids=True),  # as the model decodes by default
         make_request(prompt, replace(short, algorithm=architecture, alg=alg), token_ids=True),
     ]
-    with canvas_fleet(architecture, connector, decode=1) as fleet, connect(fleet.address) as client:
+    with connect(fleet.address) as client:
         *answers, other, by_default, named = all_at_once(
             client.generate, [*map(message, runs), *others]
         )
@@ -71,7 +80,8 @@ def test_tokens_are_those_of_the_published_loops(
     assert other.stats.prefill_worker == "prefill-0" and other.stats.connector == connector
 
 
-def test_a_lost_decode_worker_changes_no_token() -> None:
+@pytest.mark.parametrize("served", [LLADA], ids="-".join, indirect=True)
+def test_a_lost_decode_worker_changes_no_token(fleet: Fleet) -> None:
     """The second attempt goes on from the canvas that the last commit carried."""
     asked = message(
         Published(
@@ -86,7 +96,7 @@ def test_a_lost_decode_worker_changes_no_token() -> None:
         ),
         "lost",
     )
-    with canvas_fleet("llada", "zmq", decode=2) as fleet, connect(fleet.address) as client:
+    with connect(fleet.address) as client:
         events = client.stream(asked)
         tokens: list[int] = []
         forwards = 0

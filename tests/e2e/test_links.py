@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from e2e.client import connect
+from e2e.routers import second_router
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -134,27 +135,34 @@ def is_refused(found: dict[str, model_pb2.Worker]) -> bool:
     return any(link.refused for link in found["prefill-0"].links)
 
 
-@pytest.mark.parametrize("connector", ["nixl", "zmq"])
-def test_a_link_below_the_limit_is_refused(connector: str, tmp_path: Path) -> None:
-    config = FleetConfig(connector=connector, prefill_flags=SLOW, log_dir=tmp_path)
+@pytest.mark.parametrize(
+    ("connector", "transport"), [("nixl", r"\S+"), ("zmq", "zmq over tcp")], ids=["nixl", "zmq"]
+)
+def test_a_link_below_the_limit_is_refused(connector: str, transport: str, tmp_path: Path) -> None:
+    config = FleetConfig(
+        connector=connector, prefill_flags=SLOW, log_dir=tmp_path, has_secret=False
+    )
     with Fleet(config) as fleet, connect(fleet.address) as client:
         until(fleet, is_refused)
         assert "REFUSED, --min-handoff-gbps asks for 1000000" in log_of(fleet, "prefill-0")
         answer = client.generate(pb.GenerateRequest(prompt=PROMPT))
         assert answer.text
         assert (answer.stats.prefill_worker, answer.stats.kv_bytes) == ("", 0)
+        _is_told_where_prefill_is_remote(fleet, transport)
         assert listed(fleet)["prefill-0"].kv_bytes == 0
 
 
-def test_where_prefill_is_remote_the_request_is_refused_with_link_rate_and_flag() -> None:
-    config = FleetConfig(connector="zmq", prefill_flags=SLOW, router_flags=("--prefill", "remote"))
-    with Fleet(config) as fleet, connect(fleet.address) as client:
-        until(fleet, is_refused)
-        with pytest.raises(grpc.RpcError) as caught:
-            client.generate(pb.GenerateRequest(prompt=PROMPT))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert re.fullmatch(
-            r"the link prefill-0 to decode-0 \(zmq over tcp\) moves \S+ GB/s, "
-            r"--min-handoff-gbps asks for 1000000",
-            caught.value.details() or "",
-        )
+def _is_told_where_prefill_is_remote(fleet: Fleet, transport: str) -> None:
+    """The request is refused there, with link, rate and flag."""
+    with (
+        second_router(fleet, "--prefill", "remote") as remote,
+        connect(remote.address) as client,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        client.generate(pb.GenerateRequest(prompt=PROMPT))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert re.fullmatch(
+        rf"the link prefill-0 to decode-0 \({transport}\) moves \S+ GB/s, "
+        r"--min-handoff-gbps asks for 1000000",
+        caught.value.details() or "",
+    )

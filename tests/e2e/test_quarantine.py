@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 from e2e.client import connect, load_of, wait_until
@@ -23,18 +24,26 @@ from effuse.v1.model_pb2 import WorkerQuarantine
 STILL_S = 12.0  # longer than a writer elsewhere is waited for
 
 
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with tiny_fleet("sdar", connector="nixl") as running:
+        yield running
+
+
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-def test_pages_wait_for_a_frozen_writer_until_it_goes_on_or_is_killed(end: signal.Signals) -> None:
-    with tiny_fleet("sdar", connector="nixl") as fleet, connect(fleet.address) as client:
+def test_pages_wait_for_a_frozen_writer_until_it_goes_on_or_is_killed(
+    fleet: Fleet, end: signal.Signals
+) -> None:
+    with connect(fleet.address) as client:
         jobs = draw_jobs(3, 20, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids)
         job = max(jobs, key=lambda one: len(one.prompt))  # a short one takes no page
-        client.generate(job.message("before"))
+        client.generate(job.message(f"before-{end.name}"))
         wait_until(lambda: _free(fleet) == _total(fleet), "the first request left pages")
         front = fleet.processes["prefill-0"].pid
         frozen = [front, engine_of(front).pid]
         for pid in frozen:
             os.kill(pid, signal.SIGSTOP)
-        call = client.stub.Generate.future(job.message("given-up"), timeout=60)
+        call = client.stub.Generate.future(job.message(f"given-up-{end.name}"), timeout=60)
         wait_until(lambda: _free(fleet) < _total(fleet), "no page was reserved")
         call.cancel()
         wait_until(lambda: bool(_quarantines(fleet)), "no page is in quarantine")

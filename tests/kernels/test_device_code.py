@@ -5,6 +5,8 @@ Runs without a GPU on whatever Triton is installed; `pytest -s` prints the regis
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from operators import child
 from operators.device_code import DeviceCode
@@ -12,6 +14,7 @@ from operators.device_code import DeviceCode
 Codes = list[tuple[str, DeviceCode]]
 
 
+@cache
 def compiled(group: str) -> Codes:
     lines = child.json_lines("operators.compiled", group, TRITON_INTERPRET="0")
     codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]  # type: ignore[arg-type]
@@ -20,17 +23,17 @@ def compiled(group: str) -> Codes:
     return codes
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def attention() -> Codes:
     return [pair for pair in compiled("attention") if pair[1].kernel == "_attention_kernel"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def hopper() -> Codes:
     return [pair for pair in compiled("hopper") if pair[1].kernel != "_merge_kernel"]
 
 
-@pytest.mark.parametrize(("group", "kernels"), [("distinct", 11), ("rows", 10), ("sampling", 16)])
+@pytest.mark.parametrize(("group", "kernels"), [("distinct", 11), ("rows", 11), ("sampling", 16)])
 def test_no_spills(group: str, kernels: int) -> None:
     codes = compiled(group)
     assert len(codes) == kernels
@@ -52,7 +55,7 @@ def test_products_of_experts_are_wide_copies_and_tensor_cores() -> None:
     """Tiles of 64 rows by wgmma, smaller ones by the older instructions, fp32 by neither; the wide
     ones of the largest steps, which leave the second product to torch, by descriptor."""
     codes = compiled("experts")
-    assert len(codes) == 29
+    assert len(codes) == 24
     assert_no_spills(codes)
     products = [pair for pair in codes if pair[1].kernel in ("_gate_up_kernel", "_down_kernel")]
     wide = [pair for pair in products if pair[0] == "llada2_64"]

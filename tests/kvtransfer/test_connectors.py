@@ -92,8 +92,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield made
 
 
-@pytest.fixture(params=["zmq", "nixl"])
+@pytest.fixture(scope="module", params=["zmq", "nixl"])
 def large(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Its tests are in this order, as some leave traces: zeros, a page that is spoilt, a receiver
+    that stands still."""
     with pair_of(request.param, "large", 768) as made:
         yield made
 
@@ -204,18 +206,6 @@ def test_what_was_not_reserved_is_refused(
     pair.end(reserved)
 
 
-def test_a_byte_that_changes_in_memory_is_refused_on_both_sides(large: Pair) -> None:
-    large.remote.ask(do="spoil", page=3)
-    while large.remote.hear() != {"spoilt": True}:
-        pass
-    reserved = large.remote.reserve(range(8))
-    large.push(reserved, range(8))
-    failed, heard = large.next_event(reserved), large.hear(reserved)
-    assert isinstance(failed, PushFailed) and failed.cause is Cause.DIGEST
-    assert (heard["event"], heard["cause"]) == ("refused", "DIGEST")
-    assert "page 3" in failed.message and "page 3" in heard["message"]
-
-
 def test_a_push_that_overlaps_itself_fails(pair: Pair) -> None:
     reserved = pair.remote.reserve([3, 4])
     pair.sender.push_pages(reserved, [0, 1], 0)
@@ -279,6 +269,36 @@ def test_after_cancelled_nothing_more_is_written(
     assert large.remote.digests() == before
 
 
+def test_a_byte_that_changes_in_memory_is_refused_on_both_sides(large: Pair) -> None:
+    large.remote.ask(do="spoil", page=3)
+    while large.remote.hear() != {"spoilt": True}:
+        pass
+    reserved = large.remote.reserve(range(8))
+    large.push(reserved, range(8))
+    failed, heard = large.next_event(reserved), large.hear(reserved)
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.DIGEST
+    assert (heard["event"], heard["cause"]) == ("refused", "DIGEST")
+    assert "page 3" in failed.message and "page 3" in heard["message"]
+
+
+def test_a_frozen_receiver_is_noticed_by_the_lease(large: Pair) -> None:
+    """But one-sided writes that were posted may land whenever it thaws: only then is it over."""
+    met = large.remote.reserve([])
+    large.push(met, [])
+    assert isinstance(large.next_event(met), Pushed)
+    reserved = large.remote.reserve(range(768), lease_s=0.5)
+    os.kill(large.remote.process.pid, signal.SIGSTOP)
+    large.push(reserved, range(768))
+    failed = large.next_event(reserved)
+    assert isinstance(failed, PushFailed) and failed.cause is Cause.LEASE
+    large.sender.cancel(reserved.transfer_id)
+    if large.kind == "nixl":
+        large.sender.cancel("another")
+        assert next_event(large.sender, "another") == PushCancelled("another")
+        os.kill(large.remote.process.pid, signal.SIGCONT)
+    assert isinstance(large.next_event(reserved), PushCancelled)
+
+
 def test_a_receiver_that_dies_fails_the_push_and_is_reached_anew(pair: Pair) -> None:
     with RemoteReceiver(pair.kind, "small", 8, "decode-2") as remote:
         reserved = remote.reserve([3, 4], number=100, lease_s=20.0)
@@ -298,26 +318,6 @@ def test_a_receiver_that_dies_fails_the_push_and_is_reached_anew(pair: Pair) -> 
         pair.push(reserved, [4])
         assert isinstance(pair.next_event(reserved), Pushed)
         assert again.hear()["digests"] == digests(pair.source, [4])
-
-
-@pytest.mark.parametrize("kind", ["zmq", "nixl"])
-def test_a_frozen_receiver_is_noticed_by_the_lease(kind: str) -> None:
-    """But one-sided writes that were posted may land whenever it thaws: only then is it over."""
-    with pair_of(kind, "large", 768) as pair:
-        met = pair.remote.reserve([])
-        pair.push(met, [])
-        assert isinstance(pair.next_event(met), Pushed)
-        reserved = pair.remote.reserve(range(768), lease_s=0.5)
-        os.kill(pair.remote.process.pid, signal.SIGSTOP)
-        pair.push(reserved, range(768))
-        failed = pair.next_event(reserved)
-        assert isinstance(failed, PushFailed) and failed.cause is Cause.LEASE
-        pair.sender.cancel(reserved.transfer_id)
-        if kind == "nixl":
-            pair.sender.cancel("another")
-            assert next_event(pair.sender, "another") == PushCancelled("another")
-            os.kill(pair.remote.process.pid, signal.SIGCONT)
-        assert isinstance(pair.next_event(reserved), PushCancelled)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "nonsense", "tcp://nowhere"])

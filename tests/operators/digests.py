@@ -6,7 +6,7 @@ Used on the CPU, in Triton's interpreter and on a GPU alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -57,10 +57,16 @@ def expected(
     return torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
 
 
-def check(launch: Launch, device: torch.device, piece_bytes: int, kind: str) -> None:
-    """The last two of three pieces of scattered pages, under every seed."""
+def check(
+    launch: Launch,
+    device: torch.device,
+    piece_bytes: int,
+    kind: str,
+    seeds: Sequence[int] = SEEDS,
+) -> None:
+    """The last two of three pieces of scattered pages, under each of the seeds."""
     ids = torch.tensor([4, 0, 4], dtype=torch.int32)
-    for seed in SEEDS:
+    for seed in seeds:
         pages = filled(kind, 5, 3 * piece_bytes, piece_bytes, seed)
         out = torch.full((3, 2), -1, dtype=torch.int64, device=device)
         key = digest_key(seed).to(device)
