@@ -147,6 +147,8 @@ def _default(model: model_pb2.Model, knob: str) -> str:
         if field.enum_type is not None:
             prefix = f"{knob}_".upper()
             return field.enum_type.values_by_number[value].name.removeprefix(prefix).lower()
+        if field.is_repeated:
+            return " ".join(str(one) for one in value)
         return f"{value:g}"
     return ""
 

@@ -26,9 +26,9 @@ from effuse.config.decoding import (
 )
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import ConfigKeys
+from effuse.models.end_ids import GENERATION_CONFIG, stated_end_ids
 from effuse.models.families import family_of
 
-GENERATION_CONFIG: Final = "generation_config.json"
 _ALGORITHMS: Final[tuple[Algorithm, ...]] = get_args(Algorithm)
 _SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
 
@@ -56,18 +56,19 @@ def read_defaults(
     keys = ConfigKeys.read(path) if path.exists() else ConfigKeys(path, {})
     sources: dict[str, str] = {}
     family = family_of(config.architecture)
-    stated_size = ConfigKeys.read(directory / "config.json").values.get(family.block_size_key)
-    if stated_size is None and config.block_size == family.block_size:
+    stated = ConfigKeys.read(directory / "config.json")
+    if stated.values.get(family.block_size_key) is None and config.block_size == family.block_size:
         sources["block_size"] = f"{family.origin}, as config.json states none"
+    sources["eos_token_ids"] = " and ".join(stated_end_ids(directory, stated)) or family.origin
     settings = _settings(keys, config, algorithm, adapted, sources)
     sampling, max_tokens = _sampling(keys), _number(keys, "max_new_tokens", MAX_TOKENS)
-    stated = {} if max_tokens is None else {"max_tokens": int(max_tokens)}
-    sources |= dict.fromkeys([*sampling, *stated], GENERATION_CONFIG)
+    limits = {} if max_tokens is None else {"max_tokens": int(max_tokens)}
+    sources |= dict.fromkeys([*sampling, *limits], GENERATION_CONFIG)
     return DecodingDefaults(
         settings=settings,
         sampling=Sampling(**sampling),
         sources=tuple(sources.items()),
-        **stated,
+        **limits,
     )
 
 

@@ -6,10 +6,12 @@ tokenizer_config.json names the end by its text, and the tokenizer's own list ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
+
+GENERATION_CONFIG, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 
 
 def end_ids(
@@ -17,12 +19,9 @@ def end_ids(
 ) -> tuple[int, ...]:
     """At least one id, those of config.json first; `otherwise` where no file names one. Raises
     CheckpointError naming the files where there is none then, either."""
-    named = [*config.token_ids("eos_token_id", required=False)]
-    path = directory / "generation_config.json"
-    if path.exists():
-        named += ConfigKeys.read(path).token_ids("eos_token_id", required=False)
+    named = [token for ids in stated_end_ids(directory, config).values() for token in ids]
     if not named:
-        named += _of_tokenizer(directory) or otherwise
+        named += otherwise
     if not named:
         raise config.error(
             "eos_token_id",
@@ -32,9 +31,20 @@ def end_ids(
     return tuple(dict.fromkeys(named))
 
 
+def stated_end_ids(directory: Path, config: ConfigKeys) -> Mapping[str, tuple[int, ...]]:
+    """The ids by the file that names them; empty where none does."""
+    found = {"config.json": config.token_ids("eos_token_id", required=False)}
+    path = directory / GENERATION_CONFIG
+    if path.exists():
+        found[path.name] = ConfigKeys.read(path).token_ids("eos_token_id", required=False)
+    if not any(found.values()):
+        found[TOKENIZER_CONFIG] = tuple(_of_tokenizer(directory))
+    return {name: ids for name, ids in found.items() if ids}
+
+
 def _of_tokenizer(directory: Path) -> list[int]:
     """The id of tokenizer_config.json's eos_token; empty where it names none."""
-    path = directory / "tokenizer_config.json"
+    path = directory / TOKENIZER_CONFIG
     if not path.exists():
         return []
     config = read_json_object(path)

@@ -92,12 +92,12 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """ModelService."""
 
     def __init__(
-        self, fleet: RoutedFleet, catalogue: Catalogue, texts: Texts, *, has_chat_template: bool
+        self, fleet: RoutedFleet, catalogue: Catalogue, texts: Texts, *, chat_template: str | None
     ) -> None:
         self._fleet = fleet
         self._texts = texts
         self._catalogue = catalogue
-        self._has_chat_template = has_chat_template
+        self._chat_template = chat_template  # the file that it was read from, if there is one
 
     async def ListModels(
         self,
@@ -164,6 +164,9 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
     def _describe(self, model: ModelInfo) -> model_pb2.Model:
         prefill, decode = live_workers(self._fleet.candidates(), model.name)
+        defaults = describe_defaults(model.defaults)
+        if self._chat_template:
+            defaults.sources.add(knob="chat_template", source=self._chat_template)
         return model_pb2.Model(
             name=model.name,
             architecture=model.architecture,
@@ -175,8 +178,8 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             default_algorithm=ALGORITHMS[model.defaults.settings.algorithm],
             decode_workers=len(decode),
             prefill_workers=len(prefill),
-            defaults=describe_defaults(model.defaults),
-            has_chat_template=self._has_chat_template,
+            defaults=defaults,
+            has_chat_template=self._chat_template is not None,
         )
 
 

@@ -45,16 +45,21 @@ class ChatTemplate:
     """The templates of one checkpoint. May be used by several threads."""
 
     def __init__(
-        self, sources: Mapping[str, str], variables: Mapping[str, str], limit_s: float = RENDER_S
+        self,
+        sources: Mapping[str, str],
+        variables: Mapping[str, str],
+        limit_s: float = RENDER_S,
+        origin: str = "",
     ) -> None:
         """sources: Jinja by name, "default" and perhaps "tool_use" among them. variables: texts of
         special tokens, by what templates call them. limit_s: time of a processor that rendering may
-        take. Raises ChatTemplateError."""
+        take. origin: the file that it was read from. Raises ChatTemplateError."""
         if "default" not in sources:
             raise ChatTemplateError(f"expected a chat template named default, got {[*sources]}")
         self._limit_s = limit_s
         self._variables = {"tools": None, "documents": None, **variables}
         self.source = "".join(sources.values())
+        self.origin = origin
         self._templates = {name: _compile(source) for name, source in sources.items()}
 
     @classmethod
@@ -65,13 +70,14 @@ class ChatTemplate:
             special = config
             if "added_tokens_decoder" not in config:  # else that file is newer, and says all
                 special = config | _read_json(directory / "special_tokens_map.json")
-            sources = _sources_of(directory, config)
+            origin, sources = _sources_of(directory, config)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ChatTemplateError(f"the files of the chat template: {error}") from error
         if not sources:
             return None
         named = {name: _text_of(special.get(name)) for name in VARIABLES}
-        return cls(sources, {name: text for name, text in named.items() if text is not None})
+        texts = {name: text for name, text in named.items() if text is not None}
+        return cls(sources, texts, origin=origin)
 
     def render(self, chat: Chat, *, mark: str, most_bytes: int) -> str:
         """The prompt of a chat. `mark` is a character that stands neither in it nor in `source`.
@@ -187,17 +193,21 @@ def _cut_open(text: str, chat: Chat, mark: str) -> str:
     return open_text if behind.startswith(" ") else open_text.rstrip()
 
 
-def _sources_of(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Files of their own come before what stands in tokenizer_config.json."""
+def _sources_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Where templates are, and templates by name. Files of their own come before what stands in
+    tokenizer_config.json."""
+    origin = "additional_chat_templates"
     files = {path.stem: path for path in (directory / "additional_chat_templates").glob("*.jinja")}
     if (directory / "chat_template.jinja").is_file():
-        files["default"] = directory / "chat_template.jinja"
+        origin = "chat_template.jinja"
+        files["default"] = directory / origin
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return origin, {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    origin = "tokenizer_config.json"
     found = config.get("chat_template")
     if isinstance(found, list):
-        return {str(one["name"]): str(one["template"]) for one in found}
-    return {"default": found} if isinstance(found, str) else {}
+        return origin, {str(one["name"]): str(one["template"]) for one in found}
+    return origin, {"default": found} if isinstance(found, str) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

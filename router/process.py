@@ -171,7 +171,7 @@ def _add_services(router: Router, server: grpc.aio.Server) -> None:
         router.fleet,
         router.catalogue,
         Texts(router.tokenizer, router.resolve, router.catalogue.find),
-        has_chat_template=router.tokenizer.has_chat_template,
+        chat_template=router.tokenizer.chat_template_origin,
     )
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)

@@ -219,6 +219,11 @@ class Tokenizer:
         """Whether chats can be encoded."""
         return self._chat_template is not None
 
+    @property
+    def chat_template_origin(self) -> str | None:
+        """The file that the chat template was read from; None where there is none."""
+        return None if self._chat_template is None else self._chat_template.origin
+
     async def encode(self, text: str, *, parses_special: bool = False) -> list[int]:
         """The ids of a prompt. Special tokens that it spells are parsed where that is asked for;
         else all come from `tokenizer.json`'s own template."""

@@ -58,6 +58,7 @@ def test_where_defaults_are_from() -> None:
     model = pb.Model(
         name="m",
         block_size=4,
+        eos_token_ids=[7, 8],
         defaults=pb.ModelDefaults(
             sampling=SamplingParams(temperature=0.6, top_p=0.95, top_k=20),
             decoding=DecodingParams(algorithm=ALGORITHM_BLOCK_DIFFUSION),
@@ -69,18 +70,20 @@ def test_where_defaults_are_from() -> None:
                     "SDAR's generate.py": ("algorithm", "block_size"),
                     "--a-flag": ("top_p",),
                     "another version": ("a knob that is not known here",),
+                    "config.json": ("eos_token_ids",),
                 }.items()
                 for knob in knobs
             ],
         ),
     )
-    *_, first, second, third, fourth, _ = as_text([DECODE], [model]).splitlines()
+    *_, first, second, third, fourth, fifth, _ = as_text([DECODE], [model]).splitlines()
     assert first == (
         "m took temperature 0.6, top_k 20 and max_tokens 768 from generation_config.json"
     )
     assert second == "m took algorithm block_diffusion and block_size 4 from SDAR's generate.py"
     assert third == "m took top_p 0.95 from --a-flag"
     assert fourth == "m took a knob that is not known here from another version"
+    assert fifth == "m took eos_token_ids 7 8 from config.json"
 
 
 def test_json_holds_every_field() -> None:

@@ -54,6 +54,7 @@ def test_sdar_decodes_as_its_authors_do(tmp_path: Path) -> None:
     assert dict(found.sources) == {
         **dict.fromkeys(("algorithm", "confidence_threshold", "denoising_steps"), SDAR),
         **dict.fromkeys(("temperature", "top_p", "top_k"), GENERATION),
+        "eos_token_ids": f"config.json and {GENERATION}",
     }
 
 
@@ -62,7 +63,10 @@ def test_dream_decodes_as_its_authors_do(tmp_path: Path) -> None:
     settings = found.settings
     assert (settings.algorithm, settings.alg, settings.steps) == ("dream", "entropy", 0)
     assert (found.sampling.temperature, found.sampling.top_p, found.sampling.top_k) == (0, 1, 0)
-    assert dict(found.sources) == dict.fromkeys(("algorithm", "alg"), "Dream's README")
+    assert dict(found.sources) == {
+        **dict.fromkeys(("algorithm", "alg"), "Dream's README"),
+        "eos_token_ids": "config.json",
+    }
 
 
 def test_llada_decodes_as_its_authors_do(tmp_path: Path) -> None:
@@ -70,7 +74,8 @@ def test_llada_decodes_as_its_authors_do(tmp_path: Path) -> None:
     settings = found.settings
     assert (settings.algorithm, settings.block_length, settings.steps) == ("llada", 8, 0)
     assert (settings.remasking, settings.cfg_scale) == ("low_confidence", 0)
-    assert set(dict(found.sources)) == {"algorithm", "block_length", "remasking"}
+    knobs = {"algorithm", "block_length", "remasking", "eos_token_ids"}
+    assert set(dict(found.sources)) == knobs
 
 
 @pytest.mark.parametrize("architecture", ["dream", "llada"])
@@ -78,7 +83,7 @@ def test_what_is_adapted_decodes_with_d2f(tmp_path: Path, architecture: Architec
     found = defaults(tmp_path, architecture, adapted=True)
     assert (found.settings.algorithm, found.settings.window) == ("d2f", 4)
     assert found.settings.confidence_threshold == pytest.approx(0.9)
-    assert found.sources == (("algorithm", "the adapter"),)
+    assert dict(found.sources)["algorithm"] == "the adapter"
 
 
 def test_the_bundled_model_says_that_it_is_d2fs() -> None:
@@ -86,7 +91,7 @@ def test_the_bundled_model_says_that_it_is_d2fs() -> None:
     found = read_defaults(path, ModelConfig.from_dir(path))
     assert found.settings.algorithm == "d2f" and found.sampling.temperature == 0
     assert found.settings.confidence_threshold == pytest.approx(0.9)  # D2F's and not SDAR's
-    assert found.sources == (("algorithm", GENERATION),)
+    assert dict(found.sources)["algorithm"] == GENERATION
 
 
 def test_who_goes_first(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def chat_template() -> ChatTemplate:
         "{{ '<|prompt|>' + message.content + '<|answer|>' }}{% endfor %}"
         "{% if loud is defined %}{{ loud }}{% endif %}"
     )
-    return ChatTemplate({"default": source}, {})
+    return ChatTemplate({"default": source}, {}, origin="chat_template.jinja")
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

@@ -164,6 +164,9 @@ def test_a_chat_over_the_wire() -> None:
         assert isinstance(error, InvalidRequest) and error.violations[0].field == "chat"
         assert len(fleet.prefill[0].prompts) == 2
         models = await fleet.models.ListModels(model_pb2.ListModelsRequest(), timeout=30)
-        assert models.models[0].has_chat_template
+        (model,) = models.models
+        assert model.has_chat_template
+        (told,) = [one for one in model.defaults.sources if one.knob == "chat_template"]
+        assert told.source == "chat_template.jinja"
 
     run(body)

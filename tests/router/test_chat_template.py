@@ -35,6 +35,12 @@ def loaded(directory: Path, chat: Chat = CHAT, **config: object) -> str:
     return template.render(chat, mark="\U000f0000", most_bytes=1000)
 
 
+def origin(directory: Path) -> str:
+    found = ChatTemplate.load(directory)
+    assert found is not None
+    return found.origin
+
+
 def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     assert load(tmp_path, chat_template=None) is None
@@ -43,8 +49,10 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert loaded(tmp_path, chat_template=listed) == "one"
     with_tools = Chat(CHAT.messages, {"tools": [{"name": "add"}]})
     assert loaded(tmp_path, with_tools, chat_template=listed) == "tools"
+    assert origin(tmp_path) == "tokenizer_config.json"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert loaded(tmp_path, with_tools, chat_template=listed) == "file"
+    assert origin(tmp_path) == "chat_template.jinja"
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("more")
     assert loaded(tmp_path, with_tools) == "more"
