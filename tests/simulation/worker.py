@@ -110,11 +110,13 @@ class Front:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs or is still ending here, and all pages are free."""
+        """Nothing runs or is still ending here, and all pages are free. A handoff may have none, of
+        a prompt that is shorter than a block."""
         if self.engine is None:
             return False
         pool = self.engine.pool
-        return not self.attempts and pool.num_free == pool.num_pages
+        is_free = pool.num_free == pool.num_pages and not self.engine.transfers()
+        return is_free and not self.attempts
 
     def when_awake(self, action: Action) -> None:
         """Runs an action of its own, once it can."""
