@@ -39,27 +39,29 @@ def test_context_classes_cover_and_double_at_most() -> None:
         assert size <= max(768, 2 * count)
 
 
+@pytest.mark.parametrize(("window", "pace"), [(3, 1), (1, 4)])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_the_forecast_is_what_comes(lag: int) -> None:
+def test_the_forecast_is_what_comes(lag: int, window: int, pace: int) -> None:
     """At an even pace, with the last records or those before them, no row is forecast in vain."""
     table = SlotTable.empty(LAYOUT, torch.device("cpu"))
     rows = StepRows.empty(LAYOUT, 96, torch.device("cpu"))
     control = torch.tensor([0, 0, 96, 0], dtype=torch.int32)
     records = torch.zeros(2, LAYOUT.record_width, dtype=torch.int32)
     forecast, told = Forecast(LAYOUT), []
-    table.rows[0] = torch.from_numpy(_row())
-    forecast.join(0, _row())
+    row = _row(window)
+    table.rows[0] = torch.from_numpy(row)
+    forecast.join(0, row)
     for step in range(40):
         forecast.launched()
         plan_step(
             table, control, rows, num_rows=96, page_size=8, mask_token_id=MASK_ID, shift=False
         )
-        advance(table, control, rows.first_candidate, _one_a_block(table), records)
+        advance(table, control, rows.first_candidate, _of_each_block(table, pace), records)
         told.append(records.clone().numpy())
         if step >= lag:
             forecast.read(told[step - lag], is_last=lag == 0)
         need = forecast.need()
-        if step > 8:  # by then it knows the pace
+        if step > lag:  # by then it knows the pace
             assert need.rows == need.least_rows == int(table.column(Column.NUM_BLOCKS)[0]) * 8
             assert int(table.column(Column.NUM_MASKS)[0]) <= need.candidates <= need.rows
             assert need.context >= int(table.column(Column.START)[0])
@@ -80,7 +82,7 @@ def test_records_of_others_are_passed_over() -> None:
     assert forecast.need().rows == 0
 
 
-def _row() -> Integers:
+def _row(window: int = 3) -> Integers:
     sequence = Sequence(
         range(10, 18),
         origin=8,
@@ -89,18 +91,18 @@ def _row() -> Integers:
         stopping=Stopping(max_tokens=200),
     )
     sequence.store(8)
-    settings = make_settings(window=3, add=0.25, full=0.5)
+    settings = make_settings(window=window, add=0.25, full=0.5)
     open_step(sequence, settings)
     return slot_row(LAYOUT, sequence, settings, GREEDY, generation=1, pages=range(32), page_size=8)
 
 
-def _one_a_block(table: SlotTable) -> Candidates:
-    """Passes the first mask of every block."""
+def _of_each_block(table: SlotTable, pace: int) -> Candidates:
+    """Passes so many of the first masks of every block."""
     masked = table.masked[0]
     start = int(table.column(Column.START)[0]) // 8 - 1
     order = (start + torch.arange(LAYOUT.ring)) % LAYOUT.ring
     exists = torch.arange(LAYOUT.ring) < table.column(Column.NUM_BLOCKS)[0]
     flight = masked[order] * exists[:, None]
-    passes = ((flight.cumsum(1) == 1) & (flight == 1))[flight == 1]
+    passes = ((flight.cumsum(1) <= pace) & (flight == 1))[flight == 1]
     count = len(passes)
     return Candidates(torch.full((count,), 9), passes.float(), torch.zeros(count))
