@@ -3,8 +3,9 @@
 
 A pick is one of a row's K experts, numbered row * K + place. Sorted by expert, picks lie without
 gaps, and tiles go over them, of as many as a program of the products takes rows. A tile has one
-expert, and the last one of an expert may hold less. Each expert has a program for every few picks,
-of whoever they are: the order is always the same, and nothing is left over from the layer before.
+expert, and the last one of an expert may hold less. Sorting takes two launches, a program for every
+few picks: the first counts, the second sorts its own and knows by all counts where they go. The
+order is always the same, and nothing is left over from the layer before.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from effuse.kernels.experts_routing import Routing
 
-# Picks that a program of sorting looks at: few are not worth more threads.
-FEW_PICKS, MANY_PICKS = 1024, 4096
+# Picks that a program sorts: few are shared out among several.
+FEW_PICKS, MANY_PICKS = 128, 512
 PARTS_TOGETHER = 8  # whose counts are added up at once
 
 
@@ -67,13 +68,21 @@ def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPick
     num_tiles = most_tiles(num_picks, num_experts, tile_rows)
     sizes = (num_picks, num_picks, num_experts, num_tiles, num_tiles)
     found = SortedPicks(*(torch.empty(n, dtype=torch.int32, device=device) for n in sizes))
-    size, num_warps = (FEW_PICKS, 4) if num_picks <= FEW_PICKS else (MANY_PICKS, 8)
-    grid = (num_experts, triton.cdiv(num_picks, size))
-    counts = torch.empty(grid[::-1], dtype=torch.int32, device=device)
-    _count_kernel[grid](
-        experts, counts, num_picks, PART=size, num_warps=num_warps, enable_fp_fusion=True
+    part = FEW_PICKS if num_picks <= 8 * FEW_PICKS else MANY_PICKS
+    num_parts = triton.cdiv(num_picks, part)
+    tile = triton.next_power_of_2(num_experts + 1)  # what is no pick counts as the last
+    counts = torch.empty((num_parts, num_experts), dtype=torch.int32, device=device)
+    _count_kernel[(num_parts,)](
+        experts,
+        counts,
+        num_picks,
+        EXPERTS=num_experts,
+        TILE=tile,
+        PART=part,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
-    _sort_kernel[grid](
+    _sort_kernel[(num_parts,)](
         experts,
         counts,
         found.order,
@@ -84,11 +93,11 @@ def launch_sort(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPick
         num_picks,
         num_tiles,
         EXPERTS=num_experts,
-        TILE=triton.next_power_of_2(num_experts),
+        TILE=tile,
         TILE_ROWS=tile_rows,
-        PART=size,
-        TOGETHER=PARTS_TOGETHER,
-        num_warps=num_warps,
+        PART=part,
+        PARTS=PARTS_TOGETHER,
+        num_warps=4,
         enable_fp_fusion=True,
     )
     return found
@@ -170,12 +179,19 @@ def _within_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["num_picks"])
-def _count_kernel(experts, counts, num_picks, PART: tl.constexpr):
-    expert, part = tl.program_id(0), tl.program_id(1)
+def _count_kernel(
+    experts,
+    counts,
+    num_picks,
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    part = tl.program_id(0)
     pick = part * PART + tl.arange(0, PART)
-    owner = tl.load(experts + pick, mask=pick < num_picks, other=-1)
-    count = tl.sum((owner == expert).to(tl.int32), 0)
-    tl.store(counts + part * tl.num_programs(0) + expert, count)
+    owner = tl.load(experts + pick, mask=pick < num_picks, other=TILE - 1)
+    expert = tl.arange(0, TILE)
+    tl.store(counts + part * EXPERTS + expert, tl.histogram(owner, TILE), mask=expert < EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_picks", "num_tiles"])
@@ -193,33 +209,41 @@ def _sort_kernel(
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     PART: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    expert, part = tl.program_id(0), tl.program_id(1)
-    other = tl.arange(0, TILE)
+    part, num_parts = tl.program_id(0), tl.num_programs(0)
+    expert = tl.arange(0, TILE)
+    exists = expert < EXPERTS
     picks = tl.zeros([TILE], tl.int32)  # of each expert
     earlier = tl.zeros([TILE], tl.int32)  # those in parts before this one
-    for begin in range(0, tl.num_programs(1), TOGETHER):
-        row = begin + tl.arange(0, TOGETHER)[:, None]
-        mask = (row < tl.num_programs(1)) & (other < EXPERTS)[None, :]
-        count = tl.load(counts + row * EXPERTS + other[None, :], mask=mask, other=0)
+    for begin in range(0, num_parts, PARTS):
+        row = begin + tl.arange(0, PARTS)[:, None]
+        mask = (row < num_parts) & exists[None, :]
+        count = tl.load(counts + row * EXPERTS + expert[None, :], mask=mask, other=0)
         picks += tl.sum(count, 0)
         earlier += tl.sum(tl.where(row < part, count, 0), 0)
-    first = tl.sum(tl.where(other < expert, picks, 0), 0)
+    own = tl.load(counts + part * EXPERTS + expert, mask=exists, other=0)
+    end = tl.cumsum(picks, 0)
+    first = end - picks
     if part == 0:
-        own = tl.sum(tl.where(other == expert, picks, 0), 0)
-        tl.store(ends + expert, first + own)
-        tiles = (picks + TILE_ROWS - 1) // TILE_ROWS
-        first_tile = tl.sum(tl.where(other < expert, tiles, 0), 0)
-        after = first_tile + (own + TILE_ROWS - 1) // TILE_ROWS
-        end = tl.where(expert == EXPERTS - 1, num_tiles, after)  # the last one marks what is left
-        for begin in range(first_tile, end, PART):
-            tile = begin + tl.arange(0, PART)
-            tl.store(owners + tile, tl.where(tile < after, expert, -1), mask=tile < end)
-            tl.store(starts + tile, first + (tile - first_tile) * TILE_ROWS, mask=tile < after)
-    pick = part * PART + tl.arange(0, PART)
-    mine = tl.load(experts + pick, mask=pick < num_picks, other=-1) == expert
-    rank = first + tl.sum(tl.where(other == expert, earlier, 0), 0) - 1
-    rank += tl.cumsum(mine.to(tl.int32), 0)
-    tl.store(order + rank, pick, mask=mine)
-    tl.store(ranks + pick, rank, mask=mine)
+        tl.store(ends + expert, end, mask=exists)
+    # A pick's place in its sorted part, less what is smaller there, is its place among its own.
+    place = tl.arange(0, PART)
+    base = first + earlier - (tl.cumsum(own, 0) - own)
+    owner = tl.load(
+        experts + part * PART + place, mask=part * PART + place < num_picks, other=TILE - 1
+    )
+    key = tl.sort(owner * PART + place)
+    pick = part * PART + key % PART
+    rank = tl.gather(base, key // PART, 0) + place
+    tl.store(order + rank, pick, mask=pick < num_picks)
+    tl.store(ranks + pick, rank, mask=pick < num_picks)
+    # Each program lays some tiles of every expert, and marks some of those that are left over.
+    tiles = (picks + TILE_ROWS - 1) // TILE_ROWS
+    last_tile = tl.cumsum(tiles, 0)
+    for number in range(part, tl.max(tiles, 0), num_parts):
+        tile = last_tile - tiles + number
+        tl.store(owners + tile, expert, mask=number < tiles)
+        tl.store(starts + tile, first + number * TILE_ROWS, mask=number < tiles)
+    for begin in range(tl.sum(tiles, 0) + part * PART, num_tiles, num_parts * PART):
+        tl.store(owners + begin + place, -1, mask=begin + place < num_tiles)
