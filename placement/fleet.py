@@ -22,6 +22,8 @@ DEAF_S: Final = 2.0
 """Who heard nothing for so long has missed polls, and judges no lease."""
 GRACE_S: Final = LeaseTimes().ttl_s
 """How long a worker that we could not hear has to be heard again."""
+MOST_PARDONS: Final = 3
+"""How often in a row it is given that: Redis may be lost again before it was heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Sighting:
 
     record: WorkerRecord
     expires_at: float
-    is_pardoned: bool = False  # it was given time anew, once, after we were deaf
+    pardons: int = 0  # how often it was given time anew since it was heard, after we were deaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ def merge(
     A worker that is missing from the answer stays until the lease we knew of runs out: a Redis that
     was emptied or restarted takes nobody with it. If we were deaf it stays for `GRACE_S` at least:
     it may have stood still as we did, or has to come back to a Redis that was gone. That is given
-    once, so that who always asks late sees the dead all the same. One that has released its lease
-    goes at once.
+    `MOST_PARDONS` times in a row, so that who always asks late sees the dead all the same. One that
+    has released its lease goes at once.
     """
     found: dict[str, Sighting] = {}
     malformed = before.malformed
@@ -82,9 +84,10 @@ def merge(
 
 
 def _pardon(sighting: Sighting, now: float) -> Sighting:
-    if sighting.is_pardoned:
+    if sighting.pardons == MOST_PARDONS:
         return sighting
-    return replace(sighting, expires_at=max(sighting.expires_at, now + GRACE_S), is_pardoned=True)
+    expires_at = max(sighting.expires_at, now + GRACE_S)
+    return replace(sighting, expires_at=expires_at, pardons=sighting.pardons + 1)
 
 
 class FleetView:

@@ -9,7 +9,7 @@ import pytest
 import redis
 import redis_server
 
-from effuse.placement.fleet import GRACE_S, FleetView, Snapshot, merge
+from effuse.placement.fleet import GRACE_S, MOST_PARDONS, FleetView, Snapshot, merge
 from effuse.placement.records import WorkerRecord, encode
 from effuse.placement.store import Store
 
@@ -70,9 +70,18 @@ def test_a_pause_between_question_and_answer_is_noticed_too() -> None:
 
 def test_who_always_asks_late_sees_the_dead_all_the_same() -> None:
     view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 0.0, 0.0)
-    view = merge(view, [], 5.0, 5.0)
-    assert ids(view) == ["decode-0"]
-    assert ids(merge(view, [], 10.0, 10.0)) == []
+    for asked_at in range(5, 5 + 5 * MOST_PARDONS, 5):
+        view = merge(view, [], asked_at, asked_at)
+        assert ids(view) == ["decode-0"]
+    assert ids(merge(view, [], asked_at + 5.0, asked_at + 5.0)) == []
+
+
+def test_a_redis_that_is_lost_again_before_anybody_was_heard_hides_nobody() -> None:
+    view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 0.0, 0.0)
+    view = merge(dataclasses.replace(view, is_current=False), [], 5.0, 5.0)
+    again = merge(dataclasses.replace(view, is_current=False), [], 5.0 + GRACE_S, 5.0 + GRACE_S)
+    assert ids(again) == ["decode-0"]
+    assert ids(merge(again, [], 6.9 + GRACE_S, 6.9 + GRACE_S)) == ["decode-0"]
 
 
 def test_a_worker_that_was_heard_again_is_pardoned_again() -> None:

@@ -97,18 +97,11 @@ class Faults:
     def redis_is_gone(self) -> None:
         """Redis stands still, and may come back empty."""
         registry, draw = self.fleet.registry, self.clock.draw
-        self._trouble_redis()
+        self.fleet.troubled.add(REDIS)
         registry.down_until = self.clock.now + draw.uniform(0.5, 5.0)
         if draw.random() < 0.5:
             registry.forget()
             self.clients.claims.forget()
-
-    def _trouble_redis(self) -> None:
-        """A view gives workers time to be heard again once (placement/fleet.py): where Redis is
-        lost again before that, all of them may be taken for dead until they are."""
-        if REDIS in self.fleet.troubled:
-            self.fleet.troubled |= self.fleet.fronts.keys()
-        self.fleet.troubled.add(REDIS)
 
     def router_dies(self) -> None:
         """A router is gone; another one comes."""
@@ -117,7 +110,7 @@ class Faults:
     def router_is_unheard(self) -> None:
         """A router does not reach Redis, so that its lease runs out and others run what it runs."""
         router = self.clock.draw.choice(self.clients.routers)
-        self._trouble_redis()
+        self.fleet.troubled.add(REDIS)
         self.fleet.network.cut(router.host, REDIS, self.clock.draw.uniform(0.5, 5.0))
 
     def client_leaves(self) -> None:
