@@ -29,6 +29,7 @@ COUNT ?= 2000
 # What `make chaos` does; SEED draws transfers, requests and faults.
 TAMPERED ?= 10000
 CANCELS ?= 10000
+LATE_WRITES ?= 1000
 PROBLEMS ?= 500
 PROBLEM_KILLS ?= 50
 REQUESTS ?= 20000
@@ -117,9 +118,10 @@ test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
 	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Tamper, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
+chaos: $(VENV)/.dev ## Tamper, write late, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
 	export PYTHONPATH=tests
 	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
+	$(BIN)/python -m kvtransfer.late_writes --seed $(SEED) --count $(LATE_WRITES)
 	$(BIN)/python -m simulation --cancels $(CANCELS)
 	run="$(BIN)/python -m chaos.run --seed $(SEED) --connector $(CONNECTOR)"
 	$$run --all-cancel --requests $(CANCELS) --kills 0

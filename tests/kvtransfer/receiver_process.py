@@ -32,15 +32,17 @@ def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
     memory = PageMemory(layout, num_pages, os.environ.get(DEVICE, "cpu"))
     connector = make(kind, memory, incarnation)
     connector.start()
-    said = sys.stdin.buffer
+    said, begun = sys.stdin.fileno(), b""
     while True:
         ready, _, _ = select.select([said, connector.fileno()], [], [], 30.0)
         if said in ready:
-            line = said.readline()
-            if not line:
+            read = os.read(said, 1 << 20)
+            if not read:
                 connector.close()
                 return
-            obey(json.loads(line), connector, memory, incarnation)
+            *lines, begun = (begun + read).split(b"\n")
+            for line in lines:
+                obey(json.loads(line), connector, memory, incarnation)
         for event in connector.poll():
             match event:
                 case Arrived(transfer_id, manifest):
@@ -94,11 +96,14 @@ def obey(command: dict[str, Any], connector: Connector, memory: PageMemory, own:
         case "forget":
             connector.forget(command["transfer"])
             say(forgotten=command["transfer"])
+        case "cancel":
+            connector.cancel(command["transfer"])
         case "digests":
             say(digests=[d.hex() for d in digests_of(memory, range(memory.num_pages))])
         case "push":
             given = decode_reservation(base64.b64decode(command["reservation"]))
-            memory.tensor.fill_(command["value"])
+            if command["value"] is not None:
+                memory.tensor.fill_(command["value"])
             connector.push_pages(given, command["pages"], 0)
             connector.finish(given, boundary)
         case "spoil":

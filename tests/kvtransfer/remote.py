@@ -87,8 +87,8 @@ class RemoteReceiver:
         while self.hear() != {"forgotten": transfer_id}:
             pass
 
-    def push(self, reservation: Reservation, pages: Sequence[int], value: float) -> None:
-        """Has it fill its pool with a value and push pages of it."""
+    def push(self, reservation: Reservation, pages: Sequence[int], value: float | None) -> None:
+        """Has it fill its pool with a value, if one is given, and push pages of it."""
         given = base64.b64encode(encode(reservation)).decode()
         self.ask(do="push", reservation=given, pages=list(pages), value=value)
 

@@ -7,66 +7,31 @@ connector's thread is held up meanwhile, as any long call would.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
-from kvtransfer.fixtures import DEADLINE_S, LARGE, next_event, reservation
-from kvtransfer.receiver_process import make
+from kvtransfer.fixtures import DEADLINE_S, next_event, reservation
+from kvtransfer.late_writes import (
+    NEXT_OWNERS,
+    NUM_PAGES,
+    WRITTEN,
+    Fate,
+    Forcing,
+    Over,
+    Victim,
+    carried_by,
+)
 from kvtransfer.remote import RemoteReceiver
 
 from effuse.kvtransfer.connector import Arrived, Fenced
-from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import PageRef, Reservation
-from effuse.kvtransfer.thread import Exchange, ThreadConnector
+from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.thread import Exchange
 
-NUM_PAGES = 768
 MOST_DEATHS = 8
-WRITTEN, NEXT_OWNERS = 7.0, 9.0
-
-
-class Victim:
-    """A pool that is written to over TCP, and a writer that can be killed."""
-
-    def __init__(self) -> None:
-        self.memory = PageMemory(LARGE, NUM_PAGES)
-        connector = make("nixl", self.memory, "decode-1")
-        assert isinstance(connector, ThreadConnector)
-        self.connector = connector
-        self.connector.start()
-        self.writer = RemoteReceiver("nixl", "large", NUM_PAGES, "prefill-1")
-
-    def reserve(self, count: int, number: int) -> Reservation:
-        pages = tuple(PageRef(page, number) for page in range(count))
-        reserved = reservation(self.memory, self.connector.describe(), pages, number=number)
-        self.connector.expect(reserved, "prefill-1")
-        return reserved
-
-    def hold_up(self, until: threading.Event, then: Callable[[Exchange], None]) -> None:
-        """Holds up the connector's thread, which does something and is held up again for a while:
-        whatever is in its sockets stays there meanwhile."""
-
-        def stall() -> None:
-            assert until.wait(DEADLINE_S)
-            then(self.connector._exchange)
-            time.sleep(0.5)
-
-        self.connector._request(stall)
-
-    def kill_writer(self) -> None:
-        os.kill(self.writer.process.pid, signal.SIGKILL)
-        self.writer.process.wait(DEADLINE_S)
-
-    def num_spoilt(self) -> int:
-        """Pages that are not what their next owner wrote."""
-        return int((self.memory.tensor.flatten(1) != NEXT_OWNERS).any(1).sum())
-
-    def close(self) -> None:
-        self.writer.close()
-        self.connector.close()
+LATE_WRITES = 16
 
 
 @pytest.fixture(autouse=True)
@@ -98,10 +63,8 @@ def test_pages_are_spoilt_where_an_end_is_taken_for_the_end_of_what_was_sent() -
 
 def num_spoilt_by_a_death(victim: Victim, *, is_trusted: bool) -> int:
     """Free pages that are overwritten after a writer's death; `is_trusted` plants the bug."""
-    met = victim.reserve(1, number=1)
-    victim.writer.push(met, [0], WRITTEN)
-    assert isinstance(next_event(victim.connector, met.transfer_id), Arrived)
-    reserved, is_dead = victim.reserve(NUM_PAGES, number=2), threading.Event()
+    victim.meet()
+    reserved, is_dead = victim.reserve(NUM_PAGES), threading.Event()
 
     def give_up(exchange: Exchange) -> None:
         exchange.forget(reserved.transfer_id)
@@ -115,13 +78,27 @@ def num_spoilt_by_a_death(victim: Victim, *, is_trusted: bool) -> int:
     assert next_event(victim.connector, reserved.transfer_id) == Fenced(reserved.transfer_id)
     victim.memory.tensor.fill_(NEXT_OWNERS)
     time.sleep(1.0)
-    return victim.num_spoilt()
+    return int((~victim.holds(NEXT_OWNERS)).sum())
+
+
+@pytest.mark.parametrize("over", [Over.KERNEL, Over.SHARED_MEMORY, Over.ZMQ], ids=str)
+def test_no_late_write_spoils_what_others_own(over: Over) -> None:
+    """`make chaos` forces a thousand."""
+    with carried_by(over):
+        total = sum(Forcing(over, seed=1).run(LATE_WRITES).values(), Counter[str]())
+    assert total["given_up"] >= LATE_WRITES and total["spoilt"] == 0, total
+
+
+def test_where_a_frozen_writer_is_taken_for_a_finished_one_it_spoils_what_others_own() -> None:
+    with carried_by(Over.KERNEL):
+        spoilt, given_up = Forcing(Over.KERNEL, seed=1).num_spoilt_unguarded(Fate.GOES_ON)
+    assert 0 < spoilt <= given_up
 
 
 def test_others_go_on_and_are_reached_anew(victim: Victim) -> None:
     """One writer dies; what another one pushes meanwhile, and later, arrives."""
     with RemoteReceiver("nixl", "large", NUM_PAGES, "prefill-2") as other:
-        doomed = victim.reserve(4, number=1)
+        doomed = victim.reserve(4)
         spared = reservation(
             victim.memory, victim.connector.describe(), (PageRef(9, 1), PageRef(7, 1)), number=2
         )

@@ -13,9 +13,9 @@ import time
 
 import pytest
 from kvtransfer.fixtures import next_event
-from kvtransfer.test_fence import NEXT_OWNERS, NUM_PAGES, WRITTEN, Victim
+from kvtransfer.late_writes import NEXT_OWNERS, NUM_PAGES, WRITTEN, Victim
 
-from effuse.kvtransfer.connector import Arrived, Fenced
+from effuse.kvtransfer.connector import Fenced
 
 BY_KERNEL = "posix,cma,self,tcp"
 MOST_TRIES = 12
@@ -25,10 +25,8 @@ FREEZE_AFTER_S = (0.004, 0.008, 0.016)  # in the midst of 48 MiB
 def num_spoilt(*, is_trusted: bool, freeze_after_s: float) -> int:
     """Free pages that are overwritten once the writer goes on; `is_trusted` closes nothing."""
     with contextlib.closing(Victim()) as victim:
-        met = victim.reserve(1, number=1)
-        victim.writer.push(met, [0], WRITTEN)
-        assert isinstance(next_event(victim.connector, met.transfer_id), Arrived)
-        reserved = victim.reserve(NUM_PAGES, number=2)
+        victim.meet()
+        reserved = victim.reserve(NUM_PAGES)
         victim.writer.push(reserved, range(NUM_PAGES), WRITTEN)
         time.sleep(freeze_after_s)
         os.kill(victim.writer.process.pid, signal.SIGSTOP)
@@ -38,7 +36,7 @@ def num_spoilt(*, is_trusted: bool, freeze_after_s: float) -> int:
         victim.memory.tensor.fill_(NEXT_OWNERS)
         os.kill(victim.writer.process.pid, signal.SIGCONT)
         time.sleep(1.0)
-        return victim.num_spoilt()
+        return int((~victim.holds(NEXT_OWNERS)).sum())
 
 
 def num_spoilt_at_worst(*, is_trusted: bool) -> int:
