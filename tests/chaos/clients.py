@@ -89,9 +89,12 @@ def looked_up(client: Client, name: str) -> pb.GetRequestResponse:
 
 
 class Clients:
-    """Sends until told to stop."""
+    """So many that send until told to stop."""
 
-    def __init__(self, address: str, jobs: list[Job], ledger: Ledger) -> None:
+    def __init__(
+        self, address: str, jobs: list[Job], ledger: Ledger, *, count: int = CLIENTS
+    ) -> None:
+        self._count = count
         self._address = address
         self._jobs = jobs
         self._ledger = ledger
@@ -103,8 +106,8 @@ class Clients:
     @contextmanager
     def sending(self) -> Iterator[None]:
         """Requests are sent for as long as this lasts; all have ended once it is left."""
-        with ThreadPoolExecutor(CLIENTS) as threads:
-            self._sending = [threads.submit(self._send_all) for _ in range(CLIENTS)]
+        with ThreadPoolExecutor(self._count) as threads:
+            self._sending = [threads.submit(self._send_all) for _ in range(self._count)]
             try:
                 yield
             finally:

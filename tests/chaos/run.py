@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="no fault begins later")
     parser.add_argument("--prefill", type=int, default=2, help="workers, at least two")
     parser.add_argument("--decode", type=int, default=3, help="workers, at least two")
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="who send without a pause")
     parser.add_argument("--connector", choices=("nixl", "zmq"), default="nixl")
     parser.add_argument("--all-cancel", action="store_true", help="every client breaks off")
     parser.add_argument("--bundled", action="store_true", help="the bundled model, not a tiny one")
@@ -60,7 +61,8 @@ def main() -> int:
     )
     ledger.fault_s = found.seconds
     try:
-        carry_out(ledger, targets, plan, found.requests, home, partial(print, flush=True))
+        tell = partial(print, flush=True)
+        carry_out(ledger, targets, plan, found.requests, home, tell, clients=found.clients)
     finally:  # a run that broke off is told, too
         findings = judge(ledger)
         print(report.write(ledger, findings, home).read_text(), end="")
@@ -74,6 +76,8 @@ def carry_out(
     requests: int,
     home: Path,
     tell: Tell,
+    *,
+    clients: int = CLIENTS,
 ) -> None:
     """One run, written into `ledger`; its logs and its checkpoint are in `home`. Raises UpError
     where no fleet starts."""
@@ -90,11 +94,11 @@ def carry_out(
         subject = Subject(up, targets)
         ledger.expected = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         ledger.before = _settled(subject)
-        clients = Clients(up.address, jobs, ledger)
+        senders = Clients(up.address, jobs, ledger, count=clients)
         injector = Injector(subject, proxy, client, ledger)
-        with clients.sending():
+        with senders.sending():
             injector.carry_out(_in_time(plan, ledger), partial(_progress, ledger, tell))
-            clients.wait_for(requests)
+            senders.wait_for(requests)
         ledger.after = _settled(subject)
         ledger.later = all_at_once(partial(answer_of, client), jobs, CLIENTS)
         subject.close()

@@ -90,20 +90,25 @@ class Victim:
         self.connector.start()
         last = torch.cuda.device_count() - 1 if device == "cuda" else 0
         self._writers_device = f"cuda:{last}" if device == "cuda" else device
-        self._numbers = 0
+        self._numbers, self._writers = 0, 0
         self.fenced: set[str] = set()
         self.writer = self._new_writer()
 
     def _new_writer(self) -> RemoteReceiver:
+        self._writers += 1  # a name of each life, as in a fleet
         place = {DEVICE: self._writers_device}
-        return RemoteReceiver(self.kind, "large", NUM_PAGES, "prefill-1", **place)
+        return RemoteReceiver(self.kind, "large", NUM_PAGES, self._writers_name, **place)
+
+    @property
+    def _writers_name(self) -> str:
+        return f"writer-{self._writers}"
 
     def reserve(self, count: int, *, first: int = 0) -> Reservation:
         self._numbers += 1
         pages = tuple(PageRef(page, self._numbers) for page in range(first, first + count))
         address = self.connector.describe()
         reserved = reservation(self.memory, address, pages, number=self._numbers)
-        self.connector.expect(reserved, "prefill-1")
+        self.connector.expect(reserved, self._writers_name)
         return reserved
 
     def meet(self) -> None:
