@@ -88,19 +88,20 @@ class Victim:
         assert isinstance(connector, ThreadConnector)
         self.connector = connector
         self.connector.start()
-        last = torch.cuda.device_count() - 1 if device == "cuda" else 0
-        self._writers_device = f"cuda:{last}" if device == "cuda" else device
+        self._writers_place = {DEVICE: device}
+        if device == "cuda":  # the last GPU, and no other is seen, as by a worker
+            self._writers_place["CUDA_VISIBLE_DEVICES"] = str(torch.cuda.device_count() - 1)
         self._numbers, self._writers = 0, 0
         self.fenced: set[str] = set()
         self.writer = self._new_writer()
 
     def _new_writer(self) -> RemoteReceiver:
-        self._writers += 1  # a name of each life, as in a fleet
-        place = {DEVICE: self._writers_device}
+        self._writers += 1
+        place = self._writers_place
         return RemoteReceiver(self.kind, "large", NUM_PAGES, self._writers_name, **place)
 
     @property
-    def _writers_name(self) -> str:
+    def _writers_name(self) -> str:  # of this life, as in a fleet
         return f"writer-{self._writers}"
 
     def reserve(self, count: int, *, first: int = 0) -> Reservation:
@@ -130,7 +131,7 @@ class Victim:
         self.connector._request(stall)
 
     def signal_writer(self, number: signal.Signals) -> None:
-        os.kill(self.writer.process.pid, number)
+        self.writer.process.send_signal(number)
 
     def hear(self) -> None:
         """Takes in which transfers were fenced."""
