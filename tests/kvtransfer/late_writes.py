@@ -373,15 +373,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1000, help="late writes, of all kinds")
     names = [over.name.lower() for over in Over]
-    parser.add_argument("--over", choices=names, action="append", help="else all that can be")
+    parser.add_argument("--over", choices=names, action="append", help="else all there are")
     asked = parser.parse_args()
-    has_gpu = torch.cuda.is_available()
-    usual = [over for over in Over if has_gpu or over.value[2] == "cpu"]
+    usual = [over for over in Over if torch.cuda.is_available() or over.value[2] == "cpu"]
     chosen = [over for over in Over if over.name.lower() in (asked.over or [])] or usual
     is_wrong = False
     for over in chosen:
-        began, forcing = time.monotonic(), Forcing(over, asked.seed)
         with carried_by(over):
+            began, forcing = time.monotonic(), Forcing(over, asked.seed)
             tally = forcing.run(-(-asked.count // len(chosen)))
             is_wrong |= tell(over, tally, time.monotonic() - began) > 0
             fate = unguarded(over)
