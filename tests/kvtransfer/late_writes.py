@@ -2,9 +2,8 @@
 
 A late write is forced: a real process writes into many reservations, is killed or frozen, and is
 given up while pages of each are still to come. Once a transfer is fenced its pages belong to
-others, who write their own; a page that is then anything else was spoilt. Without the guard a
-writer's death or silence is taken for the end of its writing: then pages must be spoilt, or nothing
-was forced.
+others, who write their own; a page that is then anything else was spoilt. Without the guard,
+which waits for more than a writer's silence, pages must be spoilt, or nothing was forced.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m kvtransfer.late_writes --count 1000
 """
@@ -20,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Final
 from unittest.mock import patch
@@ -40,7 +39,7 @@ TRANSFERS = 32  # of one writer at once
 STALLED_S = 0.5  # for which our thread stands still once it has given up
 SETTLED_S = 0.4  # after which what was to land has landed
 MOST_UNGUARDED = 24
-SOON_S, BLIND_S = 0.01, 0.6  # within which a writer is stopped: some of it is known to have landed
+SOON_S, BLIND_S = 0.01, 0.6  # within which a writer is stopped: after its first byte, unseen
 OLD, WRITTEN, NEXT_OWNERS = 1.0, 7.0, 9.0
 
 
@@ -195,15 +194,11 @@ class Round:
             victim.let_writer_go_on()
         time.sleep(SETTLED_S + (STALLED_S if self._fate is Fate.KILLED else 0.0))
         return Counter(
-            begun=self._num_of(self._was_written),
+            begun=_num_of(self._given_up, self._was_written),
             given_up=len(self._given_up),
-            wrote_on=self._num_of(wrote_on),
-            spoilt=self._num_of(~victim.holds(NEXT_OWNERS)),
+            wrote_on=_num_of(self._given_up, wrote_on),
+            spoilt=_num_of(self._reserved, ~victim.holds(NEXT_OWNERS)),
         )
-
-    def _num_of(self, pages: torch.Tensor) -> int:
-        """Those that were given up and have any of these pages."""
-        return sum(bool(pages[_ids(reserved)].any()) for reserved in self._given_up)
 
     def _push(self) -> None:
         victim = self._victim
@@ -390,6 +385,11 @@ def main() -> int:
                 is_wrong |= spoilt == 0
         sys.stdout.flush()
     return int(is_wrong)
+
+
+def _num_of(transfers: Sequence[Reservation], pages: torch.Tensor) -> int:
+    """Those that have any of these pages."""
+    return sum(bool(pages[_ids(reserved)].any()) for reserved in transfers)
 
 
 def _ids(reserved: Reservation) -> list[int]:
