@@ -15,7 +15,7 @@ from simulation.faults import FAULTS
 from simulation.mutants import MUTANTS, Patch
 from simulation.run import Broken, Run, run
 
-SEEDS = int(os.environ.get("SIMULATED_SEEDS", "5000"))  # about a minute of one core
+SEEDS = int(os.environ.get("SIMULATED_SEEDS", "10000"))  # two minutes of one core
 CHUNKS = 5
 MOST_SEEDS = 1000  # in which each planted bug is seen
 CANCELS = 500  # `make chaos` has 10000
