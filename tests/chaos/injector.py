@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import psutil
 from chaos.clients import CLIENTS, looked_up
@@ -28,7 +28,14 @@ _LOOK_S = 10.0
 _POLL_S = 0.05
 _MARKER = "chaos:marker"
 _ENGINES = (Kind.ENGINE_KILLED, Kind.ENGINE_PAUSED)
-_LIFE_ENDS = (Kind.ENGINE_KILLED, Kind.FRONT_KILLED, Kind.WORKER_DRAINED, Kind.ROUTER_KILLED)
+_OF_KEYS = (Kind.REDIS_EMPTIED, Kind.REDIS_ROLLED_BACK)
+_LIFE_ENDS = (
+    Kind.ENGINE_KILLED,
+    Kind.OTHERS_KILLED,
+    Kind.FRONT_KILLED,
+    Kind.WORKER_DRAINED,
+    Kind.ROUTER_KILLED,
+)
 
 
 class Injector:
@@ -70,7 +77,8 @@ class Injector:
         back = ready | ({"redis"} if self._subject.redis_answers() else set())
         for name in self._away.keys() & back:
             injected = self._away.pop(name)
-            injected.recovered_s = time.monotonic() - injected.at_s
+            if injected not in self._away.values():
+                injected.recovered_s = time.monotonic() - injected.at_s
         return ready
 
     def _lives(self) -> dict[str, str]:
@@ -92,52 +100,59 @@ class Injector:
 
     def _inject(self, fault: Fault) -> Injected:
         lives = self._lives()
+        names = _names(fault, lives)
         in_flight = self._ledger.in_flight()
-        running = all_at_once(lambda one: self._standing(one, fault), in_flight, CLIENTS)
+        running = all_at_once(lambda one: self._standing(one, names), in_flight, CLIENTS)
         injected = Injected(fault=fault, at_s=time.monotonic(), evidence="", running=running)
         self._ledger.injected.append(injected)
-        if fault.kind in _LIFE_ENDS and fault.target in lives:
-            self._ended.add(lives[fault.target])
+        if fault.kind in _LIFE_ENDS:
+            self._ended |= {lives[name] for name in names & lives.keys()}
         with contextlib.suppress(NotThere):  # it ended by itself just now: there is no evidence
-            injected.evidence = self._hit(fault)
-        self._away[fault.target] = injected  # now, as who stands still is listed for a while
+            injected.evidence = self._hit(fault, names)
+        for name in names:  # now, as who stands still is listed for a while
+            self._away[name] = injected
         return injected
 
-    def _standing(self, exchange: Exchange, fault: Fault) -> Standing:
-        """Where a request is, seen from the fault's target."""
+    def _standing(self, exchange: Exchange, names: Set[str]) -> Standing:
+        """Where a request is, seen from those that are hit."""
         found = looked_up(self._client, exchange.name)
         if found.state != pb.REQUEST_STATE_RUNNING:
             state = "waits" if found.state == pb.REQUEST_STATE_QUEUED else "comes or goes"
-        elif found.decode_worker == fault.target:
+        elif found.decode_worker in names:
             blocks = "blocks came" if exchange.commits else "no block came"
             state = f"decodes there, {blocks if exchange.mode.is_streamed else 'unary'}"
-        elif found.prefill_worker == fault.target and not exchange.commits:
+        elif found.prefill_worker in names and not exchange.commits:
             state = "prefilled there"
         else:
             state = "runs elsewhere"
         return Standing(exchange.number, state)
 
-    def _hit(self, fault: Fault) -> str:
+    def _hit(self, fault: Fault, names: Set[str]) -> str:
         """Does it; how it was seen to happen, or nothing. Raises NotThere."""
-        if fault.kind is Kind.REDIS_EMPTIED:
-            return self._empty_redis()
+        if fault.kind in _OF_KEYS:
+            return self._change_keys(fault)
+        if fault.kind is Kind.REDIS_KILLED:
+            return self._keep_down(fault)
         if fault.kind in OF_LINKS:
             return self._harm(fault, OF_LINKS[fault.kind])
-        victims = self._victims(fault)
+        victims = self._victims(fault, names)
         if fault.kind in PAUSES:
             return self._pause(victims[0], fault)
         is_drain = fault.kind is Kind.WORKER_DRAINED
-        victims[0].send_signal(signal.SIGTERM if is_drain else signal.SIGKILL)
+        for victim in victims if fault.kind is Kind.OTHERS_KILLED else victims[:1]:
+            victim.send_signal(signal.SIGTERM if is_drain else signal.SIGKILL)
         _, alive = psutil.wait_procs(victims, timeout=DRAIN_S if is_drain else SEEN_S)
         gone = "pid " + ", ".join(str(one.pid) for one in victims) + " gone"
         return gone if not [one for one in alive if one.is_running()] else ""
 
-    def _victims(self, fault: Fault) -> list[psutil.Process]:
+    def _victims(self, fault: Fault, names: Set[str]) -> list[psutil.Process]:
         """The process that is hit, and those that must end with it."""
         if fault.kind in OF_REDIS:
             return [self._subject.redis()]
         if fault.kind is Kind.ROUTER_KILLED:
             return [self._subject.router(fault.target)]
+        if fault.kind is Kind.OTHERS_KILLED:
+            return [self._subject.engine(name) for name in names]
         engine = self._subject.engine(fault.target)
         if fault.kind in _ENGINES:
             return [engine]
@@ -173,11 +188,49 @@ class Injector:
         count = self._proxy.heal(address)
         return f"{count} connections or pieces to {address} were {harm.value}" if count else ""
 
-    def _empty_redis(self) -> str:
+    def _keep_down(self, fault: Fault) -> str:
+        """Kills Redis, and whoever is started in its place, for as long as the fault lasts."""
+        killed: dict[int, psutil.Process] = {}
+
+        def kill() -> bool:
+            with contextlib.suppress(NotThere, psutil.NoSuchProcess):
+                one = self._subject.redis()
+                one.kill()
+                killed[one.pid] = one
+            return False
+
+        kill()
+        self._wait(kill, fault.hold_s)
+        _, alive = psutil.wait_procs(killed.values(), timeout=SEEN_S)
+        gone = "pid " + ", ".join(map(str, killed)) + " gone"
+        return gone if killed and not [one for one in alive if one.is_running()] else ""
+
+    def _change_keys(self, fault: Fault) -> str:
+        """Empties Redis, or brings back what it held a while ago."""
         with self._subject.redis_client() as client:
+            held: dict[bytes, tuple[bytes, int]] = {}
+            if fault.kind is Kind.REDIS_ROLLED_BACK:
+                for key in client.scan_iter(match="*"):
+                    if (value := client.dump(key)) is not None:
+                        held[key] = value, max(0, client.pttl(key))
+                self._wait(lambda: False, fault.hold_s)
             client.set(_MARKER, 1)
-            client.flushall()
-            return "" if client.exists(_MARKER) else "a key that was set is gone"
+            with client.pipeline(transaction=True) as step:
+                step.flushall()
+                for key, (value, left_ms) in held.items():
+                    step.restore(key, left_ms, value)
+                step.execute()
+            if client.exists(_MARKER):
+                return ""
+            back = f", and {len(held)} are as before" if held else ""
+            return f"a key that was set is gone{back}"
+
+
+def _names(fault: Fault, lives: Mapping[str, str]) -> Set[str]:
+    """Whom it hits: its target, or all that are ready beside it."""
+    if fault.kind is not Kind.OTHERS_KILLED:
+        return {fault.target}
+    return {name for name in lives if name.startswith(fault.role)} - {fault.target}
 
 
 def _is_stopped(process: psutil.Process) -> bool:

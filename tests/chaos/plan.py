@@ -6,7 +6,7 @@ Not here: when the fleet may bear the next one (`injector.py`).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,6 +17,7 @@ class Kind(Enum):
     """What is done to a process, or to the calls that a worker is sent."""
 
     ENGINE_KILLED = "engine killed"
+    OTHERS_KILLED = "engines of all others of its kind killed at once"
     ENGINE_PAUSED = "engine paused"
     FRONT_KILLED = "front killed"
     FRONT_PAUSED = "front paused"
@@ -26,17 +27,20 @@ class Kind(Enum):
     LINK_TRUNCATED = "link truncated"
     LINK_SLOWED = "link slowed"
     LINK_DELAYED = "link delayed"
-    REDIS_KILLED = "Redis killed"
+    REDIS_KILLED = "Redis killed"  # and whoever is started in its place, as long as it lasts
     REDIS_PAUSED = "Redis paused"
     REDIS_EMPTIED = "Redis emptied"
+    REDIS_ROLLED_BACK = "Redis rolled back"
     NETWORK_CUT = "network cut"
     NETWORK_SLOWED = "network slowed"
 
 
-OF_WORKERS = frozenset({Kind.ENGINE_KILLED, Kind.FRONT_KILLED})
+OF_WORKERS = frozenset({Kind.ENGINE_KILLED, Kind.OTHERS_KILLED, Kind.FRONT_KILLED})
 KILLS = OF_WORKERS | {Kind.ROUTER_KILLED, Kind.REDIS_KILLED}
 PAUSES = frozenset({Kind.ENGINE_PAUSED, Kind.FRONT_PAUSED, Kind.REDIS_PAUSED})
-OF_REDIS = frozenset({Kind.REDIS_KILLED, Kind.REDIS_PAUSED, Kind.REDIS_EMPTIED})
+OF_REDIS = frozenset(
+    {Kind.REDIS_KILLED, Kind.REDIS_PAUSED, Kind.REDIS_EMPTIED, Kind.REDIS_ROLLED_BACK}
+)
 OF_LINKS: dict[Kind, Harm] = {
     Kind.LINK_CUT: Harm.CUT,
     Kind.LINK_TRUNCATED: Harm.TRUNCATED,
@@ -44,7 +48,7 @@ OF_LINKS: dict[Kind, Harm] = {
     Kind.LINK_DELAYED: Harm.DELAYED,
 }
 OF_NETWORKS = frozenset({Kind.NETWORK_CUT, Kind.NETWORK_SLOWED})  # `network.py`
-LASTING = PAUSES | OF_LINKS.keys()
+LASTING = PAUSES | OF_LINKS.keys() | {Kind.REDIS_KILLED, Kind.REDIS_ROLLED_BACK}
 LONGEST_PAUSE_S = 8.0  # longer than a lease, and than an engine may be silent
 LONGEST_HARM_S = 3.0  # to a link: about as long as a silent connection is borne
 MEAN_LULL_S = 0.5
@@ -55,7 +59,7 @@ class Fault:
     """One fault. It comes `lull_s` after the fleet can bear it; some last for `hold_s`."""
 
     kind: Kind
-    target: str  # a worker, a router, or "redis"
+    target: str  # a worker, a router, or "redis"; of OTHERS_KILLED the one that is left
     lull_s: float
     hold_s: float = 0.0
 
@@ -89,20 +93,28 @@ def targets_of(prefill: int, decode: int) -> Targets:
 
 
 def draw_plan(
-    seed: int, kills: int, targets: Targets, *, only_workers_killed: bool = False
+    seed: int,
+    kills: int,
+    targets: Targets,
+    *,
+    only: Collection[Kind] = (),
+    hold_s: float | None = None,
 ) -> list[Fault]:
     """Faults with `kills` kills among them, the last one a kill. They are dealt from decks, each of
-    which has every kind, and a kill of every engine; all but kills of workers can be left out."""
+    which has every kind, and a kill of every engine. With `only` these kinds alone are dealt, and
+    as many of them; what lasts does so for `hold_s` seconds, or a while by chance."""
     chance = random.Random(f"{seed} faults")
     plan: list[Fault] = []
     left = kills
     while left:
         for kind, target in _deck(chance, targets):
-            if only_workers_killed and kind not in OF_WORKERS:
+            if only and kind not in only:
                 continue
-            hold_s = chance.uniform(0.2, _longest_s(kind)) if kind in LASTING else 0.0
-            plan.append(Fault(kind, target, chance.expovariate(1 / MEAN_LULL_S), hold_s))
-            left -= kind in KILLS
+            lasts_s = chance.uniform(0.2, _longest_s(kind)) if kind in LASTING else 0.0
+            if lasts_s and hold_s is not None:
+                lasts_s = hold_s
+            plan.append(Fault(kind, target, chance.expovariate(1 / MEAN_LULL_S), lasts_s))
+            left -= kind in (only or KILLS)
             if not left:
                 break
     return plan
@@ -116,6 +128,7 @@ def _deck(chance: random.Random, targets: Targets) -> Iterator[tuple[Kind, str]]
     cards = [(Kind.ENGINE_KILLED, name) for name in targets.workers]
     of_each = (targets.prefill, targets.decode)
     cards += [(Kind.FRONT_KILLED, chance.choice(names)) for names in of_each]
+    cards.append((Kind.OTHERS_KILLED, chance.choice(targets.decode)))
     cards.append((Kind.ROUTER_KILLED, chance.choice(targets.routers)))
     of_workers = (Kind.WORKER_DRAINED, Kind.ENGINE_PAUSED, Kind.FRONT_PAUSED, *OF_LINKS)
     cards += [(kind, chance.choice(targets.workers)) for kind in of_workers]

@@ -40,7 +40,9 @@ def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
         "jobs": len(ledger.expected),
         "right": [ledger.right(ledger.expected), ledger.right(ledger.later)],
         "tokens": sum(len(c.token_ids) for one in ledger.exchanges for c in one.commits),
-        "by_fault": {name: _of_kind(some) for name, some in _by_kind(ledger.injected).items()},
+        "by_fault": {
+            name: _of_kind(ledger, some) for name, some in _by_kind(ledger.injected).items()
+        },
         "gap_after_kill": spread([gap for one in kills for gap in gaps(ledger, one)]),
         "longest_request": max((_took_s(one) for one in ledger.exchanges), default=0.0),
         "slow": [_line_of(ledger, one) for one in slow(ledger)],
@@ -107,6 +109,8 @@ def lines(ledger: Ledger, findings: Sequence[Finding]) -> list[str]:
     for name, kind in told["by_fault"].items():
         found.append(f"  {name}: {kind['count']}, ready again after {_tell(kind['recovery'])}")
         found += [f"    {state}: {count}" for state, count in sorted(kind["running"].items())]
+        if kind["gap"]["count"]:
+            found.append(f"    gap of the streams that it hit: {_tell(kind['gap'])}")
     found.append(f"findings: {dict(told['findings']) or 'none'}")
     found += [f"  {_story(ledger, one)}" for one in findings[:_TOLD]]
     return found
@@ -128,10 +132,11 @@ def _by_kind(injected: Sequence[Injected]) -> dict[str, list[Injected]]:
     return dict(sorted(found.items()))
 
 
-def _of_kind(injected: Sequence[Injected]) -> dict[str, Any]:
+def _of_kind(ledger: Ledger, injected: Sequence[Injected]) -> dict[str, Any]:
     return {
         "count": len(injected),
         "recovery": spread([one.recovered_s for one in injected if one.recovered_s is not None]),
+        "gap": spread([gap for one in injected for gap in gaps(ledger, one)]),
         "running": Counter(standing.state for one in injected for standing in one.running),
     }
 

@@ -19,7 +19,7 @@ from chaos import report
 from chaos.clients import CLIENTS, Clients, answer_of, draw_all, draw_problems
 from chaos.injector import Injector
 from chaos.ledger import FleetState, Injected, Ledger
-from chaos.plan import KILLS, Fault, Targets, draw_plan, targets_of
+from chaos.plan import KILLS, Fault, Kind, Targets, draw_plan, targets_of
 from chaos.subject import NotThere, Subject
 from chaos.verdict import judge, left
 from e2e.client import all_at_once, connect
@@ -38,7 +38,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="draws requests and faults")
     parser.add_argument("--requests", type=int, default=20_000, help="to be sent at least")
     parser.add_argument("--kills", type=int, default=1000, help="kills among the faults")
-    parser.add_argument("--only-workers-killed", action="store_true", help="no other faults")
+    parser.add_argument("--only", type=_kind, nargs="+", default=(), metavar="KIND",
+        help=f"these faults alone, --kills of them: {', '.join(map(_name, Kind))}")  # fmt: skip
+    parser.add_argument("--hold", type=float, metavar="S", help="how long what lasts does so")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no fault begins later")
     parser.add_argument("--prefill", type=int, default=2, help="workers, at least two")
     parser.add_argument("--decode", type=int, default=3, help="workers, at least two")
@@ -56,9 +58,7 @@ def main() -> int:
         seed=found.seed, connector=found.connector, model=model, all_cancel=found.all_cancel
     )
     targets = targets_of(found.prefill, found.decode)
-    plan = draw_plan(
-        found.seed, found.kills, targets, only_workers_killed=found.only_workers_killed
-    )
+    plan = draw_plan(found.seed, found.kills, targets, only=found.only, hold_s=found.hold)
     ledger.fault_s = found.seconds
     try:
         tell = partial(print, flush=True)
@@ -67,6 +67,19 @@ def main() -> int:
         findings = judge(ledger)
         print(report.write(ledger, findings, home).read_text(), end="")
     return 1 if findings else 0
+
+
+def _name(kind: Kind) -> str:
+    """As the command takes it: engine-killed."""
+    return kind.name.lower().replace("_", "-")
+
+
+def _kind(text: str) -> Kind:
+    """Raises ValueError for any other."""
+    for kind in Kind:
+        if _name(kind) == text:
+            return kind
+    raise ValueError(text)
 
 
 def carry_out(

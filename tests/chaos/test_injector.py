@@ -145,6 +145,64 @@ def test_a_redis_that_is_emptied_has_lost_its_keys(client: Client) -> None:
             assert not redis.exists("a")
 
 
+def test_a_redis_that_is_rolled_back_holds_what_it_held(client: Client) -> None:
+    with redis_server.running() as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        with scene("decode-0", redis_url=url) as subject, subject.redis_client() as redis:
+            redis.hset("a", "b", 1)
+            redis.set("c", 1, ex=100)
+            back = Fault(Kind.REDIS_ROLLED_BACK, "redis", 0.0, 1.0)
+            with ThreadPoolExecutor(1) as threads:
+                running = threads.submit(carry_out, subject, client, back)
+                time.sleep(0.5)
+                redis.hset("a", "b", 2)
+                redis.set("d", 1)
+                (injected,) = running.result()
+            assert injected.evidence
+            assert redis.hget("a", "b") == b"1"
+            assert 0 < redis.ttl("c") <= 100
+            assert not redis.exists("d")
+
+
+def test_a_redis_that_is_kept_down_is_killed_again(client: Client) -> None:
+    with scene("decode-0") as subject:
+        victims = [subprocess.Popen(SLEEP) for _ in range(3)]
+        subject.redis = lambda: _first_alive(victims)  # type: ignore[method-assign]
+        (injected,) = carry_out(subject, client, Fault(Kind.REDIS_KILLED, "redis", 0.0, 1.0))
+        assert injected.evidence.count(",") == 2
+        assert all(one.wait(30) for one in victims)
+
+
+def _first_alive(processes: list[subprocess.Popen[bytes]]) -> psutil.Process:
+    for one in processes:
+        if one.poll() is None:
+            return psutil.Process(one.pid)
+    raise NotThere("Redis")
+
+
+def test_all_others_of_a_kind_are_hit_at_once_and_none_else(client: Client) -> None:
+    with scene("prefill-0", "decode-0", "decode-1", "decode-2") as subject:
+        (injected,) = carry_out(subject, client, killed(Kind.OTHERS_KILLED, "decode-1"))
+        assert injected.evidence
+        assert [subject.ended(f"decode-{one}") for one in range(3)] == [True, False, True]
+        assert not subject.ended("prefill-0")
+        assert injected.recovered_s is None
+
+
+def test_one_that_is_back_is_not_all_of_them(client: Client) -> None:
+    fault, names = killed(Kind.OTHERS_KILLED, "decode-1"), ("decode-0", "decode-1", "decode-2")
+    with scene(*names) as subject, ThreadPoolExecutor(1) as threads:
+        running = threads.submit(carry_out, subject, client, fault)
+        wait_until(lambda: subject.ended("decode-2"), "it was not killed")
+        subject.lives["decode-0"] = "2"
+        assert running.result()[0].recovered_s is None
+    with scene(*names) as subject, ThreadPoolExecutor(1) as threads:
+        running = threads.submit(carry_out, subject, client, fault)
+        wait_until(lambda: subject.ended("decode-2"), "it was not killed")
+        subject.lives |= {"decode-0": "2", "decode-2": "2"}
+        assert running.result()[0].recovered_s is not None
+
+
 def test_a_link_over_which_nothing_passes_is_no_evidence(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

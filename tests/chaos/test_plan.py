@@ -17,7 +17,7 @@ from chaos.plan import (
 )
 
 TARGETS = targets_of(2, 3)
-A_DECK, ITS_KILLS = 18, 9
+A_DECK, ITS_KILLS = 20, 10
 
 
 def plan(seed: int, kills: int) -> list[Fault]:
@@ -46,14 +46,24 @@ def test_each_deck_has_a_kill_of_every_engine_and_every_kind() -> None:
         assert {fault.kind for fault in faults} == set(Kind) - OF_NETWORKS
 
 
-def test_only_pauses_and_harm_to_links_last() -> None:
+def test_what_lasts_does_so_for_a_while() -> None:
     for fault in plan(4, 200):
         assert (0 < fault.hold_s <= LONGEST_PAUSE_S) == (fault.kind in LASTING)
         assert (fault.target == "redis") == (fault.role == "redis")
 
 
 def test_all_but_kills_of_workers_can_be_left_out() -> None:
-    found = draw_plan(5, 40, TARGETS, only_workers_killed=True)
+    found = draw_plan(5, 40, TARGETS, only=OF_WORKERS)
     assert {fault.kind for fault in found} == OF_WORKERS
     assert {fault.target for fault in found} == set(TARGETS.workers)
     assert len(found) == 40
+
+
+def test_what_kills_nobody_is_counted_where_nothing_else_is_asked_for() -> None:
+    kinds = {Kind.REDIS_PAUSED, Kind.REDIS_EMPTIED}
+    found = draw_plan(6, 5, TARGETS, only=kinds, hold_s=60.0)
+    assert len(found) == 5
+    assert {(fault.kind, fault.hold_s) for fault in found} == {
+        (Kind.REDIS_PAUSED, 60.0),
+        (Kind.REDIS_EMPTIED, 0.0),
+    }
