@@ -34,6 +34,9 @@ GAIN: Final = 1 / 16
 MARGIN: Final = 2.0
 """Mean deviations that a request is given beyond the mean hold, as half of them take longer: few
 are refused for it, and nearly all that are let in are answered."""
+TURN_MARGIN: Final = 1.0
+"""The same at its turn. Where too little is left for more than every other answer, whoever is next
+makes more of the slot."""
 
 
 def count_seats(seats: Sequence[int], most: int) -> int:
@@ -193,7 +196,7 @@ class Admission:
         """Raises where a request whose turn has come has too little time left for it, or for the
         answers that wait for seats."""
         wait_s = self.holds.wait_s(self._num_beyond(), self.max_running)
-        late_s = self.holds.hold_s(size) + wait_s - left_s
+        late_s = self.holds.hold_s(size, TURN_MARGIN) + wait_s - left_s
         if late_s > 0:
             raise self._shed("its turn came late", left_s, late_s)
 

@@ -182,6 +182,31 @@ def test_one_whose_turn_comes_too_late_is_not_begun(num_answers: int, left_s: fl
     run_virtually(main())
 
 
+@pytest.mark.parametrize(("left_s", "is_begun"), [(1.3, False), (1.7, True)])
+def test_nor_one_with_too_little_for_what_many_take_longer(left_s: float, is_begun: bool) -> None:
+    """Answers take 0.5 s or 1.5 s, as often; at its turn it has more than the mean of 1 s left."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        admission, begun = Admission(1, 10, loop.time), []
+
+        async def late() -> None:
+            async with admission.slot(SlotNeed(left_s=2.0 + left_s)):
+                begun.append(1)
+
+        for hold_s in (0.5, 1.5) * LEAST_HOLDS:
+            async with admission.slot():
+                await asyncio.sleep(hold_s)
+        async with admission.slot():
+            waiting = asyncio.create_task(late())
+            await asyncio.sleep(2.0)
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert bool(begun) is is_begun
+        assert admission.num_shed == (not is_begun)
+
+    run_virtually(main())
+
+
 def test_a_request_has_to_wait_for_its_last_answer() -> None:
     """Two slots of three are free, holds take 1 s."""
 
