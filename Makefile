@@ -30,6 +30,7 @@ COUNT ?= 2000
 TAMPERED ?= 10000
 CANCELS ?= 10000
 LATE_WRITES ?= 1000
+OTHERS ?= 5000
 PROBLEMS ?= 500
 PROBLEM_KILLS ?= 50
 REQUESTS ?= 20000
@@ -118,11 +119,12 @@ test-clients: $(VENV)/.dev clients ## Install them, and ask a fleet with each
 	$(BIN)/python -m pytest tests/clients $(PYTEST_FLAGS)
 
 .PHONY: chaos
-chaos: $(VENV)/.dev ## Tamper, write late, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
+chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, judge every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= OTHERS= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
 	export PYTHONPATH=tests
 	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
 	$(BIN)/python -m kvtransfer.late_writes --seed $(SEED) --count $(LATE_WRITES)
 	$(BIN)/python -m simulation --cancels $(CANCELS)
+	$(BIN)/python -m e2e.poison --others $(OTHERS)
 	run="$(BIN)/python -m chaos.run --seed $(SEED) --connector $(CONNECTOR)"
 	$$run --all-cancel --requests $(CANCELS) --kills 0
 	$$run --bundled --requests $(PROBLEMS) --kills $(PROBLEM_KILLS)

@@ -1,154 +1,25 @@
-"""A request that ends every engine it runs in, sent again and again, with others around it."""
+"""A request that ends every engine it runs in ends three of them, and no request but itself."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
-import fronts
-import grpc.aio
 import redis_server
-from eventually import eventually
-from fake_engine import CRASH
-from router.fake_model import byte_tokenizer
+from e2e.poison import NUM_OTHERS, TIMES, carry_out
 
-from effuse.decode_worker.server import make_role
-from effuse.placement.store import Store
-from effuse.protos import rpc
-from effuse.protos.errors import EffuseError, Poisonous, from_rpc_error
-from effuse.protos.stubs import generation_stub
-from effuse.router import process
-from effuse.router.config import RouterConfig
-from effuse.router.router import Router
-from effuse.router.tokenizer import Tokenizer
-from effuse.v1 import generation_pb2 as pb
-from effuse.v1 import generation_pb2_grpc as pb_grpc
-from effuse.worker.config import WorkerConfig
-
-Generation: TypeAlias = "pb_grpc.GenerationServiceAsyncStub"
-NUM_DECODE, NUM_OTHERS, TIMES = 3, 6, 5
-OTHER = 5  # a prompt that the fake engine answers
-
-
-def message(first_id: int, seed: int) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        prompt_token_ids=pb.TokenIds(ids=[first_id, 6, 7]),
-        stopping=pb.StoppingParams(max_tokens=32),
-        sampling=pb.SamplingParams(seed=seed),
-        output=pb.OutputOptions(token_ids=True),
-    )
-
-
-@asynccontextmanager
-async def serving_router(redis_url: str) -> AsyncIterator[Router]:
-    """A router that knows nobody yet."""
-    config, stop = RouterConfig(port=0, redis_url=redis_url, prefill="local"), asyncio.Event()
-    async with Store(redis_url, config.fleet) as store, asyncio.TaskGroup() as group:
-        router = Router(config, Tokenizer(byte_tokenizer()), store)
-        group.create_task(process.serve(router, stop))
-        try:
-            await router.ready.wait()
-            yield router
-        finally:
-            stop.set()
-
-
-@asynccontextmanager
-async def workers(redis_url: str, home: Path) -> AsyncIterator[list[fronts.Running]]:
-    """Decode workers whose engines are processes without a model."""
-    async with AsyncExitStack() as stack:
-        started = []
-        for number in range(NUM_DECODE):
-            config = WorkerConfig(
-                redis_url=redis_url, worker_id=f"decode-{number}", hang_timeout_s=60.0
-            )
-            (directory := home / f"{number}").mkdir()
-            one = fronts.running(make_role(), config, directory)
-            started.append(await stack.enter_async_context(one))
-        yield started
-
-
-@dataclass
-class Others:
-    """Requests one after the other, several at a time, until it is over."""
-
-    stub: Generation
-    num_answers: int = 0
-    failures: list[EffuseError] = field(default_factory=list)
-    is_over: bool = False
-
-    async def send(self, seed: int) -> None:
-        while not self.is_over:
-            try:
-                answer = await self.stub.Generate(message(OTHER, seed), timeout=60)
-            except grpc.aio.AioRpcError as error:
-                self.failures.append(from_rpc_error(error, "router"))
-            else:
-                assert list(answer.token_ids) == [7] * 32
-                self.num_answers += 1
-
-
-async def send_poison(stub: Generation) -> EffuseError:
-    """What it is told once it is told no time to come back."""
-    while True:
-        try:
-            await stub.Generate(message(CRASH, 0), timeout=60)
-        except grpc.aio.AioRpcError as caught:
-            error = from_rpc_error(caught, "router")
-            if error.retry_after_s is None:
-                return error
-            await asyncio.sleep(error.retry_after_s)
-        else:
-            raise AssertionError("the poison was answered")
+from effuse.protos.errors import Poisonous
 
 
 def test_it_ends_three_engines_and_no_request_but_itself(tmp_path: Path) -> None:
     async def body(redis_url: str) -> None:
-        async with (
-            asyncio.timeout(120),
-            serving_router(redis_url) as router,
-            workers(redis_url, tmp_path) as fleet,
-            rpc.connect(f"127.0.0.1:{router.port}", keepalive=None) as channel,
-        ):
-            await eventually(lambda: len(router.view.workers()) == NUM_DECODE)
-            stub = generation_stub(channel)
-            others = Others(stub)
-            async with asyncio.TaskGroup() as group:
-                for seed in range(NUM_OTHERS):
-                    group.create_task(others.send(seed))
-                await eventually(_more(others, NUM_OTHERS))
-                told = [await send_poison(stub) for _ in range(TIMES)]
-                await eventually(lambda: _lost_engines(fleet) >= 3)
-                await eventually(_more(others, NUM_OTHERS))
-                others.is_over = True
-            assert [type(error) for error in told] == [Poisonous] * TIMES, told
-            assert _lost_engines(fleet) == 3
-            assert not others.failures
-            await _is_refused_by_another(redis_url)
+        async with asyncio.timeout(120):
+            found = await carry_out(redis_url, tmp_path, 2 * NUM_OTHERS)
+        assert len(found.told) >= TIMES
+        assert {type(error) for error in found.told} == {Poisonous}, found.told
+        assert found.lost_engines == 3
+        assert not found.failures
+        assert found.num_answers >= 2 * NUM_OTHERS
 
     with redis_server.running() as redis:
         asyncio.run(body(redis.connection_url))
-
-
-async def _is_refused_by_another(redis_url: str) -> None:
-    """A router that has lost no engine."""
-    async with (
-        serving_router(redis_url) as router,
-        rpc.connect(f"127.0.0.1:{router.port}", keepalive=None) as channel,
-    ):
-        await eventually(lambda: bool(router.verdicts.refused()))
-        assert type(await send_poison(generation_stub(channel))) is Poisonous
-
-
-def _lost_engines(fleet: list[fronts.Running]) -> int:
-    return sum(one.front.shell.supervisor.restarts for one in fleet)
-
-
-def _more(others: Others, number: int) -> Callable[[], bool]:
-    """Whether so many more answers have come."""
-    enough = others.num_answers + number
-    return lambda: others.num_answers >= enough

@@ -1,6 +1,7 @@
 """Transfers that are tampered with, over a real transport: none may be taken for good.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m kvtransfer.tampering --count 10000
+(with --device cuda both pools are in GPU memory).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import torch
 from kvtransfer.fixtures import SMALL, boundary, filled, print_of, reservation
 from kvtransfer.receiver_process import transport
-from kvtransfer.tricks import ENCODERS, Tamperer, Trick
+from kvtransfer.tricks import ENCODERS, Tamperer, Trick, written
 
 from effuse.kvtransfer import pushes
 from effuse.kvtransfer.connector import (
@@ -29,7 +30,7 @@ from effuse.kvtransfer.connector import (
     PushCancelled,
     Pushed,
 )
-from effuse.kvtransfer.digest import HostDigester
+from effuse.kvtransfer.digest import digester_of
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, Reservation
 from effuse.kvtransfer.thread import Exchange
@@ -38,6 +39,7 @@ MOST_PAGES = 6  # of one transfer
 POOL = 12
 APART = 3  # pages behind it that no honest transfer takes
 QUIET_S = 0.002  # after which it is asked whether anything is still to come
+QUIET_DEVICE_S = 0.02  # the same of a device, which copies and digests by itself
 PATIENCE_S = 30.0
 HONEST_SHARE = 0.1
 WRITER, READER = "prefill-1", "decode-1"
@@ -72,9 +74,11 @@ NOTHING = Load((), by_layers=False)
 class Pair:
     """Two pools in this process, and the way from one to the other; no thread, no sleep."""
 
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, kind: str, seed: int, device: str = "cpu") -> None:
         self.draw = random.Random(f"{seed} {kind}")
-        self.source, self.target = filled(SMALL, 2 * MOST_PAGES), PageMemory(SMALL, POOL + APART)
+        self.source = filled(SMALL, 2 * MOST_PAGES, device=device)
+        self.target = PageMemory(SMALL, POOL + APART, device)
+        self.quiet_s = QUIET_S if device == "cpu" else QUIET_DEVICE_S
         self.tamperer = Tamperer(kind, self.source, WRITER, self.draw)
         self.reader = transport(kind, self.target, READER)
         self.said: list[ConnectorEvent] = []
@@ -88,7 +92,7 @@ class Pair:
     def _exchange(self, incarnation: str, memory: PageMemory) -> Exchange:
         way = self.tamperer.transport if incarnation == WRITER else self.reader
         return Exchange(
-            *(way, HostDigester(memory), SMALL, incarnation, print_of(SMALL)),
+            *(way, digester_of(memory), SMALL, incarnation, print_of(SMALL)),
             *(self.said.append, self.now),
         )
 
@@ -124,7 +128,8 @@ class Pair:
         self._number += 1
         pool = range(POOL, POOL + APART) if apart else range(POOL)
         ids = self.draw.sample(pool, num_pages)
-        self.target.byte_rows()[ids] = torch.randint(0, 256, (1,), dtype=torch.uint8)
+        self.target.byte_rows()[ids] = int(torch.randint(0, 256, ()))
+        written(self.target)
         pages = [PageRef(page, self._number) for page in ids]
         address = self.reader.address()
         reserved = reservation(self.target, address, pages, number=self._number)
@@ -154,7 +159,7 @@ class Pair:
             return self._word_on(reserved) is not None
 
         self._turn_until(lambda: has_word() or self.tamperer.has_struck, PATIENCE_S)
-        self._turn_until(has_word, QUIET_S)
+        self._turn_until(has_word, self.quiet_s)
         self.tamperer.disarm()
         for _ in range(2):  # a write that is still under way ends during the first
             if not has_word():
@@ -198,7 +203,7 @@ class Pair:
         """Gives it up on both sides, until pages may be reused on both."""
         self.receiver.forget(reserved.transfer_id)
         self.sender.cancel(reserved.transfer_id)
-        if not self._turn_until(lambda: self._has_said(reserved, PushCancelled), QUIET_S):
+        if not self._turn_until(lambda: self._has_said(reserved, PushCancelled), self.quiet_s):
             self._skipped_s += 2 * self.tamperer.transport.drain_s if self._may_drop else 0.0
             self._turn_until(lambda: self._has_said(reserved, PushCancelled), PATIENCE_S)
         assert self._has_said(reserved, PushCancelled), "source pages are never free again"
@@ -216,11 +221,18 @@ class Pair:
         return any(e.transfer_id == reserved.transfer_id and isinstance(e, kind) for e in self.said)
 
 
-def run(kind: str, seed: int, count: int, tricks: Sequence[Trick] = tuple(Trick)) -> Found:
+def run(
+    kind: str,
+    seed: int,
+    count: int,
+    tricks: Sequence[Trick] = tuple(Trick),
+    *,
+    device: str = "cpu",
+) -> Found:
     """So many transfers that are tampered with, honest ones among them. Raises Served, and
     AssertionError where an honest one is not served whole."""
     found: Found = Counter()
-    with contextlib.closing(Pair(kind, seed)) as pair, tampered(pair, kind):
+    with contextlib.closing(Pair(kind, seed, device)) as pair, tampered(pair, kind):
         pair.transfer(None, pair.draw_load())
         for number in range(count):
             if pair.draw.random() < HONEST_SHARE:
@@ -245,11 +257,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.tampering", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1000, help="transfers that are tampered with")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the pages")
     args = parser.parse_args()
     kinds = sorted(ENCODERS)
     for kind in kinds:
         began = time.monotonic()
-        found = run(kind, args.seed, args.count // len(kinds))
+        found = run(kind, args.seed, args.count // len(kinds), device=args.device)
         seconds = time.monotonic() - began
         print(f"{found.total()} transfers over {kind} were tampered with in {seconds:.0f} s")
         print("each was found out, none was served, and honest ones between them were:")

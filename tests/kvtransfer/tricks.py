@@ -11,6 +11,7 @@ from enum import Enum
 from types import ModuleType
 
 import msgspec
+import torch
 from kvtransfer.receiver_process import transport
 from msgspec import Struct
 
@@ -71,6 +72,12 @@ class Both:
 
     def is_over(self) -> bool:
         return sum(not part.is_over() for part in self.parts) == 0  # each is asked
+
+
+def written(memory: PageMemory) -> None:
+    """Returns once what was written into pages is there for who reads them by other means."""
+    if memory.device.type != "cpu":
+        torch.cuda.synchronize(memory.device)
 
 
 class Tamperer:
@@ -187,6 +194,7 @@ class Tamperer:
             case _:
                 first, second = copies.index(page), copies.index(other)
                 copies[first], copies[second] = copies[second], copies[first]
+        written(self._memory)
         return tuple(copies)
 
     def _let_go(self) -> None:
