@@ -215,7 +215,7 @@ class Injector:
                         held[key] = value, max(0, client.pttl(key))
                 self._wait(lambda: False, fault.hold_s)
             client.set(_MARKER, 1)
-            with client.pipeline(transaction=True) as step:
+            with client.pipeline(transaction=False) as step:  # what its user may do
                 step.flushall()
                 for key, (value, left_ms) in held.items():
                     step.restore(key, left_ms, value)
