@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 
 import psutil
 from chaos.clients import CLIENTS, looked_up
@@ -99,8 +99,10 @@ class Injector:
     # One fault.
 
     def _inject(self, fault: Fault) -> Injected:
-        lives = self._lives()
-        names = _names(fault, lives)
+        names, lives = {fault.target}, self._lives()
+        if fault.kind is Kind.OTHERS_KILLED:
+            names = {name for name in self._ready() if name.startswith(fault.role)}
+            names -= {fault.target, *self._away}
         in_flight = self._ledger.in_flight()
         running = all_at_once(lambda one: self._standing(one, names), in_flight, CLIENTS)
         injected = Injected(fault=fault, at_s=time.monotonic(), evidence="", running=running)
@@ -218,19 +220,12 @@ class Injector:
             with client.pipeline(transaction=False) as step:  # what its user may do
                 step.flushall()
                 for key, (value, left_ms) in held.items():
-                    step.restore(key, left_ms, value)
+                    step.restore(key, left_ms, value, replace=True)  # it may be there again
                 step.execute()
             if client.exists(_MARKER):
                 return ""
             back = f", and {len(held)} are as before" if held else ""
             return f"a key that was set is gone{back}"
-
-
-def _names(fault: Fault, lives: Mapping[str, str]) -> Set[str]:
-    """Whom it hits: its target, or all that are ready beside it."""
-    if fault.kind is not Kind.OTHERS_KILLED:
-        return {fault.target}
-    return {name for name in lives if name.startswith(fault.role)} - {fault.target}
 
 
 def _is_stopped(process: psutil.Process) -> bool:

@@ -27,6 +27,7 @@ from effuse.kvtransfer.messages import (
     decode_to_receiver,
 )
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer
+from effuse.kvtransfer.zmq_transport import ZmqDelivery
 
 ENCODERS: dict[str, ModuleType] = {"nixl": nixl_transport, "zmq": zmq_sockets}
 """Modules whose `encode` makes the bytes of a writer's messages."""
@@ -95,6 +96,7 @@ class Tamperer:
         self._draw = draw
         self._wait = 0  # for so many chunks
         self._held: list[Callable[[], object]] = []
+        self._loose: list[Delivery] = []
         self._earlier: dict[type[ToReceiver], ToReceiver] = {}
         self._say, self._deliver = self.transport.say, self.transport.deliver
         self.transport.say = self.say  # type: ignore[method-assign]
@@ -102,6 +104,7 @@ class Tamperer:
 
     def arm(self, trick: Trick | None, num_chunks: int) -> None:
         """What is done to the next transfer; a chunk of it is chosen for that."""
+        self._sweep()
         self._trick, self.has_struck = trick, False
         self._wait = self._draw.randrange(num_chunks)
         if trick is Trick.FINISH_EARLY:
@@ -139,11 +142,10 @@ class Tamperer:
             case Trick.CHUNK_LOST:
                 return Both(())
             case Trick.FINISH_EARLY:
-                self._held.append(lambda: self._deliver(peer, header, chunk))
+                self._held.append(lambda: self._loose.append(self._send(peer, header, chunk)))
                 return Both(())
             case Trick.CHUNK_TWICE:
-                twice = self._deliver(peer, header, chunk), self._deliver(peer, header, chunk)
-                return Both([one for one in twice if one is not None])
+                return Both([self._send(peer, header, chunk) for _ in range(2)])
             case Trick.CHUNK_OF_ANOTHER:
                 earlier = attempt_of(self._earlier[Finish])
                 header = msgspec.structs.replace(header, attempt=earlier)
@@ -152,7 +154,21 @@ class Tamperer:
                 chunk = replace(chunk, source_pages=pages, targets=targets)
             case of_bytes:
                 chunk = replace(chunk, source_pages=self._falsified(of_bytes, chunk))
-        return self._deliver(peer, header, chunk)
+        return self._send(peer, header, chunk)
+
+    def _send(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery:
+        """What is to strike leaves now and not later, when nobody would strike any more."""
+        delivery = self._deliver(peer, header, chunk)
+        assert delivery is not None, "there is no room for it"
+        return delivery
+
+    def _sweep(self) -> None:
+        """Gives back buffers of chunks that have left, and that no push waits for."""
+        for one in self._loose:
+            if isinstance(one, ZmqDelivery) and one.fetched is not None:
+                assert one.tracker is not None and one.tracker.done, "it has not left"
+                one.fetched.release()
+        self._loose.clear()
 
     def encode(self, message: Struct) -> bytes:
         """In the place of the transport's."""
