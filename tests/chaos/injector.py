@@ -110,7 +110,7 @@ class Injector:
         if fault.kind in _LIFE_ENDS:
             self._ended |= {lives[name] for name in names & lives.keys()}
         with contextlib.suppress(NotThere):  # it ended by itself just now: there is no evidence
-            injected.evidence = self._hit(fault, names)
+            injected.evidence = self._hit(injected, names)
         for name in names:  # now, as who stands still is listed for a while
             self._away[name] = injected
         return injected
@@ -129,8 +129,9 @@ class Injector:
             state = "runs elsewhere"
         return Standing(exchange.number, state)
 
-    def _hit(self, fault: Fault, names: Set[str]) -> str:
-        """Does it; how it was seen to happen, or nothing. Raises NotThere."""
+    def _hit(self, injected: Injected, names: Set[str]) -> str:
+        """Does it, now; how it was seen to happen, or nothing. Raises NotThere."""
+        fault = injected.fault
         if fault.kind in _OF_KEYS:
             return self._change_keys(fault)
         if fault.kind is Kind.REDIS_KILLED:
@@ -138,6 +139,7 @@ class Injector:
         if fault.kind in OF_LINKS:
             return self._harm(fault, OF_LINKS[fault.kind])
         victims = self._victims(fault, names)
+        injected.at_s = time.monotonic()  # to find them took a while
         if fault.kind in PAUSES:
             return self._pause(victims[0], fault)
         is_drain = fault.kind is Kind.WORKER_DRAINED

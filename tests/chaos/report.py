@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -17,6 +18,7 @@ from chaos.verdict import Finding
 
 _TOLD = 50  # findings and slow requests that the text tells; JSON has all
 SLOW_S = 5.0
+ON_THE_WAY_S = 0.5  # what a word from before a fault takes at most, and a fault to be noticed
 ON_TARGET = ("prefilled there", "decodes there")
 
 
@@ -53,11 +55,16 @@ def figures(ledger: Ledger, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def gaps(ledger: Ledger, injected: Injected) -> list[float]:
-    """How long each stream that the fault hit waited for its next word, from the fault on."""
+    """How long each stream that the fault hit waited for a word, from the fault on. What comes at
+    first may have been on its way by then, so the longest wait counts that began soon enough."""
     hit = [one.number for one in injected.running if one.state.startswith(ON_TARGET)]
     streams = [one for one in map(ledger.exchanges.__getitem__, hit) if one.mode.is_streamed]
-    waits = [[event.at_s - injected.at_s for event in one.events] for one in streams]
-    return [min(after) for one in waits if (after := [wait_s for wait_s in one if wait_s > 0])]
+    found = []
+    for one in streams:
+        times = [injected.at_s, *(e.at_s for e in one.events if e.at_s > injected.at_s)]
+        soon = [b - a for a, b in pairwise(times) if a < injected.at_s + ON_THE_WAY_S]
+        found += [max(soon)] if soon else []
+    return found
 
 
 def slow(ledger: Ledger) -> list[Exchange]:

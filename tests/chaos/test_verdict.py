@@ -238,3 +238,14 @@ def test_the_report_counts_what_ran_and_how_long_it_waited(tmp_path: Path) -> No
     assert kind["running"] == {"decodes there, blocks came": 1}
     assert kind["recovery"] == {"count": 1, "worst": 4.0}
     assert told["gap_after_kill"] == {"count": 1, "worst": 0.5}
+
+
+def test_a_word_that_was_on_its_way_ends_no_gap() -> None:
+    ledger = good()
+    (hit,) = ledger.injected
+    stream = ledger.exchanges[STREAM]
+    assert report.gaps(ledger, hit) == [0.5]  # from 2.0 to 2.5
+    stream.events = [Commit(at, 0, (5,), "a") for at in (1.5, 2.1, 9.0, 9.1, 20.0)]
+    assert report.gaps(ledger, hit) == [pytest.approx(6.9)]  # and not the later one of 10.9
+    stream.events = stream.events[:1]
+    assert report.gaps(ledger, hit) == []  # it never went on, which others judge
