@@ -44,7 +44,8 @@ from effuse.worker.watchdog import Limits, Progress, look, observe, verdict
 LOG = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 10.0
-_LAST_WORDS_S = 0.2
+_LAST_WORDS_S = 0.2  # for its connection to end, of an engine that has ended
+_HANDED_ON_S = 0.01  # from the library to us, once the connection has ended
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _STOP_GRACE_S = 5.0
 _MOST_ENDED = 1024
@@ -81,6 +82,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[ToFront])
         self._exited = asyncio.ensure_future(process.wait())
+        self._disconnected = asyncio.ensure_future(socket.disconnected())
         self._receiving: asyncio.Future[bytes] | None = None
 
     @classmethod
@@ -119,8 +121,8 @@ class EngineClient:
             self._receiving = asyncio.ensure_future(self._socket.receive())
         waited: set[asyncio.Future[bytes] | asyncio.Future[int]] = {self._receiving, self._exited}
         await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._exited.done():  # its last words may still be on their way
-            await asyncio.wait({self._receiving}, timeout=_LAST_WORDS_S)
+        if self._exited.done():
+            await self._wait_for_last_words(self._receiving)
         if self._receiving.done():
             received, self._receiving = self._receiving, None
             try:
@@ -130,6 +132,14 @@ class EngineClient:
         if self._exited.done():
             raise EngineGone(f"the engine {_ending(self._exited.result())}")
         return []
+
+    async def _wait_for_last_words(self, received: asyncio.Future[bytes]) -> None:
+        """Returns once something of an engine that has ended was received, or nothing follows: what
+        it sent comes before its connection ends."""
+        waited: set[asyncio.Future[bytes] | asyncio.Future[None]] = {received, self._disconnected}
+        await asyncio.wait(waited, timeout=_LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+        if not received.done():
+            await asyncio.wait({received}, timeout=_HANDED_ON_S)
 
     async def stop(self, grace_s: float) -> None:
         """Asks the engine to end and returns when it has; kills it after `grace_s`."""
@@ -145,6 +155,7 @@ class EngineClient:
             await asyncio.wait({self._exited}, timeout=_KILL_TIMEOUT_S)
         if self._receiving is not None:
             self._receiving.cancel()
+        self._disconnected.cancel()
         self._socket.close()
         shutil.rmtree(self.home, ignore_errors=True)
         if not self._exited.done():
@@ -160,6 +171,7 @@ class EngineSocket:
         self._socket = self._context.socket(zmq.PAIR)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.set(option, 0)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(endpoint)
 
     def send(self, frame: bytes) -> None:
@@ -171,8 +183,15 @@ class EngineSocket:
     async def receive(self) -> bytes:
         return await self._socket.recv()
 
+    async def disconnected(self) -> None:
+        """Returns once who was connected is not any more, and all that it sent is received."""
+        await self._monitor.recv_multipart()
+
     def close(self) -> None:
-        self._socket.close()
+        if not self._socket.closed:
+            self._socket.disable_monitor()  # first: nobody would take what it still has to say
+            self._monitor.close(0)
+            self._socket.close()
         self._context.term()
 
 

@@ -10,15 +10,19 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import fake_engine
 import fronts
+import msgspec
 import psutil
 import pytest
+import zmq
 from eventually import eventually
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.errors import Unavailable
+from effuse.worker import supervisor as supervising
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Abort, AbortDone, Heartbeat, Ready, StartupFailed, ToFront
@@ -26,6 +30,7 @@ from effuse.worker.supervisor import (
     Backoff,
     EngineClient,
     EngineGone,
+    EngineSocket,
     GaveUp,
     Supervisor,
     new_incarnation,
@@ -218,6 +223,50 @@ def test_a_crash_is_told_with_its_status_after_its_last_words() -> None:
                 await events(client)
             client.send(ABORT)  # in vain, and no error
 
+    asyncio.run(go())
+
+
+class Dead:
+    """A process that has ended."""
+
+    pid = 0
+
+    async def wait(self) -> int:
+        return -9
+
+
+@pytest.mark.parametrize("words", [0, 1, 3000])
+def test_all_that_it_said_is_heard_and_nothing_is_waited_for_then(
+    words: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "_LAST_WORDS_S", 3600.0)
+    said = [
+        AbortDone(attempt=AttemptId("r", at + 1, "t"), was_running=False) for at in range(words)
+    ]
+
+    def speak(endpoint: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.PAIR) as engine:
+            engine.connect(endpoint)
+            engine.send(encode([]))  # waits until it is connected
+            time.sleep(0.2)  # its process is known to have ended by now
+            for one in said:
+                engine.send(encode([one]))
+            engine.close(-1)  # once all has left
+
+    async def go() -> None:
+        socket = EngineSocket(f"ipc://{tmp_path}/s")
+        client = EngineClient("life", cast(asyncio.subprocess.Process, Dead()), tmp_path, socket)
+        speaking = asyncio.create_task(asyncio.to_thread(speak, socket.endpoint))
+        heard: list[ToFront] = []
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineGone, match="killed by signal 9"):
+                while True:
+                    heard += await client.receive(60)
+        await speaking
+        await client.kill()
+        assert heard == said
+
+    encode = msgspec.msgpack.Encoder().encode
     asyncio.run(go())
 
 
