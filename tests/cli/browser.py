@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 VARIABLE = "EFFUSE_BROWSER"
@@ -39,6 +39,7 @@ class Page:
     session: str = ""
     number: int = 0
     heard: bytes = b""
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
         """One command of the DevTools protocol; its result."""
@@ -48,10 +49,18 @@ class Page:
             asked["sessionId"] = self.session
         os.write(self.said, json.dumps(asked).encode() + b"\0")
         while (answer := self._next()).get("id") != self.number:
-            pass  # an event
+            self.events.append(answer)
         assert "error" not in answer, answer
         result: dict[str, Any] = answer["result"]
         return result
+
+    def visit(self, address: str) -> None:
+        """Open an address and wait until it has loaded: before, nothing can be evaluated in it."""
+        self.ask("Page.enable")
+        self.ask("Page.setLifecycleEventsEnabled", enabled=True)
+        loader = self.ask("Page.navigate", url=address)["loaderId"]
+        while not any(_loaded(event, loader) for event in self.events):
+            self.events.append(self._next())
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page."""
@@ -79,6 +88,12 @@ class Page:
         return found
 
 
+def _loaded(event: dict[str, Any], loader: str) -> bool:
+    """Whether it says that what this loader loads is there."""
+    said: dict[str, Any] = event.get("params", {})
+    return {"name": "load", "loaderId": loader}.items() <= said.items()
+
+
 @contextmanager
 def opened(browser: str, address: str) -> Iterator[Page]:
     """The page at an address; the browser ends with it."""
@@ -94,9 +109,10 @@ def opened(browser: str, address: str) -> Iterator[Page]:
             os.close(writes)
             try:
                 page = Page(said, told)
-                target = page.ask("Target.createTarget", url=address)["targetId"]
+                target = page.ask("Target.createTarget", url="about:blank")["targetId"]
                 attached = page.ask("Target.attachToTarget", targetId=target, flatten=True)
                 page.session = attached["sessionId"]
+                page.visit(address)
                 yield page
             finally:
                 child.kill()
