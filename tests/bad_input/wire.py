@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import grpc
-from bad_input.case import BY_LIBRARY, INVALID, NOT_FOUND, Case, Sent
+from bad_input.case import BY_ANYONE, BY_LIBRARY, INVALID, NOT_FOUND, Case, Sent
 from bad_input.clients import GENERATION, MODELS, WATCH, good
 from bad_input.gateways import KSERVE, VLLM
 from bad_input.http2 import PREFACE, SETTINGS, frame, message, request
@@ -57,11 +57,11 @@ def wire_cases() -> Iterator[tuple[str, Case]]:
     yield "metadata too large", Case(method=generate, sent=[good()], metadata=fat, **many)
     yield (
         "no time",
-        Case(method=generate, sent=[good()], code=OVERDUE, reason=BY_LIBRARY, timeout_s=1e-6),
+        Case(method=generate, sent=[good()], code=OVERDUE, reason=BY_ANYONE, timeout_s=1e-6),
     )
     yield (
         "time is over",
-        Case(method=generate, sent=[good()], code=OVERDUE, reason=BY_LIBRARY, timeout_s=-5.0),
+        Case(method=generate, sent=[good()], code=OVERDUE, reason=BY_ANYONE, timeout_s=-5.0),
     )
     for path in ("/effuse.v1.GenerationService/Guess", "/no.such.Service/Ask", "/", "/a/b/c"):
         yield (

@@ -228,11 +228,11 @@ def _inject(fleet: SpreadFleet, network: Network, fault: Fault) -> Injected:
     if dropped:
         held_s = mended_s - injected.at_s
         injected.evidence = f"{dropped} packets were dropped in {held_s:.1f} s"
-    deadline = mended_s + BACK_S
-    while fault.target not in _ready(fleet) and time.monotonic() < deadline:
+    while time.monotonic() < mended_s + BACK_S:
+        if fault.target in _ready(fleet):
+            injected.recovered_s = time.monotonic() - mended_s
+            break
         time.sleep(0.1)
-    if fault.target in _ready(fleet):
-        injected.recovered_s = time.monotonic() - mended_s
     return injected
 
 
