@@ -178,13 +178,16 @@ def has_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
 
 def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[WorkerRecord]:
     """Workers to keep for a request that runs alone, the least loaded; none where others would lack
-    them."""
+    them. Under `auto` a decode worker is enough, which then prefills for itself."""
     shared = replace(need, alone=())
-    chosen = place(candidates, shared) or place(_idle(candidates), shared)
-    if chosen is None:
-        return []
-    own = [r for r in (chosen.decode, chosen.prefill) if r is not None and r.role in need.alone]
-    return own if all(_may_keep_one(candidates, need, record.role) for record in own) else []
+    ways = [shared, replace(shared, mode="local")] if need.mode == "auto" else [shared]
+    for way in ways:
+        chosen = place(candidates, way) or place(_idle(candidates), way)
+        workers = () if chosen is None else (chosen.decode, chosen.prefill)
+        own = [one for one in workers if one is not None and one.role in need.alone]
+        if own and all(_may_keep_one(candidates, need, record.role) for record in own):
+            return own
+    return []
 
 
 def _idle(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -22,6 +22,7 @@ from effuse.router.policy import (
     Condition,
     Holder,
     InFlight,
+    PrefillMode,
     Prospect,
     choose_own,
     has_own,
@@ -46,12 +47,14 @@ def candidate(name: str, **fields: object) -> Candidate:
     return Candidate(worker_record(name, role), **given)  # type: ignore[arg-type]
 
 
-def need(*alone: Role) -> AttemptNeeds:
-    return AttemptNeeds(model="fake", mode="auto", holder=HOLDER, alone=alone)
+def need(*alone: Role, mode: PrefillMode = "auto") -> AttemptNeeds:
+    return AttemptNeeds(model="fake", mode=mode, holder=HOLDER, alone=alone)
 
 
-def own(*candidates: Candidate, alone: tuple[Role, ...] = ("decode",)) -> list[str]:
-    return [record.worker_id for record in choose_own(candidates, need(*alone))]
+def own(
+    *candidates: Candidate, alone: tuple[Role, ...] = ("decode",), mode: PrefillMode = "auto"
+) -> list[str]:
+    return [record.worker_id for record in choose_own(candidates, need(*alone, mode=mode))]
 
 
 def test_the_least_loaded_worker_is_kept_though_none_is_empty() -> None:
@@ -65,8 +68,18 @@ def test_a_prefill_worker_is_kept_where_such_engines_died() -> None:
     fleet = [candidate(name) for name in ("p0", "p1", "d0", "d1")]
     assert own(*fleet) == ["d0"]
     assert own(*fleet, alone=("decode", "prefill")) == ["d0", "p0"]
-    only_one_free = [candidate("p0", condition=Condition.LOST), *fleet[1:]]
-    assert own(*only_one_free, alone=("decode", "prefill")) == [], "all or nothing"
+
+
+def test_where_no_prefill_worker_can_be_kept_a_decode_worker_that_prefills_is() -> None:
+    both: tuple[Role, ...] = ("decode", "prefill")
+    fleet = [candidate("p0", condition=Condition.LOST), *map(candidate, ("p1", "d0", "d1"))]
+    assert own(*fleet, alone=both) == ["d0"]
+    assert own(*fleet, alone=both, mode="remote") == [], "all or nothing"
+    kept = candidate("d0", kept_for=HOLDER)
+    chosen = place([*fleet[:2], kept, fleet[3]], need(*both))
+    assert chosen is not None
+    assert (chosen.decode.worker_id, chosen.prefill) == ("d0", None), "not p1, which others use"
+    assert own(*fleet[:3], candidate("d1", condition=Condition.LOST), alone=both) == []
 
 
 @pytest.mark.parametrize(
@@ -243,6 +256,30 @@ def test_a_prompt_that_ends_prefill_engines_is_alone_there_too() -> None:
         assert [len(worker.prompts) for worker in fleet.prefill] == [1, 1, 1, 0]
 
     run(body, num_prefill=4, num_decode=2, prefill="remote")
+
+
+def test_it_does_not_wait_for_a_prefill_worker_to_itself() -> None:
+    """Of two, one is starting after its engine died, and the other one is everybody's."""
+
+    async def body(fleet: FakeFleet) -> None:
+        dead, other = fleet.prefill
+
+        async def die() -> None:
+            dead.is_starting = True
+            raise errors.EngineLost("the engine was lost")
+
+        dead.at["start"] = die
+        killed = once(raises(errors.EngineLost("killed by somebody")))
+        for worker in fleet.decode:
+            worker.at["commit 1"] = killed
+        assert (await ask(fleet)).text == TEXT
+        assert (len(dead.prompts), len(other.prompts)) == (1, 1)
+        asked = [one for worker in fleet.decode for one in worker.requests]
+        last = max(asked, key=lambda one: one.attempt.attempt)
+        assert last.attempt.attempt == 3
+        assert not last.HasField("remote"), "it was not prefilled where it decodes"
+
+    run(body, num_prefill=2, num_decode=3)
 
 
 @pytest.mark.parametrize(
