@@ -70,8 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.end == "copy":
             copy_between(64 * PAGE_BYTES)
             return 0
-        memory = memory_for(asked.pages, asked.model, asked.dtype)
-        serve(End(asked.end, asked.connector[0], memory, is_busy=asked.busy))
+        connector = asked.connector[0]
+        memory = memory_for(asked.pages, asked.model, asked.dtype, connector)
+        serve(End(asked.end, connector, memory, is_busy=asked.busy))
         return 0
     lengths = asked.tokens or TOKENS
     gpus = [one for one in os.environ.get("EFFUSE_GPUS", "").split(",") if one]

@@ -21,7 +21,7 @@ import torch
 from effuse.benchmarks.gpu_models import MODELS
 from effuse.kvtransfer import nixl_transport
 from effuse.kvtransfer.connector import Arrived, Pushed
-from effuse.kvtransfer.layout import KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.layout import MOST_GROUPS, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
@@ -234,11 +234,12 @@ def _units(pages: Sequence[int], parts: int) -> npt.NDArray[np.int32]:
     return (first + np.arange(parts)).astype(np.int32).ravel()
 
 
-def memory_for(num_pages: int, model: str, dtype: str) -> PageMemory:
-    """A pool of this model's pages on the GPU, if there is one, with something in them."""
+def memory_for(num_pages: int, model: str, dtype: str, connector: str) -> PageMemory:
+    """A pool of this model's pages on the GPU, if there is one, with something in them, as workers
+    with this connector have it."""
     config = MODELS[model]
     sizes = (config.num_layers, config.num_kv_heads, config.head_dim, PAGE_TOKENS)
-    layout = KVLayout("unified", *sizes, dtype)
+    layout = KVLayout("unified", *sizes, dtype, MOST_GROUPS[connector])
     memory = PageMemory(layout, num_pages, "cuda" if torch.cuda.is_available() else "cpu")
     memory.tensor.normal_()
     return memory

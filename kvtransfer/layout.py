@@ -15,7 +15,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DIGEST = "xxh3_64 of pieces"
 LAYOUT_KINDS = ("unified", "distinct")
 PIECE_BYTES = 16  # of K in the distinct layout
-MOST_GROUPS = 8  # of a page's layers, that leave one after the other
+MOST_GROUPS = {"nixl": 8, "zmq": 16}
+"""Groups of a page's layers that leave one after the other over a connector, at most. A prompt
+waits for the last one, on a slow link for long; over NIXL each takes a descriptor for every page of
+every peer."""
 FIELD_NAMES = (
     "weights",
     "architecture",
@@ -51,6 +54,7 @@ class KVLayout:
     head_dim: int
     page_size: int  # tokens in a page
     dtype: str
+    most_groups: int = MOST_GROUPS["nixl"]
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -87,7 +91,7 @@ class KVLayout:
     @property
     def num_groups(self) -> int:
         """Groups of equally many consecutive layers that a page is handed over in, at most."""
-        most = min(self.num_layers, MOST_GROUPS)
+        most = min(self.num_layers, self.most_groups)
         return next(n for n in range(most, 0, -1) if self.num_layers % n == 0)
 
     @property

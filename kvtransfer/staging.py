@@ -1,7 +1,8 @@
 """Pinned buffers between a GPU's pages and the host, on the pool's stream for transfers.
 
 Copies run beside all computing. A buffer is one chunk on its way; with several of them a link is
-filled while the next chunk is copied.
+filled while the next chunk is copied. Pages are gathered on the GPU first, so that a chunk of
+however many pages is one copy over the bus.
 """
 
 from __future__ import annotations
@@ -16,16 +17,32 @@ from torch import Tensor
 from effuse.kvtransfer.memory import PageMemory, bytes_of
 
 NUM_BUFFERS = 8
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class Buffer:
+    """Room on the host for one chunk, and for the ids of its pages."""
+
+    def __init__(self, num_words: int, most_pages: int, word: torch.dtype) -> None:
+        self.words = torch.empty(num_words, dtype=word, pin_memory=True)
+        self.data = bytes_of(self.words)
+        self._ids = torch.empty(most_pages, dtype=torch.int64, pin_memory=True)
+
+    def ids(self, page_ids: Sequence[int], device: torch.device) -> Tensor:
+        """The ids of pages, on their way to a device."""
+        ids = self._ids[: len(page_ids)]
+        ids.numpy()[:] = page_ids
+        return ids.to(device, non_blocking=True)
 
 
 @dataclass(slots=True, eq=False)
 class Fetched:
     """Bytes of pages on their way to the host."""
 
-    buffer: Tensor  # uint8, pinned
+    buffer: Buffer
     num_bytes: int
     done: torch.cuda.Event
-    home: deque[Tensor]
+    home: deque[Buffer]
 
     def is_over(self) -> bool:
         """Whether they have arrived: `view` may be read, the pages are not any more."""
@@ -34,7 +51,7 @@ class Fetched:
     @property
     def view(self) -> memoryview:
         """The bytes, page by page."""
-        return bytes_of(self.buffer)[: self.num_bytes]
+        return self.buffer.data[: self.num_bytes]
 
     def release(self) -> None:
         """Nobody reads the buffer any more."""
@@ -45,26 +62,30 @@ class Staging:
     """Buffers of `buffer_bytes` each for one pool."""
 
     def __init__(self, memory: PageMemory, buffer_bytes: int) -> None:
-        self._layout = memory.layout
+        group_bytes = memory.layout.group_bytes
+        word = next(one for one in _WORDS if group_bytes % one.itemsize == 0)
+        self._group_words = group_bytes // word.itemsize
         self._stream = memory.stream
-        self._rows = memory.byte_rows()
-        self._free: deque[Tensor] = deque(
-            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True)
-            for _ in range(NUM_BUFFERS)
+        self._rows = memory.byte_rows().view(word)
+        most_words = buffer_bytes // word.itemsize
+        # Of one chunk at a time, as all of it happens on one stream.
+        self._gathered = torch.empty(most_words, dtype=word, device=memory.device)
+        self._free: deque[Buffer] = deque(
+            Buffer(most_words, most_words // self._group_words, word) for _ in range(NUM_BUFFERS)
         )
-        self._storing: deque[tuple[torch.cuda.Event, Tensor]] = deque()  # oldest first
+        self._storing: deque[tuple[torch.cuda.Event, Buffer]] = deque()  # oldest first
 
     def fetch(self, page_ids: Sequence[int], groups: range) -> Fetched | None:
         """Begins to copy groups of layers of pages to the host; None while no buffer is free."""
         if not self._free:
             return None
         buffer = self._free.popleft()
-        slices = self._slices(page_ids, groups, buffer)
+        rows, gathered = self._columns(groups), self._room(page_ids, groups)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for row, part in slices:
-                part.copy_(row, non_blocking=True)
-        num_bytes = sum(len(part) for _, part in slices)
-        return Fetched(buffer, num_bytes, self._mark(), self._free)
+            ids = buffer.ids(page_ids, gathered.device)
+            torch.index_select(rows, 0, ids, out=gathered)
+            buffer.words[: gathered.numel()].copy_(gathered.view(-1), non_blocking=True)
+        return Fetched(buffer, gathered.nbytes, self._mark(), self._free)
 
     def store(self, page_ids: Sequence[int], groups: range, payload: Sequence[memoryview]) -> None:
         """Begins to copy bytes of the host into groups of layers of pages.
@@ -74,32 +95,30 @@ class Staging:
         buffer = self._buffer()
         at = 0
         for data in payload:
-            bytes_of(buffer)[at : at + data.nbytes] = data
+            buffer.data[at : at + data.nbytes] = data
             at += data.nbytes
+        rows, gathered = self._columns(groups), self._room(page_ids, groups)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for row, part in self._slices(page_ids, groups, buffer):
-                row.copy_(part, non_blocking=True)
+            ids = buffer.ids(page_ids, gathered.device)
+            gathered.view(-1).copy_(buffer.words[: gathered.numel()], non_blocking=True)
+            rows.index_copy_(0, ids, gathered)
         self._storing.append((self._mark(), buffer))
 
-    def _buffer(self) -> Tensor:
+    def _buffer(self) -> Buffer:
         while self._storing and (_has_ended(self._storing[0][0]) or not self._free):
             done, buffer = self._storing.popleft()
             done.synchronize()
             self._free.append(buffer)
         return self._free.popleft()
 
-    def _slices(
-        self, page_ids: Sequence[int], groups: range, buffer: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Bytes of each page's groups, and where they are in the buffer."""
-        begin, size = (
-            groups.start * self._layout.group_bytes,
-            len(groups) * self._layout.group_bytes,
-        )
-        return [
-            (self._rows[page_id, begin : begin + size], buffer[index * size : (index + 1) * size])
-            for index, page_id in enumerate(page_ids)
-        ]
+    def _columns(self, groups: range) -> Tensor:
+        """These groups of layers of all pages."""
+        return self._rows[:, groups.start * self._group_words : groups.stop * self._group_words]
+
+    def _room(self, page_ids: Sequence[int], groups: range) -> Tensor:
+        """Where the groups of these pages are gathered, a page a row."""
+        shape = len(page_ids), len(groups) * self._group_words
+        return self._gathered[: shape[0] * shape[1]].view(shape)
 
     def _mark(self) -> torch.cuda.Event:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

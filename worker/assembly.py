@@ -16,7 +16,13 @@ from effuse.config.decoding import Algorithm, Sampling
 from effuse.kernels.attention import block_attention
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Connector
-from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
+from effuse.kvtransfer.layout import (
+    MOST_GROUPS,
+    Fingerprint,
+    KVLayout,
+    ModelFacts,
+    fingerprint,
+)
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
@@ -185,6 +191,7 @@ def _layout(config: WorkerConfig, model: Transformer) -> KVLayout:
         head_dim=model.config.head_dim,
         page_size=config.page_size,
         dtype=str(model.dtype).removeprefix("torch."),
+        most_groups=MOST_GROUPS[config.connector],
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from effuse.kvtransfer.layout import (
     FIELD_NAMES,
+    MOST_GROUPS,
     Fingerprint,
     KVLayout,
     ModelFacts,
@@ -79,6 +80,21 @@ def test_workers_of_other_layouts_differ_in_the_field_layout_alone() -> None:
     assert found is not None
     assert (found.name, found.ours, found.theirs) == ("layout", "unified", "distinct")
     assert [a.name for a, b in zip(ours, theirs, strict=True) if a != b] == ["layout"]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "groups"),
+    [(1, (1, 1)), (7, (7, 7)), (11, (1, 11)), (28, (7, 14)), (32, (8, 16)), (64, (8, 16))],
+)
+def test_layers_are_as_many_equal_groups_as_the_connector_gains_from(
+    num_layers: int, groups: tuple[int, int]
+) -> None:
+    layout = dataclasses.replace(LAYOUT, num_layers=num_layers)
+    for connector, num_groups in zip(("nixl", "zmq"), groups, strict=True):
+        cut = dataclasses.replace(layout, most_groups=MOST_GROUPS[connector])
+        assert cut.num_groups == num_groups
+        assert cut.group_bytes * num_groups == layout.page_bytes
+    assert fingerprint(cut, FACTS) == fingerprint(layout, FACTS)
 
 
 @pytest.mark.parametrize(

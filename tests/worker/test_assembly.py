@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from checkpoints import TinySizes, write_tiny_checkpoint
@@ -43,3 +44,13 @@ def test_every_layer_of_a_forward_is_a_sign_of_life(tmp_path: Path, role: Role) 
     assert [beat.marks for beat in told] == list(range(1, parts.model.config.num_layers + 1))
     warm_up(parts.runner, 8)
     assert len(told) == 2 * parts.model.config.num_layers
+
+
+@pytest.mark.parametrize("connector", ["nixl", "zmq"])
+def test_pages_leave_in_as_many_groups_as_the_connector_gains_from(
+    tmp_path: Path, connector: Literal["nixl", "zmq"]
+) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", sizes=TinySizes(num_layers=16))
+    config = WorkerConfig(model=path, device="cpu", num_pages=4, connector=connector)
+    parts = assemble(config, "life-1", "prefill", None, Pulse(lambda _: None))
+    assert parts.memory.layout.num_groups == {"nixl": 8, "zmq": 16}[connector]
