@@ -23,6 +23,7 @@ from effuse.protos.errors import (
     Draining,
     EffuseError,
     EndedById,
+    EngineLost,
     InvalidRequest,
     Unavailable,
 )
@@ -45,6 +46,10 @@ A worker that does not take them is at odds with this router, and not with the c
 
 LOOK_S: Final = 1.0
 """Longest that a waiting request does without a look at the fleet."""
+
+TOGETHER_S: Final = 0.1
+"""How long a request whose engine died waits before its next attempt. Engines die together, of a
+host or a driver, and who went on at once might go on in one whose death is not known yet."""
 
 RETRY_AFTER_S: Final = 1.0
 """What clients are told to wait when no worker is there: about as long as a lease takes to show."""
@@ -190,6 +195,8 @@ class AnswerRun:
         if request.setbacks.losses_in_a_row > router.config.max_losses:
             text = f"{request.setbacks.losses_in_a_row} workers were lost under it in a row"
             raise self._unavailable(text, retryable=False) from error
+        if isinstance(error, EngineLost):
+            await asyncio.sleep(TOGETHER_S)
         if failure.outcome not in REFUSALS:
             router.num_retries += 1
             if delay_s := router.retry_budget.take(router.now()):

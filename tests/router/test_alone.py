@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from router.asking import ask, failure
 from router.fake_model import BLOCK_SIZE, worker_record
-from router.fake_workers import FakeDecode, holds, once, raises
+from router.fake_workers import FakeDecode, Point, ends_its_engine, holds, once, raises
 from router.fakes import FakeFleet, fake_fleet, run, until
 
 from effuse.placement.records import Role
@@ -32,8 +32,10 @@ from effuse.router.policy import (
 from effuse.v1 import generation_pb2 as pb
 
 TEXT = "the answer is three"
-OTHERS_S = 0.05
+OTHERS_S = 0.1
 """What other requests take in an engine."""
+LATER_S = 0.03
+"""How much later the others of engines that die together are known to have died."""
 HOLDER, OTHER = Holder("digest", "r1"), Holder("digest 2", "r2")
 BUSY = InFlight(requests=1, tokens=100)
 
@@ -256,6 +258,41 @@ def test_a_prompt_that_ends_prefill_engines_is_alone_there_too() -> None:
         assert [len(worker.prompts) for worker in fleet.prefill] == [1, 1, 1, 0]
 
     run(body, num_prefill=4, num_decode=2, prefill="remote")
+
+
+def test_of_engines_that_die_together_a_request_is_in_one() -> None:
+    """The second one's death is known only after the first one's, and is where it would go."""
+
+    async def body(fleet: FakeFleet) -> None:
+        ends = [asyncio.Event() for _ in fleet.decode]
+        for worker, end in zip(fleet.decode, ends, strict=True):
+            worker.at["start"] = dies_after(end, worker)
+        asked = [
+            asyncio.create_task(ask(fleet, sampling=pb.SamplingParams(seed=seed)))
+            for seed in range(4)
+        ]
+        await until(lambda: sum(len(one.running) for one in fleet.decode) == 4)
+        first, second, last = sorted(fleet.decode, key=lambda one: len(one.running))
+        last.at.clear()
+        beside = set(first.running.values())
+        ends[fleet.decode.index(first)].set()
+        await asyncio.sleep(LATER_S)
+        ends[fleet.decode.index(second)].set()
+        ends[fleet.decode.index(last)].set()
+        assert {(await one).text for one in asked} == {TEXT}
+        assert len(first.requests) == len(second.requests) == 1
+        assert beside <= set(last.served)
+        assert fleet.router.verdicts.is_empty
+
+    def dies_after(end: asyncio.Event, worker: FakeDecode) -> Point:
+        async def die() -> None:
+            await end.wait()
+            if worker.at:
+                await ends_its_engine(worker)()
+
+        return die
+
+    run(body, num_prefill=0, num_decode=3, prefill="local")
 
 
 def test_it_does_not_wait_for_a_prefill_worker_to_itself() -> None:
