@@ -249,7 +249,7 @@ class Fleet:
     def begin_restart(self, name: str) -> None:
         """Start it again and wait for nothing; `is_back` tells when it is ready."""
         if name in self.processes:
-            self.processes.pop(name).clear()  # now, as its id may be another's process later
+            self.processes.pop(name).clear()
         self._spawn(name)
 
     def is_back(self, name: str) -> bool:

@@ -94,6 +94,7 @@ def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> N
             starting.discard(process.name)
             pause_s = restarts.ended(process.name, now)
             if pause_s is not None:
+                process.clear()  # now: after the pause its id may be another's process
                 _report(process, pause_s, "" if shows_logs else process.tail())
         for name in restarts.due(now):
             fleet.begin_restart(name)

@@ -39,6 +39,7 @@ class Process:
         self.name = name
         self.log = log
         self._child = child
+        self._is_cleared = False
 
     @property
     def pid(self) -> int:
@@ -63,10 +64,14 @@ class Process:
             raise TimeoutError(f"{self.name} still runs after {timeout_s:g} s") from slow
 
     def clear(self) -> None:
-        """Kill it and whatever it started that is still there."""
+        """Kill it and whatever it started that is still there; once, as its id may be another's
+        later."""
+        if self._is_cleared:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._child.wait(10)
+        self._is_cleared = True
 
     def tail(self, lines: int = 20) -> str:
         """The last lines of its log, for an error message."""

@@ -76,6 +76,19 @@ def test_output_and_status(spawner: Spawner, tmp_path: Path) -> None:
     process.clear()
 
 
+def test_what_is_left_of_a_process_is_killed_once(
+    spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then its id may be another's process."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *call: killed.append(call))
+    process = spawner.start("child", _python("pass"), log=tmp_path / "log", env={})
+    process.wait(20)
+    process.clear()
+    process.clear()
+    assert killed == [(process.pid, signal.SIGKILL)]
+
+
 def test_the_tail_of_a_log_that_no_memory_holds(spawner: Spawner, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:

@@ -364,6 +364,19 @@ def test_processes_that_end_together_or_once_more_are_started_again(
                 raise KeyboardInterrupt
             time.sleep(0.01)
 
+    cleared: list[Process] = []
+    clear, begin_restart = Process.clear, Fleet.begin_restart
+
+    def note_clear(process: Process) -> None:
+        cleared.append(process)
+        clear(process)
+
+    def restart_what_was_cleared(self: Fleet, name: str) -> None:
+        assert self.processes[name] in cleared, "its id may be another's process by now"
+        begin_restart(self, name)
+
+    monkeypatch.setattr(Process, "clear", note_clear)
+    monkeypatch.setattr(Fleet, "begin_restart", restart_what_was_cleared)
     for name in fleet._commands:
         fleet._spawn(name)
         assert fleet.processes[name].wait(20) == 1
