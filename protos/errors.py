@@ -204,9 +204,14 @@ class Draining(Unavailable):
 
 
 class EngineLost(Unavailable):
-    """The worker's engine ended while the request ran in it."""
+    """The worker's engine ended while the request ran in it; the label `ending` says how."""
 
     reason = "ENGINE_LOST"
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody killed it, so that what ran in it is hardly the cause."""
+        return self.labels.get("ending") == "killed"
 
 
 class PeerLost(Unavailable):

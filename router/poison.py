@@ -2,9 +2,10 @@
 
 Engines take everything along that runs in them, so a death says little of one request. After two of
 them a request runs alone; if that engine dies too, it was the cause, of the earlier deaths as well,
-and whoever was beside it is cleared. Who survives alone is cleared, too. A request is known by what
-it asks of an engine, since a client may send it again under another id. Pure, with the clock handed
-in. Not here: keeping workers free (`fleet.py`), telling other routers (`router.py`).
+and whoever was beside it is cleared. Who survives alone is cleared, too. An engine that was killed
+counts half: mostly somebody killed it, but a kernel out of memory kills, too. A request is known by
+what it asks of an engine, since a client may send it again under another id. Pure, with the clock
+handed in. Not here: keeping workers free (`fleet.py`), telling other routers (`router.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from effuse.router.validation import Asked
 
 MOST_SHARED: Final = 2
 """Engines that may die of a request beside others; from then on it runs alone."""
+
+KILLED_COUNTS: Final = 0.5
+"""What an engine that was killed from outside counts, of one that ended by itself."""
 
 HELD_S: Final = 600.0
 """How long deaths are held against a request, from the last one on."""
@@ -51,13 +55,24 @@ class EngineDeath:
     role: Role
     num_tokens: int = 0  # of the answer, written by then
     was_alone: bool = False
+    was_killed: bool = False  # from outside its front, and not ended by itself
+
+    @property
+    def weight(self) -> float:
+        """What it counts against the request."""
+        return KILLED_COUNTS if self.was_killed else 1.0
 
 
 def treatment(deaths: Sequence[EngineDeath]) -> Treatment:
     """What a request has earned by engines that died under it, in that order, each one once."""
-    if any(death.was_alone for death in deaths[MOST_SHARED:]):
+    total = alone = 0.0
+    for death in deaths:
+        if total >= MOST_SHARED and death.was_alone:
+            alone += death.weight
+        total += death.weight
+    if alone >= 1:
         return Treatment.REFUSED
-    return Treatment.SHARED if len(deaths) < MOST_SHARED else Treatment.ALONE
+    return Treatment.SHARED if total < MOST_SHARED else Treatment.ALONE
 
 
 def roles_alone(deaths: Sequence[EngineDeath]) -> frozenset[Role]:

@@ -189,6 +189,7 @@ class Router:
             worker.role,
             num_tokens=len(request.token_ids),
             was_alone=worker.role in request.alone,
+            was_killed=failure.error.was_killed,
         )
         treatment = self.verdicts.add_death(request.digest, death)
         if treatment is not Treatment.SHARED:

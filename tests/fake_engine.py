@@ -4,6 +4,7 @@ Serves both roles. Pages are counted, so that a front that forgets an attempt is
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ from effuse.worker.messages import (
 from effuse.worker.watchdog import Pulse
 
 CRASH, HANG, STAND_STILL, NO_ROOM, ENDLESS, BROKEN = 900, 901, 902, 903, 904, 905
-COMPILE, LONG_FORWARD = 906, 907
+COMPILE, LONG_FORWARD, KILLED = 906, 907, 908
 LONG_S = 3.0
 PAGES = 8
 
@@ -99,6 +100,8 @@ class FakeCore:
                 for layer in range(30):
                     time.sleep(LONG_S / 30)
                     self._pulse.mark(layer)
+            case 908:  # as by a kernel out of memory
+                os.kill(os.getpid(), signal.SIGKILL)
         self._waiting[message.attempt.transfer_id] = message
 
     def _start_decode(self, message: StartDecode) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -55,9 +56,10 @@ _RETRY_AFTER_S = 1.0  # about the time in which a small engine is back
 class EngineGone(Exception):
     """The engine process is gone, or never became ready."""
 
-    def __init__(self, message: str, *, permanent: bool = False) -> None:
+    def __init__(self, message: str, *, permanent: bool = False, was_killed: bool = False) -> None:
         super().__init__(message)
         self.permanent = permanent  # starting another one will not help
+        self.ending = "killed" if was_killed else "died"  # by somebody, or by itself
 
 
 def new_incarnation() -> str:
@@ -130,7 +132,8 @@ class EngineClient:
             except _UNREADABLE as error:
                 raise EngineGone(f"the engine said what is no message: {error}") from error
         if self._exited.done():
-            raise EngineGone(f"the engine {_ending(self._exited.result())}")
+            status = self._exited.result()
+            raise EngineGone(f"the engine {_ending(status)}", was_killed=status == -signal.SIGKILL)
         return []
 
     async def _wait_for_last_words(self, received: asyncio.Future[bytes]) -> None:
@@ -218,9 +221,7 @@ async def _start(module: str, orders: bytes) -> asyncio.subprocess.Process:
 
 
 def _ending(status: int) -> str:
-    if status < 0:
-        return f"was killed by signal {-status}"
-    return f"exited with status {status}"
+    return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +393,7 @@ class Supervisor:
             errors.EngineLost(
                 "the engine of this worker was lost while the request ran; another try may succeed",
                 retry_after_s=_RETRY_AFTER_S,
-                labels={"incarnation": client.incarnation},
+                labels={"incarnation": client.incarnation, "ending": lost.ending},
             )
         )
         if lost.permanent or self.backoff.is_over:

@@ -19,7 +19,7 @@ import fronts
 import grpc.aio
 import redis_server
 from eventually import eventually
-from fake_engine import CRASH
+from fake_engine import CRASH, KILLED
 from router.fake_model import byte_tokenizer
 
 from effuse.decode_worker.server import make_role
@@ -99,11 +99,15 @@ class Others:
                 self.num_answers += 1
 
 
-async def send_poison(stub: Generation) -> EffuseError:
+MOST_LOST = {CRASH: 3, KILLED: 6}
+"""Engines that each poison ends before it is refused: who may have been killed counts half."""
+
+
+async def send_poison(stub: Generation, poison: int) -> EffuseError:
     """What it is told once it is told no time to come back."""
     while True:
         try:
-            await stub.Generate(message(CRASH, 0), timeout=60)
+            await stub.Generate(message(poison, 0), timeout=60)
         except grpc.aio.AioRpcError as caught:
             error = from_rpc_error(caught, "router")
             if error.retry_after_s is None:
@@ -123,7 +127,7 @@ class Outcome:
     failures: list[EffuseError]
 
 
-async def carry_out(redis_url: str, home: Path, num_others: int) -> Outcome:
+async def carry_out(redis_url: str, home: Path, num_others: int, poison: int) -> Outcome:
     """Sends the poison `TIMES` times while others are answered, so many of them at least."""
     async with (
         serving_router(redis_url) as router,
@@ -137,25 +141,25 @@ async def carry_out(redis_url: str, home: Path, num_others: int) -> Outcome:
             for seed in range(NUM_OTHERS):
                 group.create_task(others.send(seed))
             await eventually(_more(others, NUM_OTHERS))
-            told = [await send_poison(stub) for _ in range(TIMES)]
-            await eventually(lambda: _lost_engines(fleet) >= 3)
+            told = [await send_poison(stub, poison) for _ in range(TIMES)]
+            await eventually(lambda: _lost_engines(fleet) >= MOST_LOST[poison])
             await eventually(_more(others, NUM_OTHERS))
             while others.num_answers < num_others:
                 await asyncio.sleep(PAUSE_S)
-                told.append(await send_poison(stub))
+                told.append(await send_poison(stub, poison))
             others.is_over = True
-        await _is_refused_by_another(redis_url)
+        await _is_refused_by_another(redis_url, poison)
         return Outcome(told, _lost_engines(fleet), others.num_answers, others.failures)
 
 
-async def _is_refused_by_another(redis_url: str) -> None:
+async def _is_refused_by_another(redis_url: str, poison: int) -> None:
     """A router that has lost no engine."""
     async with (
         serving_router(redis_url) as router,
         rpc.connect(f"127.0.0.1:{router.port}", keepalive=None) as channel,
     ):
         await eventually(lambda: bool(router.verdicts.refused()))
-        assert type(await send_poison(generation_stub(channel))) is Poisonous
+        assert type(await send_poison(generation_stub(channel), poison)) is Poisonous
 
 
 def _lost_engines(fleet: list[fronts.Running]) -> int:
@@ -171,9 +175,11 @@ def _more(others: Others, number: int) -> Callable[[], bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m e2e.poison", description=__doc__)
     parser.add_argument("--others", type=int, default=5000, help="requests around it, at least")
+    parser.add_argument("--killed", action="store_true", help="engines are killed, none crashes")
     asked = parser.parse_args()
+    poison = KILLED if asked.killed else CRASH
     with redis_server.running() as redis, tempfile.TemporaryDirectory() as home:
-        found = asyncio.run(carry_out(redis.connection_url, Path(home), asked.others))
+        found = asyncio.run(carry_out(redis.connection_url, Path(home), asked.others, poison))
     print(
         f"the poison was sent {len(found.told)} times and ended {found.lost_engines} engines; "
         f"of {found.num_answers} requests around it {len(found.failures)} failed"
@@ -181,7 +187,7 @@ def main() -> int:
     for error in found.failures[:10]:
         print(f"  {error.code.name}: {error}")
     is_refused = all(type(error) is Poisonous for error in found.told)
-    return int(not is_refused or found.lost_engines > 3 or bool(found.failures))
+    return int(not is_refused or found.lost_engines > MOST_LOST[poison] or bool(found.failures))
 
 
 if __name__ == "__main__":

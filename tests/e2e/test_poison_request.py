@@ -1,23 +1,26 @@
-"""A request that ends every engine it runs in ends three of them, and no request but itself."""
+"""A request that ends every engine it runs in ends few of them, and no request but itself."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import pytest
 import redis_server
-from e2e.poison import NUM_OTHERS, TIMES, carry_out
+from e2e.poison import MOST_LOST, NUM_OTHERS, TIMES, carry_out
+from fake_engine import CRASH, KILLED
 
 from effuse.protos.errors import Poisonous
 
 
-def test_it_ends_three_engines_and_no_request_but_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("poison", [CRASH, KILLED], ids=["crash", "killed"])
+def test_it_ends_few_engines_and_no_request_but_itself(tmp_path: Path, poison: int) -> None:
     async def body(redis_url: str) -> None:
         async with asyncio.timeout(120):
-            found = await carry_out(redis_url, tmp_path, 2 * NUM_OTHERS)
+            found = await carry_out(redis_url, tmp_path, 2 * NUM_OTHERS, poison)
         assert len(found.told) >= TIMES
         assert {type(error) for error in found.told} == {Poisonous}, found.told
-        assert found.lost_engines == 3
+        assert found.lost_engines == MOST_LOST[poison]
         assert not found.failures
         assert found.num_answers >= 2 * NUM_OTHERS
 

@@ -222,7 +222,7 @@ def test_an_innocent_is_alone_until_its_next_block_and_then_forgotten() -> None:
         reached, go, then = asyncio.Event(), asyncio.Event(), asyncio.Event()
         third = fleet.decode[2]
         for worker in fleet.decode[:2]:
-            worker.at["commit 1"] = once(raises(errors.EngineLost("killed by somebody")))
+            worker.at["commit 1"] = once(raises(errors.EngineLost("it died")))
         third.at["commit 1"] = holds(go, reached)
         third.at["commit 2"] = holds(then)
         asking = asyncio.create_task(ask(fleet))
@@ -240,6 +240,29 @@ def test_an_innocent_is_alone_until_its_next_block_and_then_forgotten() -> None:
         assert (await ask(fleet)).text == TEXT, "nothing is held against it"
 
     run(body, num_prefill=0, num_decode=3, prefill="local")
+
+
+@pytest.mark.parametrize("number", [1, 3, 5, 6])
+def test_who_was_in_engines_that_were_killed_is_hardly_the_cause(number: int) -> None:
+    """Of six in a row the last two had nothing else in them."""
+
+    async def body(fleet: FakeFleet) -> None:
+        alone: list[float | None] = []
+
+        async def is_killed() -> None:
+            if len(alone) < number:
+                alone.append(fleet.metric("effuse_num_requests_alone"))
+                raise errors.EngineLost("it was killed", labels={"ending": "killed"})
+
+        for worker in fleet.decode:
+            worker.at["start"] = is_killed
+        if number < 6:
+            assert (await ask(fleet)).text == TEXT
+        else:
+            assert type(await failure(ask(fleet))) is errors.Poisonous
+        assert alone == [0, 0, 0, 0, 1, 1][:number]
+
+    run(body, num_prefill=0, num_decode=8, prefill="local")
 
 
 def test_a_prompt_that_ends_prefill_engines_is_alone_there_too() -> None:
@@ -306,7 +329,7 @@ def test_it_does_not_wait_for_a_prefill_worker_to_itself() -> None:
             raise errors.EngineLost("the engine was lost")
 
         dead.at["start"] = die
-        killed = once(raises(errors.EngineLost("killed by somebody")))
+        killed = once(raises(errors.EngineLost("it died")))
         for worker in fleet.decode:
             worker.at["commit 1"] = killed
         assert (await ask(fleet)).text == TEXT
@@ -347,7 +370,7 @@ def test_an_own_worker_is_waited_for_until_it_says_that_it_is_empty() -> None:
         third = fleet.decode[2]
         third.num_others = 1
         for worker in fleet.decode[:2]:
-            worker.at["start"] = once(raises(errors.EngineLost("killed by somebody")))
+            worker.at["start"] = once(raises(errors.EngineLost("it died")))
         asking = asyncio.create_task(ask(fleet))
         await until(lambda: third.num_asked >= 2)
         assert not third.requests

@@ -34,8 +34,14 @@ class Clock:
         return self.now
 
 
-def died(number: int, role: Role = "decode", tokens: int = 0, alone: bool = False) -> EngineDeath:
-    return EngineDeath((f"{role}-{number}", "life"), role, tokens, alone)
+def died(
+    number: int,
+    role: Role = "decode",
+    tokens: int = 0,
+    alone: bool = False,
+    was_killed: bool = False,
+) -> EngineDeath:
+    return EngineDeath((f"{role}-{number}", "life"), role, tokens, alone, was_killed)
 
 
 def refuse(verdicts: Verdicts, digest: str, first: int = 0) -> None:
@@ -59,6 +65,23 @@ def test_every_history_of_deaths(history: tuple[bool, ...]) -> None:
         assert found is Treatment.REFUSED
     else:
         assert found is Treatment.ALONE
+
+
+@pytest.mark.parametrize("length", range(7))
+def test_two_engines_that_were_killed_count_as_one_that_died(length: int) -> None:
+    """In halves: four make a request run alone, two more that it was alone in refuse it."""
+    for history in product((False, True), repeat=2 * length):
+        alone, killed = history[:length], history[length:]
+        halves = [1 if one else 2 for one in killed]
+        own = sum(halves[at] for at in range(length) if alone[at] and sum(halves[:at]) >= 4)
+        found = treatment(
+            [died(at, alone=alone[at], was_killed=killed[at]) for at in range(length)]
+        )
+        if own >= 2:
+            assert found is Treatment.REFUSED, history
+        else:
+            is_alone = sum(halves) >= 4
+            assert found is (Treatment.ALONE if is_alone else Treatment.SHARED), history
 
 
 @pytest.mark.parametrize("roles", list(product(("prefill", "decode"), repeat=2)))

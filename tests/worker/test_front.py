@@ -101,7 +101,7 @@ def test_a_crash_fails_what_ran_and_the_next_life_serves(tmp_path: Path) -> None
                 assert isinstance(error, Unavailable)
                 assert error.retryable
                 assert error.retry_after_s is not None
-                assert error.labels == {"incarnation": old}
+                assert error.labels == {"incarnation": old, "ending": "died"}
             await one.until_new_life(old)
             refused = await failure(one, decode_request("late", old))
             assert isinstance(refused, Refused)

@@ -113,7 +113,7 @@ def test_attempts_hear_of_a_lost_engine_once_its_memory_is_gone() -> None:
         with pytest.raises(Unavailable) as caught:
             async with asyncio.timeout(20):
                 await attempt.next_event()
-        assert caught.value.labels == {"incarnation": incarnation}
+        assert caught.value.labels == {"incarnation": incarnation, "ending": "killed"}
         assert attempt.engine_gone
         assert not psutil.pid_exists(pid)
         # What is said to a dead life never reaches the next one.
