@@ -5,6 +5,7 @@ Runs without a GPU on whatever Triton is installed; `pytest -s` prints the regis
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -12,35 +13,46 @@ from operators import child
 from operators.device_code import DeviceCode
 
 Codes = list[tuple[str, DeviceCode]]
+Compiled = Callable[[str], Codes]
+GROUPS = ("distinct", "rows", "sampling", "experts", "attention", "hopper")
 
 
-@cache
-def compiled(group: str) -> Codes:
-    lines = child.json_lines("operators.compiled", group, TRITON_INTERPRET="0")
-    codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]  # type: ignore[arg-type]
-    for variant, code in codes:
-        print(f"{variant}: {code}")
-    return codes
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compiled]:
+    """By group, all of which are begun at once."""
+    with child.running("operators.compiled", GROUPS, TRITON_INTERPRET="0") as found:
+
+        @cache
+        def codes_of(group: str) -> Codes:
+            lines = [dict(line) for line in found[group].result()]
+            codes = [(str(line.pop("variant")), DeviceCode(**line)) for line in lines]  # type: ignore[arg-type]
+            for variant, code in codes:
+                print(f"{variant}: {code}")
+            return codes
+
+        yield codes_of
 
 
 @pytest.fixture
-def attention() -> Codes:
+def attention(compiled: Compiled) -> Codes:
     return [pair for pair in compiled("attention") if pair[1].kernel == "_attention_kernel"]
 
 
 @pytest.fixture
-def hopper() -> Codes:
+def hopper(compiled: Compiled) -> Codes:
     return [pair for pair in compiled("hopper") if pair[1].kernel != "_merge_kernel"]
 
 
 @pytest.mark.parametrize(("group", "kernels"), [("distinct", 11), ("rows", 11), ("sampling", 16)])
-def test_no_spills(group: str, kernels: int) -> None:
+def test_no_spills(compiled: Compiled, group: str, kernels: int) -> None:
     codes = compiled(group)
     assert len(codes) == kernels
     assert_no_spills(codes)
 
 
-def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma() -> None:
+def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma(
+    compiled: Compiled,
+) -> None:
     """V lies by dimension there: a mask in the wrong place makes it loads of two bytes."""
     codes = [pair for pair in compiled("distinct") if "attention" in pair[1].kernel]
     assert len(codes) == 7
@@ -51,7 +63,7 @@ def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma() ->
         assert code.programs_per_processor() >= 2, (variant, str(code))
 
 
-def test_products_of_experts_are_wide_copies_and_tensor_cores() -> None:
+def test_products_of_experts_are_wide_copies_and_tensor_cores(compiled: Compiled) -> None:
     """Tiles of 64 rows by wgmma, smaller ones by the older instructions, fp32 by neither; the wide
     ones of the largest steps, which leave the second product to torch, by descriptor."""
     codes = compiled("experts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
@@ -173,6 +174,11 @@ class Run:
         is_untroubled = not self.faults.counts and not self.mishaps.are_any and self.is_swift
         if is_untroubled and any(router.num_lost for router in self.clients.routers):
             raise Violation("an attempt was lost although nothing went wrong")
+
+
+def run_all(seeds: Iterable[int]) -> list[Outcome]:
+    """Runs one after the other; raises Broken."""
+    return [run(seed) for seed in seeds]
 
 
 def run(seed: int) -> Outcome:
