@@ -39,6 +39,8 @@ Generation: TypeAlias = "pb_grpc.GenerationServiceAsyncStub"
 NUM_DECODE, NUM_OTHERS, TIMES = 3, 6, 5
 PAUSE_S = 1.0  # of who sends the poison, once it has been refused
 OTHER = 5  # a prompt that the fake engine answers
+MOST_LOST = {CRASH: 3, KILLED: 6}
+"""Engines that each poison ends before it is refused; one that was killed counts half."""
 
 
 def message(first_id: int, seed: int) -> pb.GenerateRequest:
@@ -97,10 +99,6 @@ class Others:
             else:
                 assert list(answer.token_ids) == [7] * 32
                 self.num_answers += 1
-
-
-MOST_LOST = {CRASH: 3, KILLED: 6}
-"""Engines that each poison ends before it is refused: who may have been killed counts half."""
 
 
 async def send_poison(stub: Generation, poison: int) -> EffuseError:
