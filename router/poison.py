@@ -3,9 +3,10 @@
 Engines take everything along that runs in them, so a death says little of one request. After two of
 them a request runs alone; if that engine dies too, it was the cause, of the earlier deaths as well,
 and whoever was beside it is cleared. Who survives alone is cleared, too. An engine that was killed
-counts half: mostly somebody killed it, but a kernel out of memory kills, too. A request is known by
-what it asks of an engine, since a client may send it again under another id. Pure, with the clock
-handed in. Not here: keeping workers free (`fleet.py`), telling other routers (`router.py`).
+counts half while others are killed that the request is not in: then somebody kills them. Where
+only its own are killed, it may use up their memory. A request is known by what it asks of an
+engine, since a client may send it again under another id. Pure, with the clock handed in. Not here:
+keeping workers free (`fleet.py`), telling other routers (`router.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -23,11 +24,15 @@ from effuse.placement.records import Role
 from effuse.router.policy import WorkerLife
 from effuse.router.validation import Asked
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 MOST_SHARED: Final = 2
 """Engines that may die of a request beside others; from then on it runs alone."""
 
 KILLED_COUNTS: Final = 0.5
-"""What an engine that was killed from outside counts, of one that ended by itself."""
+"""What an engine that was killed from outside counts, of one that ended by itself, while engines
+are killed that the request is not in."""
 
 HELD_S: Final = 600.0
 """How long deaths are held against a request, from the last one on."""
@@ -36,7 +41,8 @@ REFUSED_S: Final = 600.0
 """How long a request that engines died of is refused."""
 
 MOST_KEPT: Final = 1024
-"""Requests that engines died under, and requests that are refused; the oldest is forgotten."""
+"""Requests that engines died under, requests that are refused, and engines that were killed; the
+oldest is forgotten."""
 
 
 class Treatment(Enum):
@@ -57,28 +63,25 @@ class EngineDeath:
     was_alone: bool = False
     was_killed: bool = False  # from outside its front, and not ended by itself
 
-    @property
-    def weight(self) -> float:
-        """What it counts against the request."""
-        return KILLED_COUNTS if self.was_killed else 1.0
 
-
-def treatment(deaths: Sequence[EngineDeath]) -> Treatment:
-    """What a request has earned by engines that died under it, in that order, each one once."""
+def treatment(deaths: Sequence[EngineDeath], killed_counts: float = 1.0) -> Treatment:
+    """What a request has earned by engines that died under it, in that order, each one once; one
+    that was killed counts `killed_counts`."""
     total = alone = 0.0
     for death in deaths:
+        weight = killed_counts if death.was_killed else 1.0
         if total >= MOST_SHARED and death.was_alone:
-            alone += death.weight
-        total += death.weight
+            alone += weight
+        total += weight
     if alone >= 1:
         return Treatment.REFUSED
     return Treatment.SHARED if total < MOST_SHARED else Treatment.ALONE
 
 
-def roles_alone(deaths: Sequence[EngineDeath]) -> frozenset[Role]:
+def roles_alone(deaths: Sequence[EngineDeath], killed_counts: float = 1.0) -> frozenset[Role]:
     """In which workers it runs alone: always in the one that decodes, which may have to prefill
     for itself; in the one that prefills where such an engine died."""
-    if treatment(deaths) is Treatment.SHARED:
+    if treatment(deaths, killed_counts) is Treatment.SHARED:
         return frozenset()
     return frozenset({"decode", *(death.role for death in deaths)})
 
@@ -106,6 +109,7 @@ class Verdicts:
         self._now = now
         self._cases: OrderedDict[str, _Case] = OrderedDict()
         self._refused_until: OrderedDict[str, float] = OrderedDict()
+        self._killed_until: OrderedDict[WorkerLife, float] = OrderedDict()  # remembered until
 
     # What is known.
 
@@ -116,7 +120,8 @@ class Verdicts:
 
     def roles_alone(self, digest: str) -> frozenset[Role]:
         """In which workers the request is to run alone; none for most."""
-        return roles_alone(self._deaths(digest))
+        deaths = self._deaths(digest)
+        return roles_alone(deaths, self._killed_counts(deaths))
 
     def refused_s(self, digest: str) -> float:
         """Seconds for which the request is still refused; 0 where it is not."""
@@ -133,8 +138,10 @@ class Verdicts:
         """An engine died while the request ran in it; returns what follows."""
         earlier = [one for one in self._deaths(digest) if one.life != death.life]
         deaths = (*earlier, death)
-        self._keep(digest, _Case(deaths, self._now() + HELD_S))
-        found = treatment(deaths)
+        _put(self._cases, digest, _Case(deaths, self._now() + HELD_S))
+        if death.was_killed:
+            _put(self._killed_until, death.life, self._now() + HELD_S)
+        found = treatment(deaths, self._killed_counts(deaths))
         if found is Treatment.REFUSED:
             self._refuse(digest, self._now() + REFUSED_S)
             self._clear_bystanders({one.life for one in deaths})
@@ -164,24 +171,31 @@ class Verdicts:
         case = self._cases.get(digest)
         return () if case is None or case.until <= self._now() else case.deaths
 
-    def _keep(self, digest: str, case: _Case) -> None:
-        self._cases[digest] = case
-        self._cases.move_to_end(digest)
-        if len(self._cases) > MOST_KEPT:
-            self._cases.popitem(last=False)
+    def _killed_counts(self, deaths: Sequence[EngineDeath]) -> float:
+        """Half, if engines were killed that are not among these."""
+        own, now = {death.life for death in deaths}, self._now()
+        killed = reversed(self._killed_until.items())
+        return KILLED_COUNTS if any(at > now and life not in own for life, at in killed) else 1.0
 
     def _refuse(self, digest: str, until: float) -> None:
         self._cases.pop(digest, None)
-        self._refused_until[digest] = until
-        self._refused_until.move_to_end(digest)
-        if len(self._refused_until) > MOST_KEPT:
-            self._refused_until.popitem(last=False)
+        _put(self._refused_until, digest, until)
 
     def _clear_bystanders(self, lives: Collection[WorkerLife]) -> None:
-        """What these died of is known now."""
+        """What these died of is known now, so of none of them that somebody killed it."""
+        for life in lives:
+            self._killed_until.pop(life, None)
         for digest, case in list(self._cases.items()):
             left = tuple(one for one in case.deaths if one.life not in lives)
             if left:
                 self._cases[digest] = _Case(left, case.until)
             else:
                 del self._cases[digest]
+
+
+def _put(kept: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+    """As the newest of at most `MOST_KEPT`."""
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > MOST_KEPT:
+        kept.popitem(last=False)

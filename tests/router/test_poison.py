@@ -44,11 +44,12 @@ def died(
     return EngineDeath((f"{role}-{number}", "life"), role, tokens, alone, was_killed)
 
 
-def refuse(verdicts: Verdicts, digest: str, first: int = 0) -> None:
+def refuse(verdicts: Verdicts, digest: str, first: int = 0, was_killed: bool = False) -> None:
     """Three engines die of it."""
     for number in range(2):
-        verdicts.add_death(digest, died(first + number))
-    assert verdicts.add_death(digest, died(first + 2, alone=True)) is Treatment.REFUSED
+        verdicts.add_death(digest, died(first + number, was_killed=was_killed))
+    last = died(first + 2, alone=True, was_killed=was_killed)
+    assert verdicts.add_death(digest, last) is Treatment.REFUSED
 
 
 # One request.
@@ -67,15 +68,19 @@ def test_every_history_of_deaths(history: tuple[bool, ...]) -> None:
         assert found is Treatment.ALONE
 
 
+@pytest.mark.parametrize("killed_counts", [1.0, 0.5])
 @pytest.mark.parametrize("length", range(7))
-def test_two_engines_that_were_killed_count_as_one_that_died(length: int) -> None:
+def test_engines_that_were_killed_count_as_they_are_said_to(
+    length: int, killed_counts: float
+) -> None:
     """In halves: four make a request run alone, two more that it was alone in refuse it."""
     for history in product((False, True), repeat=2 * length):
         alone, killed = history[:length], history[length:]
-        halves = [1 if one else 2 for one in killed]
+        halves = [int(2 * killed_counts) if one else 2 for one in killed]
         own = sum(halves[at] for at in range(length) if alone[at] and sum(halves[:at]) >= 4)
         found = treatment(
-            [died(at, alone=alone[at], was_killed=killed[at]) for at in range(length)]
+            [died(at, alone=alone[at], was_killed=killed[at]) for at in range(length)],
+            killed_counts,
         )
         if own >= 2:
             assert found is Treatment.REFUSED, history
@@ -162,6 +167,65 @@ def test_who_was_beside_the_cause_is_cleared() -> None:
     assert not verdicts.roles_alone("beside")
     assert verdicts.roles_alone("elsewhere too"), "two of its engines died of something else"
     assert not verdicts.refused_s("beside") and not verdicts.refused_s("elsewhere too")
+
+
+class TestKilledEngines:
+    """Numbers are engines that were killed, and who was in them."""
+
+    def killed(self, verdicts: Verdicts, digest: str, *numbers: int) -> None:
+        for number in numbers:
+            verdicts.add_death(digest, died(number, was_killed=True))
+
+    def is_alone(self, verdicts: Verdicts, digest: str) -> bool:
+        return bool(verdicts.roles_alone(digest))
+
+    def test_count_in_full_where_no_other_is_killed(self) -> None:
+        verdicts = Verdicts(Clock())
+        self.killed(verdicts, "beside", 0, 1)
+        refuse(verdicts, "cause", was_killed=True)
+        assert not self.is_alone(verdicts, "beside")
+
+    def test_count_half_as_soon_as_one_is_killed_without_the_request(self) -> None:
+        verdicts = Verdicts(Clock())
+        self.killed(verdicts, "x", 0, 1)
+        assert self.is_alone(verdicts, "x")
+        self.killed(verdicts, "beside", 1, 2)
+        assert not self.is_alone(verdicts, "x") and not self.is_alone(verdicts, "beside")
+        self.killed(verdicts, "x", 3)
+        assert not self.is_alone(verdicts, "x")
+        self.killed(verdicts, "x", 4)
+        assert self.is_alone(verdicts, "x"), "four, all the same"
+
+    def test_that_died_by_themselves_are_nobodys_kills(self) -> None:
+        verdicts = Verdicts(Clock())
+        verdicts.add_death("another", died(9))
+        refuse(verdicts, "cause", was_killed=True)
+
+    def test_are_remembered_after_who_was_in_them_has_been_answered(self) -> None:
+        clock = Clock()
+        verdicts = Verdicts(clock)
+        self.killed(verdicts, "answered", 9)
+        verdicts.clear("answered")
+        clock.now = HELD_S - 1
+        self.killed(verdicts, "x", 0, 1)
+        assert not self.is_alone(verdicts, "x")
+        clock.now = HELD_S
+        assert self.is_alone(verdicts, "x"), "that was long ago"
+
+    def test_by_a_request_that_is_refused_excuse_no_other(self) -> None:
+        verdicts = Verdicts(Clock())
+        self.killed(verdicts, "beside", 0, 1)
+        refuse(verdicts, "cause", was_killed=True)
+        refuse(verdicts, "another", first=3, was_killed=True)
+
+    def test_are_kept_in_a_bounded_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(poison, "MOST_KEPT", 3)
+        verdicts = Verdicts(Clock())
+        self.killed(verdicts, "answered", 9)
+        self.killed(verdicts, "x", 0, 1)
+        assert not self.is_alone(verdicts, "x")
+        self.killed(verdicts, "x", 2)
+        assert self.is_alone(verdicts, "x"), "the oldest is forgotten"
 
 
 def test_other_routers_are_believed_and_prolong_nothing() -> None:
