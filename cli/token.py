@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effuse.cli.arguments import command, whole
-from effuse.router.keys import Tenant, line_of, make_token
+from effuse.router.tenants import Tenant, line_of, make_token
 
 
 def make_parser() -> argparse.ArgumentParser:

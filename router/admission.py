@@ -20,7 +20,7 @@ from typing import Final
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
-from effuse.router.fair_queue import FairQueue
+from effuse.router.tenants import FairQueue
 from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1

@@ -3,7 +3,7 @@
 What fails goes down a ladder: another prefill worker; the decode worker for itself; another pair
 that resumes; waiting for a worker that may come back; UNAVAILABLE. Never a good end with missing
 text. Not here: one attempt (`attempt.py`), choosing workers (`policy.py`), what a failure means
-(`ladder.py`), several answers to one request (`answers.py`).
+(`failures.py`), several answers to one request (`answers.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from effuse.protos.errors import (
     Unavailable,
 )
 from effuse.router.attempt import Attempt, AttemptListener, Unfinished
+from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.fleet import DecodeDemand
-from effuse.router.ladder import REFUSALS, Failure, FailureKind
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.request import Request
 from effuse.router.request_states import Event

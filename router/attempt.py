@@ -23,8 +23,8 @@ from effuse.protos.errors import EffuseError, PeerLost, Refused
 from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_message
 from effuse.router.client import Recipient
 from effuse.router.detokenizer import draft_text
+from effuse.router.failures import Failure, FailureKind, judge
 from effuse.router.fleet import DecodeDemand
-from effuse.router.ladder import Failure, FailureKind, judge
 from effuse.router.policy import Placement
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State

@@ -1,7 +1,7 @@
 """The router's own account of the fleet: what it has placed where, who is out, and channels.
 
 The view of who is alive is placement's; choosing is `policy.py`'s; calling is `attempt.py`'s; what
-failed calls have told is `standing.py`'s.
+failed calls have told is `failures.py`'s.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from effuse.protos.channels import OPEN, FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost
 from effuse.protos.stubs import decode_stub, prefill_stub, worker_stub
 from effuse.router.calls import is_task_cancelled
+from effuse.router.failures import Standing
 from effuse.router.policy import (
     IDLE,
     AttemptNeeds,
@@ -38,7 +39,6 @@ from effuse.router.policy import (
     prospect,
     why_refused,
 )
-from effuse.router.standing import Standing
 from effuse.v1 import worker_pb2
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from effuse.compat import kserve_pb2_grpc
 from effuse.protos.errors import Bug, Cancelled, EffuseError
 from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
 from effuse.router.findings import Findings, check_model_name
-from effuse.router.handler import Handler, accept
+from effuse.router.handler import Handler, accept, request_span
 from effuse.router.kserve_requests import (
     answer_of,
     check_version,
@@ -25,7 +25,6 @@ from effuse.router.kserve_requests import (
     request_of,
 )
 from effuse.router.router import Router
-from effuse.router.server import request_span
 from effuse.v1 import generation_pb2 as pb
 
 InferStream = AnswerStream[kserve.ModelStreamInferResponse]

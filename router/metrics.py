@@ -13,7 +13,7 @@ from typing import get_args
 
 from effuse.client.answer import Stats
 from effuse.placement.records import Role
-from effuse.router.ladder import REFUSALS, Failure, FailureKind
+from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.policy import Candidate, Condition
 from effuse.router.request import Request
 from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics

@@ -27,12 +27,12 @@ from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
+from effuse.router.handler import GenerationServicer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.monitor import MonitorServicer
 from effuse.router.policy import live_workers
 from effuse.router.prompt import Texts
 from effuse.router.router import Router
-from effuse.router.server import GenerationServicer
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
 from effuse.router.vllm_engine import VllmEngineServicer
 from effuse.telemetry import logs

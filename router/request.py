@@ -18,8 +18,7 @@ from typing import Final
 from effuse.placement.records import Role
 from effuse.protos.errors import EffuseError
 from effuse.router.detokenizer import AnswerText
-from effuse.router.keys import NOBODY, Tenant
-from effuse.router.ladder import Setbacks
+from effuse.router.failures import Setbacks
 from effuse.router.poison import digest_of
 from effuse.router.policy import Fingerprint, Holder, WorkerLife
 from effuse.router.request_states import (
@@ -29,6 +28,7 @@ from effuse.router.request_states import (
     IllegalRequestEvent,
     State,
 )
+from effuse.router.tenants import NOBODY, Tenant
 from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2

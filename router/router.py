@@ -26,16 +26,16 @@ from effuse.router.admission import Admission
 from effuse.router.calls import Cleanup
 from effuse.router.catalogue import Catalogue
 from effuse.router.config import RouterConfig
+from effuse.router.failures import Failure, RetryBudget
 from effuse.router.fleet import RoutedFleet
-from effuse.router.keys import KeyRing, Quotas, Tenant
 from effuse.router.known_requests import KnownRequests
-from effuse.router.ladder import Failure, RetryBudget
 from effuse.router.metrics import RouterMetrics
 from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, Prospect
 from effuse.router.request import Request
+from effuse.router.tenants import KeyRing, Quotas, Tenant
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
 from effuse.telemetry import logs

@@ -29,11 +29,11 @@ from effuse.placement.records import (
 from effuse.placement.store import Claim, StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, Unavailable
 from effuse.router.client import Recipient, WholeAnswer
-from effuse.router.keys import Tenant
 from effuse.router.policy import Placement
 from effuse.router.request import Request
 from effuse.router.request_states import State
 from effuse.router.router import Router
+from effuse.router.tenants import Tenant
 from effuse.v1 import generation_pb2 as pb
 
 LOG: Final = logging.getLogger(__name__)

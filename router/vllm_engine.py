@@ -23,10 +23,9 @@ from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
 from effuse.protos.errors import NotFound
 from effuse.router.client import AnswerStream, WholeAnswer
-from effuse.router.handler import Handler, accept
+from effuse.router.handler import Handler, accept, request_span
 from effuse.router.request import Request
 from effuse.router.router import Router
-from effuse.router.server import request_span
 from effuse.router.tokenizer import bundled_directory
 from effuse.router.vllm_requests import chunk_of, complete_of, describe_model, request_of
 from effuse.v1 import generation_pb2 as pb

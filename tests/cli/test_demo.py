@@ -11,7 +11,7 @@ import pytest
 
 from effuse.cli.demo import explain_errors, fleet_of, parse
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.router.keys import Tenant, line_of
+from effuse.router.tenants import Tenant, line_of
 
 
 def test_it_solves_problems_on_a_fleet_of_its_own(

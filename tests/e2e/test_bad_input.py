@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.protos.rpc import CALLER_KEEPALIVE, PUBLIC_LIMITS, server_options
-from effuse.router.keys import Tenant, line_of
+from effuse.router.tenants import Tenant, line_of
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
 

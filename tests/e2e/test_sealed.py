@@ -21,7 +21,7 @@ from effuse.cli import generate, status
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.protos.channels import FLEET_NAME
 from effuse.protos.tls import TlsFiles
-from effuse.router.keys import Tenant, line_of, make_token
+from effuse.router.tenants import Tenant, line_of, make_token
 from effuse.v1 import model_pb2, model_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 TOKEN = make_token()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from effuse.router.fair_queue import QUANTUM, FairQueue
+from effuse.router.tenants import QUANTUM, FairQueue
 
 
 def test_one_tenant_is_served_in_its_order() -> None:

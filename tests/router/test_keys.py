@@ -9,7 +9,7 @@ import pytest
 from effuse.cli import token as command
 from effuse.protos.errors import InvalidRequest, Overloaded, Unauthenticated
 from effuse.protos.gate import CALLER
-from effuse.router.keys import KeyRing, Quotas, Tenant, line_of, make_token, parse_keys
+from effuse.router.tenants import KeyRing, Quotas, Tenant, line_of, make_token, parse_keys
 
 
 @pytest.fixture

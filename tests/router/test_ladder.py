@@ -6,7 +6,7 @@ import pytest
 from router.fake_model import worker_record
 
 from effuse.protos import errors
-from effuse.router.ladder import (
+from effuse.router.failures import (
     RETRIES_PER_S,
     Failure,
     FailureKind,

@@ -11,8 +11,8 @@ from router.fake_model import worker_record
 
 from effuse.placement.records import Link, Load, Role, WorkerRecord
 from effuse.protos import errors
+from effuse.router.failures import Failure, FailureKind
 from effuse.router.fleet import RoutedFleet
-from effuse.router.ladder import Failure, FailureKind
 from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
@@ -253,7 +253,7 @@ def test_a_decode_worker_without_a_link_still_helps_out_when_others_are_full() -
     assert prospect(workers, need("remote")) is Prospect.SEAT
 
 
-@pytest.mark.parametrize("condition", set(Condition) - {Condition.READY})
+@pytest.mark.parametrize("condition", [one for one in Condition if one is not Condition.READY])
 @pytest.mark.parametrize("role", ["p0", "d0"])
 def test_who_is_out_takes_part_in_no_choice_however_idle(role: str, condition: Condition) -> None:
     workers = [candidate(worker(n), tokens=900) for n in ("d1", "p1")]

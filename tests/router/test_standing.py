@@ -8,9 +8,8 @@ from router.fake_model import worker_record
 
 from effuse.placement.records import Role, WorkerRecord
 from effuse.protos import errors
-from effuse.router.ladder import Failure, FailureKind
+from effuse.router.failures import Failure, FailureKind, Standing
 from effuse.router.policy import Condition
-from effuse.router.standing import Standing
 
 
 class Clock:

@@ -24,7 +24,7 @@ from effuse.compat import vllm_engine_pb2 as engine
 from effuse.protos.channels import MetadataChannel
 from effuse.protos.errors import EndedById, NotFound, Overloaded, Unauthenticated
 from effuse.protos.stubs import generation_stub, model_stub
-from effuse.router.keys import Tenant, line_of, make_token
+from effuse.router.tenants import Tenant, line_of, make_token
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc, model_pb2
 
