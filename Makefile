@@ -124,8 +124,7 @@ chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, j
 	$(BIN)/python -m kvtransfer.tampering --seed $(SEED) --count $(TAMPERED)
 	$(BIN)/python -m kvtransfer.late_writes --seed $(SEED) --count $(LATE_WRITES)
 	$(BIN)/python -m simulation --cancels $(CANCELS)
-	$(BIN)/python -m e2e.poison --others $(OTHERS)
-	$(BIN)/python -m e2e.poison --others $(OTHERS) --killed
+	for by in crash killed hung; do $(BIN)/python -m e2e.poison --others $(OTHERS) --by $$by; done
 	run="$(BIN)/python -m chaos.run --seed $(SEED) --connector $(CONNECTOR)"
 	$$run --all-cancel --requests $(CANCELS) --kills 0
 	$$run --bundled --requests $(PROBLEMS) --kills $(PROBLEM_KILLS)

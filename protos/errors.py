@@ -209,9 +209,9 @@ class EngineLost(Unavailable):
     reason = "ENGINE_LOST"
 
     @property
-    def was_killed(self) -> bool:
-        """Whether somebody killed it, so that what ran in it is hardly the cause."""
-        return self.labels.get("ending") == "killed"
+    def may_be_outside(self) -> bool:
+        """Whether it was killed or hung, as happens from outside, too, whatever runs in it."""
+        return self.labels.get("ending") in ("killed", "hung")
 
 
 class PeerLost(Unavailable):

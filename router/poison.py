@@ -3,10 +3,10 @@
 Engines take everything along that runs in them, so a death says little of one request. After two of
 them a request runs alone; if that engine dies too, it was the cause, of the earlier deaths as well,
 and whoever was beside it is cleared. Who survives alone is cleared, too. An engine that was killed
-counts half while others are killed that the request is not in: then somebody kills them. Where
-only its own are killed, it may use up their memory. A request is known by what it asks of an
-engine, since a client may send it again under another id. Pure, with the clock handed in. Not here:
-keeping workers free (`fleet.py`), telling other routers (`router.py`).
+or hung counts half while that happens to others that the request is not in: then it comes from
+outside. Where it happens to its own alone, it may use up their memory. A request is known by what
+it asks of an engine, since a client may send it again under another id. Pure, with the clock handed
+in. Not here: keeping workers free (`fleet.py`), telling other routers (`router.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Value = TypeVar("Value")
 MOST_SHARED: Final = 2
 """Engines that may die of a request beside others; from then on it runs alone."""
 
-KILLED_COUNTS: Final = 0.5
-"""What an engine that was killed from outside counts, of one that ended by itself, while engines
-are killed that the request is not in."""
+OUTSIDE_COUNTS: Final = 0.5
+"""What an engine that was killed or hung counts, of one that died by itself, while that happens to
+engines that the request is not in."""
 
 HELD_S: Final = 600.0
 """How long deaths are held against a request, from the last one on."""
@@ -41,8 +41,8 @@ REFUSED_S: Final = 600.0
 """How long a request that engines died of is refused."""
 
 MOST_KEPT: Final = 1024
-"""Requests that engines died under, requests that are refused, and engines that were killed; the
-oldest is forgotten."""
+"""Requests that engines died under, requests that are refused, and engines that were killed or
+hung; the oldest is forgotten."""
 
 
 class Treatment(Enum):
@@ -61,15 +61,15 @@ class EngineDeath:
     role: Role
     num_tokens: int = 0  # of the answer, written by then
     was_alone: bool = False
-    was_killed: bool = False  # from outside its front, and not ended by itself
+    may_be_outside: bool = False  # it was killed or hung, and did not die by itself
 
 
-def treatment(deaths: Sequence[EngineDeath], killed_counts: float = 1.0) -> Treatment:
+def treatment(deaths: Sequence[EngineDeath], outside_counts: float = 1.0) -> Treatment:
     """What a request has earned by engines that died under it, in that order, each one once; one
-    that was killed counts `killed_counts`."""
+    that was killed or hung counts `outside_counts`."""
     total = alone = 0.0
     for death in deaths:
-        weight = killed_counts if death.was_killed else 1.0
+        weight = outside_counts if death.may_be_outside else 1.0
         if total >= MOST_SHARED and death.was_alone:
             alone += weight
         total += weight
@@ -78,10 +78,10 @@ def treatment(deaths: Sequence[EngineDeath], killed_counts: float = 1.0) -> Trea
     return Treatment.SHARED if total < MOST_SHARED else Treatment.ALONE
 
 
-def roles_alone(deaths: Sequence[EngineDeath], killed_counts: float = 1.0) -> frozenset[Role]:
+def roles_alone(deaths: Sequence[EngineDeath], outside_counts: float = 1.0) -> frozenset[Role]:
     """In which workers it runs alone: always in the one that decodes, which may have to prefill
     for itself; in the one that prefills where such an engine died."""
-    if treatment(deaths, killed_counts) is Treatment.SHARED:
+    if treatment(deaths, outside_counts) is Treatment.SHARED:
         return frozenset()
     return frozenset({"decode", *(death.role for death in deaths)})
 
@@ -109,7 +109,7 @@ class Verdicts:
         self._now = now
         self._cases: OrderedDict[str, _Case] = OrderedDict()
         self._refused_until: OrderedDict[str, float] = OrderedDict()
-        self._killed_until: OrderedDict[WorkerLife, float] = OrderedDict()  # remembered until
+        self._outside_until: OrderedDict[WorkerLife, float] = OrderedDict()  # remembered until
 
     # What is known.
 
@@ -121,7 +121,7 @@ class Verdicts:
     def roles_alone(self, digest: str) -> frozenset[Role]:
         """In which workers the request is to run alone; none for most."""
         deaths = self._deaths(digest)
-        return roles_alone(deaths, self._killed_counts(deaths))
+        return roles_alone(deaths, self._outside_counts(deaths))
 
     def refused_s(self, digest: str) -> float:
         """Seconds for which the request is still refused; 0 where it is not."""
@@ -139,9 +139,9 @@ class Verdicts:
         earlier = [one for one in self._deaths(digest) if one.life != death.life]
         deaths = (*earlier, death)
         _put(self._cases, digest, _Case(deaths, self._now() + HELD_S))
-        if death.was_killed:
-            _put(self._killed_until, death.life, self._now() + HELD_S)
-        found = treatment(deaths, self._killed_counts(deaths))
+        if death.may_be_outside:
+            _put(self._outside_until, death.life, self._now() + HELD_S)
+        found = treatment(deaths, self._outside_counts(deaths))
         if found is Treatment.REFUSED:
             self._refuse(digest, self._now() + REFUSED_S)
             self._clear_bystanders({one.life for one in deaths})
@@ -171,20 +171,20 @@ class Verdicts:
         case = self._cases.get(digest)
         return () if case is None or case.until <= self._now() else case.deaths
 
-    def _killed_counts(self, deaths: Sequence[EngineDeath]) -> float:
-        """Half, if engines were killed that are not among these."""
+    def _outside_counts(self, deaths: Sequence[EngineDeath]) -> float:
+        """Half, if engines were killed or hung that are not among these."""
         own, now = {death.life for death in deaths}, self._now()
-        killed = reversed(self._killed_until.items())
-        return KILLED_COUNTS if any(at > now and life not in own for life, at in killed) else 1.0
+        ended = reversed(self._outside_until.items())
+        return OUTSIDE_COUNTS if any(at > now and life not in own for life, at in ended) else 1.0
 
     def _refuse(self, digest: str, until: float) -> None:
         self._cases.pop(digest, None)
         _put(self._refused_until, digest, until)
 
     def _clear_bystanders(self, lives: Collection[WorkerLife]) -> None:
-        """What these died of is known now, so of none of them that somebody killed it."""
+        """What these died of is known now, and that it was nothing from outside."""
         for life in lives:
-            self._killed_until.pop(life, None)
+            self._outside_until.pop(life, None)
         for digest, case in list(self._cases.items()):
             left = tuple(one for one in case.deaths if one.life not in lives)
             if left:

@@ -189,7 +189,7 @@ class Router:
             worker.role,
             num_tokens=len(request.token_ids),
             was_alone=worker.role in request.alone,
-            was_killed=failure.error.was_killed,
+            may_be_outside=failure.error.may_be_outside,
         )
         treatment = self.verdicts.add_death(request.digest, death)
         if treatment is not Treatment.SHARED:

@@ -56,10 +56,10 @@ _RETRY_AFTER_S = 1.0  # about the time in which a small engine is back
 class EngineGone(Exception):
     """The engine process is gone, or never became ready."""
 
-    def __init__(self, message: str, *, permanent: bool = False, was_killed: bool = False) -> None:
+    def __init__(self, message: str, *, permanent: bool = False, ending: str = "died") -> None:
         super().__init__(message)
         self.permanent = permanent  # starting another one will not help
-        self.ending = "killed" if was_killed else "died"  # by somebody, or by itself
+        self.ending = ending  # or "killed", or "hung"
 
 
 def new_incarnation() -> str:
@@ -132,8 +132,7 @@ class EngineClient:
             except _UNREADABLE as error:
                 raise EngineGone(f"the engine said what is no message: {error}") from error
         if self._exited.done():
-            status = self._exited.result()
-            raise EngineGone(f"the engine {_ending(status)}", was_killed=status == -signal.SIGKILL)
+            raise _exit(self._exited.result())
         return []
 
     async def _wait_for_last_words(self, received: asyncio.Future[bytes]) -> None:
@@ -220,8 +219,9 @@ async def _start(module: str, orders: bytes) -> asyncio.subprocess.Process:
     return process
 
 
-def _ending(status: int) -> str:
-    return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+def _exit(status: int) -> EngineGone:
+    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    return EngineGone(f"the engine {how}", ending="killed" if status == -signal.SIGKILL else "died")
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +345,7 @@ class Supervisor:
             for message in messages:
                 self._take(client, message, now)
             if why := verdict(self._progress, now, limits):
-                raise EngineGone(f"the engine hangs: {why}")
+                raise EngineGone(f"the engine hangs: {why}", ending="hung")
 
     def _take(self, client: EngineClient, message: ToFront, now: float) -> None:
         if isinstance(message, Heartbeat):

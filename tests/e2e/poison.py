@@ -19,7 +19,7 @@ import fronts
 import grpc.aio
 import redis_server
 from eventually import eventually
-from fake_engine import CRASH, KILLED
+from fake_engine import CRASH, HANG, KILLED
 from router.fake_model import byte_tokenizer
 
 from effuse.decode_worker.server import make_role
@@ -39,8 +39,10 @@ Generation: TypeAlias = "pb_grpc.GenerationServiceAsyncStub"
 NUM_DECODE, NUM_OTHERS, TIMES = 3, 6, 5
 PAUSE_S = 1.0  # of who sends the poison, once it has been refused
 OTHER = 5  # a prompt that the fake engine answers
+POISONS = {"crash": CRASH, "killed": KILLED, "hung": HANG}
+"""By what becomes of an engine that it runs in."""
 MOST_LOST = 3
-"""Engines that a poison ends before it is refused, also if it has them killed."""
+"""Engines that any of them ends before it is refused."""
 
 
 def message(first_id: int, seed: int) -> pb.GenerateRequest:
@@ -67,13 +69,15 @@ async def serving_router(redis_url: str) -> AsyncIterator[Router]:
 
 
 @asynccontextmanager
-async def workers(redis_url: str, home: Path) -> AsyncIterator[list[fronts.Running]]:
+async def workers(
+    redis_url: str, home: Path, hang_timeout_s: float
+) -> AsyncIterator[list[fronts.Running]]:
     """Decode workers whose engines are processes without a model."""
     async with AsyncExitStack() as stack:
         started = []
         for number in range(NUM_DECODE):
             config = WorkerConfig(
-                redis_url=redis_url, worker_id=f"decode-{number}", hang_timeout_s=60.0
+                redis_url=redis_url, worker_id=f"decode-{number}", hang_timeout_s=hang_timeout_s
             )
             (directory := home / f"{number}").mkdir()
             one = fronts.running(make_role(), config, directory)
@@ -129,7 +133,7 @@ async def carry_out(redis_url: str, home: Path, num_others: int, poison: int) ->
     """Sends the poison `TIMES` times while others are answered, so many of them at least."""
     async with (
         serving_router(redis_url) as router,
-        workers(redis_url, home) as fleet,
+        workers(redis_url, home, 3.0 if poison == HANG else 60.0) as fleet,
         rpc.connect(f"127.0.0.1:{router.port}", keepalive=None) as channel,
     ):
         await eventually(lambda: len(router.view.workers()) == NUM_DECODE)
@@ -173,9 +177,9 @@ def _more(others: Others, number: int) -> Callable[[], bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m e2e.poison", description=__doc__)
     parser.add_argument("--others", type=int, default=5000, help="requests around it, at least")
-    parser.add_argument("--killed", action="store_true", help="engines are killed, none crashes")
+    parser.add_argument("--by", choices=POISONS, default="crash", help="what ends its engines")
     asked = parser.parse_args()
-    poison = KILLED if asked.killed else CRASH
+    poison = POISONS[asked.by]
     with redis_server.running() as redis, tempfile.TemporaryDirectory() as home:
         found = asyncio.run(carry_out(redis.connection_url, Path(home), asked.others, poison))
     print(

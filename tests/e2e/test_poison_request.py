@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import redis_server
-from e2e.poison import MOST_LOST, NUM_OTHERS, TIMES, carry_out
-from fake_engine import CRASH, KILLED
+from e2e.poison import MOST_LOST, NUM_OTHERS, POISONS, TIMES, carry_out
 
 from effuse.protos.errors import Poisonous
 
 
-@pytest.mark.parametrize("poison", [CRASH, KILLED], ids=["crash", "killed"])
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
 def test_it_ends_few_engines_and_no_request_but_itself(tmp_path: Path, poison: int) -> None:
     async def body(redis_url: str) -> None:
         async with asyncio.timeout(120):

@@ -242,20 +242,20 @@ def test_an_innocent_is_alone_until_its_next_block_and_then_forgotten() -> None:
     run(body, num_prefill=0, num_decode=3, prefill="local")
 
 
-@pytest.mark.parametrize("elsewhere", [0, 1])
-def test_engines_that_are_killed_count_half_beside_others(elsewhere: int) -> None:
-    """Three in a row are as many as of those that died; six are, where one was killed elsewhere."""
+@pytest.mark.parametrize("ending, elsewhere", [("killed", 0), ("killed", 1), ("hung", 1)])
+def test_what_also_happens_elsewhere_counts_half(ending: str, elsewhere: int) -> None:
+    """Three in a row are as many as of those that died; six are, where one ended so elsewhere."""
 
     async def body(fleet: FakeFleet) -> None:
         alone: list[float | None] = []
 
-        async def is_killed() -> None:
+        async def ends() -> None:
             if len(alone) < most:
                 alone.append(fleet.metric("effuse_num_requests_alone"))
-                raise errors.EngineLost("it was killed", labels={"ending": "killed"})
+                raise errors.EngineLost("it ended", labels={"ending": ending})
 
         for worker in fleet.decode:
-            worker.at["start"] = is_killed
+            worker.at["start"] = ends
         most = elsewhere
         assert (await ask(fleet, sampling=pb.SamplingParams(seed=1))).text == TEXT
         most = 8

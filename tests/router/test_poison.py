@@ -39,16 +39,16 @@ def died(
     role: Role = "decode",
     tokens: int = 0,
     alone: bool = False,
-    was_killed: bool = False,
+    may_be_outside: bool = False,
 ) -> EngineDeath:
-    return EngineDeath((f"{role}-{number}", "life"), role, tokens, alone, was_killed)
+    return EngineDeath((f"{role}-{number}", "life"), role, tokens, alone, may_be_outside)
 
 
-def refuse(verdicts: Verdicts, digest: str, first: int = 0, was_killed: bool = False) -> None:
+def refuse(verdicts: Verdicts, digest: str, first: int = 0, may_be_outside: bool = False) -> None:
     """Three engines die of it."""
     for number in range(2):
-        verdicts.add_death(digest, died(first + number, was_killed=was_killed))
-    last = died(first + 2, alone=True, was_killed=was_killed)
+        verdicts.add_death(digest, died(first + number, may_be_outside=may_be_outside))
+    last = died(first + 2, alone=True, may_be_outside=may_be_outside)
     assert verdicts.add_death(digest, last) is Treatment.REFUSED
 
 
@@ -68,19 +68,19 @@ def test_every_history_of_deaths(history: tuple[bool, ...]) -> None:
         assert found is Treatment.ALONE
 
 
-@pytest.mark.parametrize("killed_counts", [1.0, 0.5])
+@pytest.mark.parametrize("outside_counts", [1.0, 0.5])
 @pytest.mark.parametrize("length", range(7))
-def test_engines_that_were_killed_count_as_they_are_said_to(
-    length: int, killed_counts: float
+def test_what_may_be_from_outside_counts_as_it_is_said_to(
+    length: int, outside_counts: float
 ) -> None:
     """In halves: four make a request run alone, two more that it was alone in refuse it."""
     for history in product((False, True), repeat=2 * length):
         alone, killed = history[:length], history[length:]
-        halves = [int(2 * killed_counts) if one else 2 for one in killed]
+        halves = [int(2 * outside_counts) if one else 2 for one in killed]
         own = sum(halves[at] for at in range(length) if alone[at] and sum(halves[:at]) >= 4)
         found = treatment(
-            [died(at, alone=alone[at], was_killed=killed[at]) for at in range(length)],
-            killed_counts,
+            [died(at, alone=alone[at], may_be_outside=killed[at]) for at in range(length)],
+            outside_counts,
         )
         if own >= 2:
             assert found is Treatment.REFUSED, history
@@ -174,7 +174,7 @@ class TestKilledEngines:
 
     def killed(self, verdicts: Verdicts, digest: str, *numbers: int) -> None:
         for number in numbers:
-            verdicts.add_death(digest, died(number, was_killed=True))
+            verdicts.add_death(digest, died(number, may_be_outside=True))
 
     def is_alone(self, verdicts: Verdicts, digest: str) -> bool:
         return bool(verdicts.roles_alone(digest))
@@ -182,7 +182,7 @@ class TestKilledEngines:
     def test_count_in_full_where_no_other_is_killed(self) -> None:
         verdicts = Verdicts(Clock())
         self.killed(verdicts, "beside", 0, 1)
-        refuse(verdicts, "cause", was_killed=True)
+        refuse(verdicts, "cause", may_be_outside=True)
         assert not self.is_alone(verdicts, "beside")
 
     def test_count_half_as_soon_as_one_is_killed_without_the_request(self) -> None:
@@ -199,7 +199,7 @@ class TestKilledEngines:
     def test_that_died_by_themselves_are_nobodys_kills(self) -> None:
         verdicts = Verdicts(Clock())
         verdicts.add_death("another", died(9))
-        refuse(verdicts, "cause", was_killed=True)
+        refuse(verdicts, "cause", may_be_outside=True)
 
     def test_are_remembered_after_who_was_in_them_has_been_answered(self) -> None:
         clock = Clock()
@@ -215,8 +215,8 @@ class TestKilledEngines:
     def test_by_a_request_that_is_refused_excuse_no_other(self) -> None:
         verdicts = Verdicts(Clock())
         self.killed(verdicts, "beside", 0, 1)
-        refuse(verdicts, "cause", was_killed=True)
-        refuse(verdicts, "another", first=3, was_killed=True)
+        refuse(verdicts, "cause", may_be_outside=True)
+        refuse(verdicts, "another", first=3, may_be_outside=True)
 
     def test_are_kept_in_a_bounded_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(poison, "MOST_KEPT", 3)

@@ -33,6 +33,7 @@ from effuse.protos import rpc
 from effuse.protos.errors import (
     Draining,
     EffuseError,
+    EngineLost,
     InvalidRequest,
     Refused,
     Unavailable,
@@ -120,7 +121,8 @@ def test_a_hung_engine_is_noticed_and_replaced(tmp_path: Path, first_token: int)
         async with running(make_role(), config, tmp_path) as one:
             old = one.incarnation
             error = await failure(one, decode_request("hang", old, first_token))
-            assert isinstance(error, Unavailable)
+            assert isinstance(error, EngineLost)
+            assert error.labels == {"incarnation": old, "ending": "hung"}
             await one.until_new_life(old)
             assert await answer(one, decode_request("good", one.incarnation))
 
