@@ -20,6 +20,8 @@ PROTOC := $(TOOLS)/protoc/bin/python -m grpc_tools.protoc
 PROTO_FILES := $(wildcard protos/effuse/*/*.proto)
 OVERLAYS := $(wildcard k8s/overlays/*)
 
+# Files of tests that run at the same time.
+AT_ONCE ?= 2
 # Of tests/clients, as .ci/tool names them.
 CLIENTS := buf grpcurl grpc-js go-client ghz smg triton
 
@@ -58,8 +60,9 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 	$(BIN)/effuse demo
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test; skipped is only what needs a GPU, a client that is not installed, or root
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itself; skipped is only what needs a GPU, a client that is not installed, or root
+	$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder --ignore tests/chaos $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/chaos $(PYTEST_FLAGS)
 
 .PHONY: gpu
 gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a GPU, small ones under compute-sanitizer too (PYTHON=.. takes one as it is)
