@@ -160,6 +160,7 @@ def _digest(token: str) -> bytes:
 class Account:
     """Of one tenant. `spent` is of this minute: it falls by the limit in each minute, to 0."""
 
+    num_requests: int = 0  # that have not ended; all of their answers may have
     running: int = 0
     spent: float = 0.0
     counted_at: float = 0.0
@@ -218,14 +219,16 @@ class Quotas:
         """Counts a request, by its answers."""
         account = self._accounts.setdefault(tenant.name, Account(counted_at=self._now()))
         share = QuotaShare(account, num_answers)
+        account.num_requests += 1
         try:
             yield share
         finally:
+            account.num_requests -= 1
             share.end_answers(share.num_answers)
             self._let_time_pass(account, tenant)
             if tenant.tokens_per_minute is not None:
                 account.spent += share.num_tokens
-            if not account.running and not account.spent:
+            if not account.num_requests and not account.spent:
                 del self._accounts[tenant.name]
 
     def _let_time_pass(self, account: Account, tenant: Tenant) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,15 @@ import pytest
 from effuse.cli import token as command
 from effuse.protos.errors import InvalidRequest, Overloaded, Unauthenticated
 from effuse.protos.gate import CALLER
-from effuse.router.tenants import KeyRing, Quotas, Tenant, line_of, make_token, parse_keys
+from effuse.router.tenants import (
+    KeyRing,
+    Quotas,
+    QuotaShare,
+    Tenant,
+    line_of,
+    make_token,
+    parse_keys,
+)
 
 
 @pytest.fixture
@@ -102,6 +112,40 @@ def test_each_answer_counts_as_a_request() -> None:
     quotas.check(tenant, 4)
     with pytest.raises(InvalidRequest, match="n: expected at most 4"):
         quotas.check(tenant, 5)
+
+
+STEPS = ("begin", "answer", "answer", "end")
+
+
+def orders(left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every order in which so many steps of each request can follow one another."""
+    if not any(left):
+        yield ()
+    for at, number in enumerate(left):
+        if number:
+            for rest in orders((*left[:at], number - 1, *left[at + 1 :])):
+                yield (at, *rest)
+
+
+def test_the_account_is_right_in_whatever_order_requests_and_their_answers_end() -> None:
+    tenant = Tenant("a", max_requests=4)
+    for order in orders((len(STEPS),) * 2):
+        quotas, told = Quotas(lambda: 0.0), [iter(STEPS) for _ in range(2)]
+        stacks, shares = [ExitStack(), ExitStack()], dict[int, QuotaShare]()
+        num_running = 0
+        for at in order:
+            match next(told[at]):
+                case "begin":
+                    shares[at] = stacks[at].enter_context(quotas.running(tenant, 2))
+                    num_running += 2
+                case "answer":
+                    shares[at].end_answers(1)
+                    num_running -= 1
+                case "end":
+                    stacks[at].close()
+            quotas.check(tenant, 4 - num_running)
+            with pytest.raises((Overloaded, InvalidRequest)):
+                quotas.check(tenant, 5 - num_running)
 
 
 def test_tokens_a_minute_are_limited() -> None:
