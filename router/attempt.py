@@ -150,6 +150,7 @@ class Attempt:
             worker,
             self._request,
             on_failure=self._break_off,
+            ask=self._router.fleet.ask,
             now=self._router.now,
         )
         return self._prefill

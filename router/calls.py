@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -23,7 +23,8 @@ import grpc
 import grpc.aio
 
 from effuse.placement.records import WorkerRecord
-from effuse.protos.errors import EffuseError, PeerLost, Unreserved, from_rpc_error
+from effuse.protos.errors import EffuseError, EngineLost, PeerLost, Unreserved, from_rpc_error
+from effuse.router.policy import Condition
 from effuse.router.request import Request
 from effuse.router.request_states import State
 from effuse.v1 import worker_pb2
@@ -102,6 +103,7 @@ class PrefillCall:
         request: Request,
         *,
         on_failure: Callable[[], None],
+        ask: Callable[[WorkerRecord], Awaitable[Condition | None]],
         now: Callable[[], float],
     ) -> None:
         self.stream = stream
@@ -112,6 +114,7 @@ class PrefillCall:
         self._is_unheard = False  # the reservation found the call over
         self._request = request
         self._on_failure = on_failure
+        self._ask = ask
         self._now = now
         self._peer = f"prefill worker {worker.worker_id}"
 
@@ -146,7 +149,7 @@ class PrefillCall:
                 LOG.info("after its pages had arrived, %s failed: %s", self._peer, error.message)
                 return
             if self._is_unheard and await self._has_lost_its_status():
-                error = Unreserved(f"{self._peer} had ended its call when the reservation came")
+                error = await self._ask_why()
             self.failure = AttemptFailed(error, self.worker)
             self._on_failure()
 
@@ -154,6 +157,16 @@ class PrefillCall:
         """Whether grpcio has put an error of its own in the place of the worker's: it does where a
         message is written in the moment in which the worker ends the call."""
         return self.stream.done() and await self.stream.code() is grpc.StatusCode.INTERNAL
+
+    async def _ask_why(self) -> EffuseError:
+        """What the worker's lost error must have said, by how the worker is now."""
+        told = f"{self._peer} had ended its call when the reservation came"
+        condition = await self._ask(self.worker)
+        if condition is None:
+            return PeerLost(f"{told}, and does not answer")
+        if condition is Condition.STARTING:
+            return EngineLost(f"{told}, and its engine is lost")
+        return Unreserved(told)
 
     async def _read_all(self) -> None:
         while True:

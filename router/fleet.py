@@ -247,14 +247,15 @@ class RoutedFleet:
     async def ask_absent(self) -> None:
         """Asks each worker that is out how it is. One that is ready takes part again."""
         absent = self.standing.absent
-        told = await asyncio.gather(*(self._ask(record) for record in absent))
+        told = await asyncio.gather(*(self.ask(record) for record in absent))
         for record, condition in zip(absent, told, strict=True):
             if self.standing.hear(record.life, condition):
                 LOG.info("%s is ready again", record.worker_id)
                 self.announce_change()
 
-    async def _ask(self, record: WorkerRecord) -> Condition | None:
-        """What it says of itself; None where it does not answer."""
+    async def ask(self, record: WorkerRecord) -> Condition | None:
+        """What a worker says of itself, `STARTING` where the engine of `record` is not there any
+        more; None where it does not answer."""
         load = await self._load_of(record)
         if load is None or load.worker.worker_id != record.worker_id:
             return None  # another one has its address now

@@ -7,7 +7,6 @@ import asyncio
 import grpc.aio
 import msgspec
 import pytest
-from grpc.aio._call import StreamStreamCall
 from router.fake_model import BLOCK_SIZE, byte_tokenizer, ids_of
 from router.fake_workers import FakeDecode, Point, holds, once, raises
 from router.fakes import FakeFleet, run
@@ -290,21 +289,6 @@ def test_a_late_reservation_is_nobodys_fault_and_then_comes_first() -> None:
         assert fleet.metric("effuse_retries_total") == 0
 
     run(body, max_losses=0, prefill="remote")
-
-
-def test_a_call_that_ends_while_it_is_half_closed_says_why_to_its_reader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def ends(call: object) -> None:
-        raise grpc.aio.InternalError("Failed execute_batch")  # as grpcio does at a deadline
-
-    async def body(fleet: FakeFleet) -> None:
-        monkeypatch.setattr(StreamStreamCall, "done_writing", ends)
-        fleet.prefill[0].at["reservation"] = raises(errors.TransferFailed("it broke"))
-        answer = await ask(fleet)
-        assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p1")
-
-    run(body, num_prefill=2)
 
 
 # A worker that breaks the protocol.

@@ -1,0 +1,78 @@
+"""How calls to workers ended, where grpcio does not tell it as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc.aio._call import StreamStreamCall
+from router.asking import ask
+from router.fake_workers import once, raises
+from router.fakes import FakeFleet, run
+
+from effuse.protos import errors
+from effuse.router.failures import Failure, FailureKind
+from effuse.v1 import worker_pb2
+
+TEXT = "the answer is three"
+
+
+def test_a_call_that_ends_while_it_is_half_closed_says_why_to_its_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def ends(call: object) -> None:
+        raise grpc.aio.InternalError("Failed execute_batch")  # as grpcio does at a deadline
+
+    async def body(fleet: FakeFleet) -> None:
+        monkeypatch.setattr(StreamStreamCall, "done_writing", ends)
+        fleet.prefill[0].at["reservation"] = raises(errors.TransferFailed("it broke"))
+        answer = await ask(fleet)
+        assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p1")
+
+    run(body, num_prefill=2)
+
+
+@pytest.mark.parametrize(
+    "is_there, is_starting, kind",
+    [
+        (True, False, FailureKind.LATE),
+        (True, True, FailureKind.LOST),
+        (False, True, FailureKind.LOST),
+    ],
+    ids=["too late", "its engine ended", "it ended"],
+)
+def test_a_worker_whose_error_grpcio_has_lost_is_asked_how_it_is(
+    is_there: bool, is_starting: bool, kind: FailureKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = asyncio.Event()
+    write = StreamStreamCall.write
+
+    async def loses(call: Any, message: worker_pb2.PrefillRequest) -> None:
+        if message.HasField("reservation") and not lost.is_set():
+            call._cython_call.set_internal_error("Failed")  # as where the call has just ended
+            lost.set()
+            await call._raise_for_status()
+        else:
+            await write(call, message)
+
+    async def body(fleet: FakeFleet) -> None:
+        first, judged = fleet.prefill[0], list[Failure]()
+        monkeypatch.setattr(fleet.router.fleet.standing, "note", judged.append)
+        monkeypatch.setattr(StreamStreamCall, "write", loses)
+
+        async def ends() -> None:
+            await lost.wait()
+            first.is_starting = is_starting
+            if not is_there:
+                await first.crash()
+            raise errors.EngineLost("grpcio loses this")
+
+        first.at["computed"] = once(ends)
+        assert (await ask(fleet)).text == TEXT
+        assert [(one.worker.worker_id, one.outcome) for one in judged] == [("p0", kind)]
+        is_engine_lost = isinstance(judged[0].error, errors.EngineLost)
+        assert is_engine_lost == (is_there and is_starting)
+
+    run(body, num_prefill=2, prefill="remote")
