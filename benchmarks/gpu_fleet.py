@@ -246,8 +246,7 @@ class Bench:
                     yield partial(self._fleet, variants[number], number, outcomes)
 
     def _alone_and_served(self, gpus: list[str]) -> None:
-        """The first split fleet decodes on the GPU that was measured alone: two of a kind differ by
-        more than what processes add."""
+        """The first split fleet has the GPUs that were measured alone."""
         self._alone(gpus)
         self._fleet(self._plan.split[0], 0, self.measured.split, gpus)
 
@@ -269,10 +268,13 @@ class Bench:
         plan = self._plan
         flags = ["--model", plan.model, "--max-num-seqs", str(plan.split[0].max_num_seqs)]
         flags += ["--max-model-len", str(-(-plan.longest // 32) * 32)]
-        with timed("one GPU alone"), child(ALONE, flags, gpus[-1:]) as alone:
+        limits = self.measured.limits
+        # Each on the GPU that does it in the split fleet: two of a kind differ by some per cent.
+        with timed("prefill alone"), child(ALONE, flags, gpus[:1]) as alone:
             alone.hear()
-            limits = self.measured.limits
             limits["prefill"] = self._prefill_alone(alone)
+        with timed("decode alone"), child(ALONE, flags, gpus[-1:]) as alone:
+            alone.hear()
             limits["decode"] = self._decode_alone(alone)
             limits["arrivals"] = self._arrivals(alone, gpus[:1])
 

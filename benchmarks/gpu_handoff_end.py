@@ -52,7 +52,7 @@ class End:
 
     def __init__(self, role: str, kind: str, memory: PageMemory, *, is_busy: bool = False) -> None:
         if is_busy:
-            for pace in (Pace.HOT, Pace.MOVING, Pace.BEGUN):
+            for pace in (Pace.HOT, Pace.MOVING, Pace.COMPUTING, Pace.BEGUN):
                 nixl_transport.PAUSE_S[pace] = 0.0
         self._role, self._kind = role, kind
         self._memory = memory

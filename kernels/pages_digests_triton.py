@@ -68,6 +68,7 @@ class Launcher:
         self._page_stripes = self._words.stride(0) // 8
         self._piece_stripes = piece_bytes // STRIPE_BYTES
         self._stream = stream
+        self._address, self._queue = self._words.data_ptr(), stream.cuda_stream
         self._kernel: Any = None
 
     def __call__(
@@ -81,10 +82,13 @@ class Launcher:
     ) -> None:
         grid = num_ids * num_pieces, 1, 1
         sizes = self._page_stripes, first_byte // STRIPE_BYTES, num_pieces
-        arguments = (self._words, page_ids, key, out, *sizes, self._piece_stripes, AHEAD)
         if self._kernel is not None:
-            self._kernel[grid](*arguments, stream=self._stream.cuda_stream)
+            # Addresses instead of tensors: the driver would be asked about each of those.
+            places = self._address, page_ids.data_ptr(), key.data_ptr(), out.data_ptr()
+            constants = self._piece_stripes, AHEAD
+            self._kernel[grid](*places, *sizes, *constants, stream=self._queue)
             return
+        arguments = (self._words, page_ids, key, out, *sizes, self._piece_stripes, AHEAD)
         with torch.cuda.stream(self._stream):
             self._kernel = _digest_kernel[grid](*arguments, num_warps=1, enable_fp_fusion=True)
 

@@ -12,7 +12,7 @@ from math import prod
 from effuse.kvtransfer.messages import Field
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DIGEST = "xxh3_64 of pieces"
+DIGEST = "xxh3_128 of xxh3_64 of pieces"
 LAYOUT_KINDS = ("unified", "distinct")
 PIECE_BYTES = 16  # of K in the distinct layout
 MOST_GROUPS = {"nixl": 8, "zmq": 16}
@@ -154,6 +154,8 @@ def fingerprint(layout: KVLayout, facts: ModelFacts) -> Fingerprint:
 
 def mismatch(ours: Sequence[Field], theirs: Sequence[Field]) -> FieldMismatch | None:
     """The first difference, or None. A field that one side lacks reads as "(absent)"."""
+    if ours == theirs:
+        return None
     mine, other = dict(map(_pair, ours)), dict(map(_pair, theirs))
     for name in [*mine, *(name for name in other if name not in mine)]:
         left, right = mine.get(name, "(absent)"), other.get(name, "(absent)")

@@ -109,10 +109,8 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
     destination_incarnation: Name
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_PAGES)]
-    page_digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_PAGES)]
+    digest: Digest  # of the pages, as they lie with the sender
     num_bytes: U63
-    # Since the last page was final and the reservation known, when this was sent.
-    elapsed_us: U63
     boundary: BoundaryState
     seal: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
 
@@ -145,9 +143,14 @@ class Pages(Struct, frozen=True, tag=True):
 
 
 class Finish(Struct, frozen=True, tag=True):
-    """All pages were sent; the manifest says what they are."""
+    """All pages were sent; the manifest says what they are.
+
+    elapsed_us is told beside it, so that it can be sealed while bytes are under way: since the last
+    page was final and the reservation known, when this was sent.
+    """
 
     manifest: Manifest
+    elapsed_us: U63
 
 
 class Placed(Struct, frozen=True, tag=True):

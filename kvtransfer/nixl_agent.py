@@ -29,9 +29,9 @@ from nixl._bindings import (
 
 from effuse.kvtransfer.messages import DIGEST_BYTES
 
-PageList = NewType("PageList", object)  # a prepared list of pages
+PageList = NewType("PageList", object)  # a prepared list of pages, or of groups of their layers
 Transfer = NewType("Transfer", object)  # a posted or postable write
-Units = npt.NDArray[np.int32]
+Units = npt.NDArray[np.int32] | list[int]
 """Places in a prepared list."""
 
 NIXL_ERRORS: tuple[type[Exception], ...] = (

@@ -27,6 +27,7 @@ class NixlPeer:
     address: ReceiverAddress
     num_pages: int
     pages: PageList
+    groups: PageList  # of layers, page by page
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
     num_tables: int | None = None  # that UCX had told of before this peer was reached
@@ -81,15 +82,16 @@ class NixlPeers:
                 raise HandoffRefused(
                     Cause.PEER, f"the metadata is of agent {name}, not {address.agent_name}"
                 )
-            pages = self._agent.pages(
+            lists = pool_lists(
+                self._agent,
                 name,
+                self._layout,
+                reservation.num_pool_pages,
                 address.pool_address,
-                self._layout.group_bytes,
-                reservation.num_pool_pages * self._layout.num_groups,
                 address.device_id,
                 address.memory_kind,
             )
-            return NixlPeer(address, reservation.num_pool_pages, pages)
+            return NixlPeer(address, reservation.num_pool_pages, *lists)
 
         return attempt(f"agent {address.agent_name} cannot be reached", add)
 
@@ -102,6 +104,7 @@ class NixlPeers:
 
         def remove() -> None:
             self._agent.release_pages(peer.pages)
+            self._agent.release_pages(peer.groups)
             self._agent.remove_peer(peer.name)
 
         attempt(f"agent {peer.name} cannot be removed", remove)
@@ -155,6 +158,24 @@ class NixlWriters:
             attempt("no answer", lambda: self._agent.notify(name, message))
         except HandoffRefused:
             del self._names[digest]  # gone, or to be learnt anew
+
+
+def pool_lists(
+    agent: NixlAgent,
+    owner: str,
+    layout: KVLayout,
+    num_pages: int,
+    address: int,
+    device_id: int,
+    kind: str,
+) -> tuple[PageList, PageList]:
+    """A pool of `owner` ("": our own) prepared twice: by pages, and by their groups of layers."""
+
+    def prepared(parts: int) -> PageList:
+        unit_bytes = layout.page_bytes // parts
+        return agent.pages(owner, address, unit_bytes, num_pages * parts, device_id, kind)
+
+    return prepared(1), prepared(layout.num_groups)
 
 
 def attempt(what: str, action: Callable[[], T]) -> T:

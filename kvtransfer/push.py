@@ -18,7 +18,7 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.digest import (
     DigestJob,
     PieceDigests,
-    page_digests,
+    pages_digest,
     pieces_in_group,
     sealed,
 )
@@ -75,7 +75,7 @@ class Push:
     deliveries: list[tuple[Delivery, int]] = field(default_factory=list)  # with their bytes
     digesting: list[tuple[Chunk, DigestJob]] = field(default_factory=list)
     pieces: PieceDigests = field(init=False)  # [pages, pieces], of what was digested
-    digests: tuple[bytes, ...] | None = None  # of the pages, once all pieces are there
+    manifest: Manifest | None = None  # once all pieces are digested
     boundary: Pending[BoundaryState] | None = None
     boundary_state: BoundaryState | None = None  # once it is there
     final_at: float = 0.0  # no earlier than this were all pages and the boundary final
@@ -118,8 +118,14 @@ class Push:
     @property
     def is_moving(self) -> bool:
         """Whether it moves on by itself, or the receiver's last word is due."""
-        has_more = bool(self.queue or self.batches or self.boundary is not None)
+        has_more = bool(self.queue) or self.is_finished
         return not self.is_quiet or (has_more and not self.is_failed)
+
+    @property
+    def awaits_forward(self) -> bool:
+        """Whether a forward that it was told of is still to make layers or the boundary final."""
+        has_more = bool(self.batches) or self.boundary is not None
+        return has_more and not self.is_finished and not self.is_failed
 
     def cover(self, source_pages: Sequence[int], first: int) -> None:
         """Takes note of pages to be pushed. Raises HandoffRefused where they overlap or overrun."""
@@ -137,14 +143,16 @@ class Push:
         """Seconds since both the last page was final and the reservation known."""
         return now - max(self.final_at, self.known_at)
 
-    def digest_pages(self) -> tuple[bytes, ...]:
-        """Digests of the pages, computed once: all of their pieces have been digested."""
-        if self.digests is None:
-            self.digests = page_digests(self.pieces)
-        return self.digests
+    def account(self, boundary: BoundaryState) -> Manifest:
+        """The sealed account of the push, made once: all of its pieces have been digested.
 
-    def manifest(self, boundary: BoundaryState, now: float) -> Manifest:
-        """The sealed account of the push. Raises HandoffRefused where pages are missing."""
+        Raises HandoffRefused where pages are missing.
+        """
+        if self.manifest is None:
+            self.manifest = self._sealed_manifest(boundary)
+        return self.manifest
+
+    def _sealed_manifest(self, boundary: BoundaryState) -> Manifest:
         missing = len(self.reservation.pages) - len(self.covered)
         if missing:
             raise HandoffRefused(Cause.COVERAGE, f"{missing} pages were never pushed")
@@ -155,9 +163,8 @@ class Push:
                 destination_incarnation=self.reservation.incarnation,
                 fingerprint=self.origin.fingerprint,
                 pages=self.reservation.pages,
-                page_digests=self.digest_pages(),
+                digest=pages_digest(self.pieces),
                 num_bytes=self.num_bytes,
-                elapsed_us=round(self.elapsed_s(now) * 1e6),
                 boundary=boundary,
             )
         )

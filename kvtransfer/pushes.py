@@ -64,6 +64,11 @@ class Pushes:
         """Whether any of them moves on by itself, or its receiver's last word is due."""
         return any(push.is_moving for push in self._pushes.values())
 
+    @property
+    def awaits_forward(self) -> bool:
+        """Whether any of them waits for a forward."""
+        return any(push.awaits_forward for push in self._pushes.values())
+
     # What the engine asks for.
 
     def push_pages(
@@ -226,11 +231,12 @@ class Pushes:
             return moved
         if push.batches or push.queue or push.digesting:
             return moved
-        push.digest_pages()  # while bytes are under way
+        manifest = push.account(boundary)  # while bytes are under way
         if push.deliveries:
             return moved
         push.is_finished = True
-        self._transport.say(push.peer, Finish(push.manifest(boundary, self._now())))
+        elapsed_us = round(push.elapsed_s(self._now()) * 1e6)
+        self._transport.say(push.peer, Finish(manifest, elapsed_us))
         return True
 
     def _queue_final(self, push: Push) -> bool:

@@ -26,7 +26,7 @@ from effuse.kvtransfer.digest import (
     Digester,
     DigestJob,
     PieceDigests,
-    page_digests,
+    pages_digest,
     pieces_in_group,
     seal_of,
 )
@@ -68,10 +68,9 @@ class Expected:
     reply: Reply | None = None  # of the writer that was let in
     covered: npt.NDArray[np.bool_] = field(init=False)  # [pages, groups] that arrived
     pieces: PieceDigests = field(init=False)  # [pages, pieces] found in memory
-    digests: tuple[bytes, ...] = ()  # of the pages, once all pieces are there
     digesting: list[tuple[Pages, DigestJob]] = field(default_factory=list)
     manifest: Manifest | None = None
-    claimed_at: float = 0.0  # when it came
+    began_at: float = 0.0  # when its last page was final, by our clock; once the manifest is there
 
     def __post_init__(self) -> None:
         num_pages, groups = len(self.reservation.pages), self.layout.num_groups
@@ -99,8 +98,6 @@ class Expected:
             rows, groups = self.span(pages)
             self.pieces[rows, groups.start * width : groups.stop * width] = found
         self.digesting = left
-        if not left and self.covered.all():
-            self.digests = page_digests(self.pieces)  # the manifest may still be on its way
         return not left
 
 
@@ -216,8 +213,8 @@ class Receptions:
                 expected.reply = heard.reply
             case Pages() as pages:
                 self._take_pages(pages, heard.payload)
-            case Finish(manifest):
-                self._take_manifest(manifest)
+            case Finish() as finish:
+                self._take_manifest(finish)
 
     def _take_pages(self, pages: Pages, payload: Sequence[memoryview]) -> None:
         expected = self._identified(pages.attempt, pages.source, pages.destination)
@@ -254,7 +251,8 @@ class Receptions:
                 Cause.SIZE, f"{num_pages} pieces of {size} bytes are expected, got {sizes}"
             )
 
-    def _take_manifest(self, manifest: Manifest) -> None:
+    def _take_manifest(self, finish: Finish) -> None:
+        manifest = finish.manifest
         expected = self._identified(
             manifest.attempt, manifest.source_incarnation, manifest.destination_incarnation
         )
@@ -268,19 +266,18 @@ class Receptions:
             page = expected.reservation.pages[index]
             raise HandoffRefused(Cause.COVERAGE, f"page {index} ({page}) never arrived")
         expected.manifest = manifest
-        expected.claimed_at = self._now()
+        expected.began_at = self._now() - finish.elapsed_us / 1e6
 
     def _conclude(self, expected: Expected, manifest: Manifest) -> None:
         transfer_id = manifest.transfer_id
         try:
-            check_digests(manifest.pages, manifest.page_digests, expected.digests)
+            check_digest(manifest.digest, pages_digest(expected.pieces))
         except HandoffRefused as refusal:
             assert expected.reply is not None, "its manifest was taken"
             self._refuse(transfer_id, refusal, expected.reply)
             return
         del self._expected[transfer_id]
-        seconds = manifest.elapsed_us / 1e6 + self._now() - expected.claimed_at
-        self._emit(Arrived(transfer_id, manifest, seconds))
+        self._emit(Arrived(transfer_id, manifest, self._now() - expected.began_at))
         if expected.reply is not None:
             self._transport.answer(expected.reply, Accepted(transfer_id))
 
@@ -370,21 +367,12 @@ def check_claims(reservation: Reservation, manifest: Manifest) -> None:
         raise HandoffRefused(
             Cause.SIZE, f"{num_bytes} bytes are reserved, {manifest.num_bytes} were written"
         )
-    if len(manifest.page_digests) != len(manifest.pages):
+
+
+def check_digest(claimed: bytes, found: bytes) -> None:
+    """What lies in memory is what was sent."""
+    if claimed != found:
         raise HandoffRefused(
-            Cause.DIGEST, f"{len(manifest.page_digests)} digests for {len(manifest.pages)} pages"
+            Cause.DIGEST,
+            f"the pages' digest {claimed.hex()} was sent, {found.hex()} is in memory",
         )
-
-
-def check_digests(
-    pages: Sequence[PageRef], claimed: Sequence[bytes], found: Sequence[bytes]
-) -> None:
-    """What lies in memory is what was sent, page by page."""
-    if tuple(claimed) == tuple(found):
-        return
-    for index, (page, sent, lies) in enumerate(zip(pages, claimed, found, strict=True)):
-        if sent != lies:
-            raise HandoffRefused(
-                Cause.DIGEST,
-                f"page {index} ({page}): digest {sent.hex()} was sent, {lies.hex()} is in memory",
-            )

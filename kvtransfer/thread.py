@@ -131,6 +131,8 @@ class Exchange:
         since = self._now() - self._moved_at
         if self.is_moving:
             return Pace.HOT if since < HOT_S else Pace.MOVING
+        if self._pushes.awaits_forward:
+            return Pace.COMPUTING
         if self._receptions.has_begun:
             return Pace.BEGUN
         has_open = len(self._pushes) or len(self._receptions)

@@ -85,6 +85,7 @@ class Pace(Enum):
 
     HOT = auto()  # bytes or digests are under way, and some moved on a moment ago
     MOVING = auto()  # bytes or digests are under way
+    COMPUTING = auto()  # nothing is under way; a forward of our own makes layers final
     BEGUN = auto()  # a writer has introduced itself and may write any moment
     EXPECTING = auto()  # something is reserved, or was said a moment ago
     IDLE = auto()

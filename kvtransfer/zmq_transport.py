@@ -277,7 +277,7 @@ class ZmqTransport:
 
     def wait(self, pace: Pace, requests: int) -> None:
         """Sleeps until a socket or the engine has something."""
-        is_moving = pace in (Pace.HOT, Pace.MOVING)
+        is_moving = pace in (Pace.HOT, Pace.MOVING, Pace.COMPUTING)
         if is_moving and self._staging is not None:
             time.sleep(DEVICE_PAUSE_S)
             return

@@ -61,14 +61,13 @@ def honest_messages(reserved: Reservation) -> list[msgspec.Struct]:
         destination_incarnation=READER,
         fingerprint=fingerprint,
         pages=reserved.pages,
-        page_digests=(b"d" * 16,) * len(reserved.pages),
+        digest=b"d" * 16,
         num_bytes=len(reserved.pages) * reserved.page_bytes,
-        elapsed_us=5,
         boundary=boundary(),
     )
     name = reserved.transfer_id
     answers = (Placed(name, 0, 0), Accepted(name), Rejected(name, "DIGEST", "no"))
-    return [Begin(*names, fingerprint), pages, Finish(sealed(manifest)), *answers]
+    return [Begin(*names, fingerprint), pages, Finish(sealed(manifest), 5), *answers]
 
 
 def drawn_message(draw: Draw, reserved: Reservation) -> bytes:

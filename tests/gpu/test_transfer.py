@@ -12,6 +12,7 @@ from kvtransfer.fixtures import (
     LARGE,
     SEED,
     boundary,
+    digest_of,
     digests_of,
     filled,
     next_event,
@@ -21,7 +22,7 @@ from kvtransfer.remote import RemoteReceiver
 
 from effuse.kernels.marks import LayerMarks
 from effuse.kvtransfer.connector import Cause, Pushed, PushFailed
-from effuse.kvtransfer.digest import DeviceDigester, page_digests
+from effuse.kvtransfer.digest import DeviceDigester, pages_digest
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.staging import Staging
 
@@ -57,7 +58,7 @@ def test_digests_are_those_of_the_host_and_wait_for_nothing() -> None:
     while (found := job.poll()) is None:
         pass
     assert time.monotonic() - begin < 0.15, "it waited for the default stream"
-    assert page_digests(found) == digests_of(memory, [5, 0, 3])
+    assert pages_digest(found) == digest_of(memory, [5, 0, 3])
 
 
 @pytest.mark.parametrize("in_graph", [False, True])

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from effuse.kvtransfer.connector import Connector, ConnectorEvent
-from effuse.kvtransfer.digest import HostDigester, page_digests, prompt_digest
+from effuse.kvtransfer.digest import HostDigester, pages_digest, prompt_digest
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
@@ -85,8 +85,8 @@ def reservation(
     )
 
 
-def digests_of(memory: PageMemory, pages: Sequence[int]) -> tuple[bytes, ...]:
-    """Digests of these pages, as a manifest has them; those of a GPU are copied for it."""
+def digest_of(memory: PageMemory, pages: Sequence[int]) -> bytes:
+    """The digest of these pages, as a manifest has it; those of a GPU are copied for it."""
     if memory.device.type != "cpu":
         host = PageMemory(memory.layout, memory.num_pages)
         host.tensor.copy_(memory.tensor)
@@ -94,7 +94,12 @@ def digests_of(memory: PageMemory, pages: Sequence[int]) -> tuple[bytes, ...]:
     groups = range(memory.layout.num_groups)
     pieces = HostDigester(memory).begin(pages, groups, SEED).poll()
     assert pieces is not None, "it takes them at once"
-    return page_digests(pieces)
+    return pages_digest(pieces)
+
+
+def digests_of(memory: PageMemory, pages: Sequence[int]) -> list[bytes]:
+    """The digest of each of these pages by itself."""
+    return [digest_of(memory, [page]) for page in pages]
 
 
 def boundary(prompt_len: int = 25, **changes: Any) -> BoundaryState:

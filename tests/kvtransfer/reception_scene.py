@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from kvtransfer.fixtures import SMALL, boundary, digests_of, filled, print_of, reservation
+from kvtransfer.fixtures import SMALL, boundary, digest_of, filled, print_of, reservation
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
@@ -113,7 +113,7 @@ class Scene:
         self.say(Pages(**(words | changes)), payload)
 
     def finish(self, **changes: Any) -> None:
-        self.say(Finish(self.manifest(**changes)))
+        self.say(Finish(self.manifest(**changes), 250_000))
 
     def manifest(self, **changes: Any) -> Manifest:
         honest = Manifest(
@@ -122,9 +122,8 @@ class Scene:
             destination_incarnation="decode-1",
             fingerprint=FINGERPRINT,
             pages=self.reserved.pages,
-            page_digests=digests_of(self.source, range(3)),
+            digest=digest_of(self.source, range(3)),
             num_bytes=3 * self.source.page_bytes,
-            elapsed_us=250_000,
             boundary=boundary(20, tail_token_ids=(7, 8)),
         )
         return sealed(msgspec.structs.replace(honest, **changes))

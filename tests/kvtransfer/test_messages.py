@@ -41,9 +41,8 @@ MANIFEST = sealed(
         destination_incarnation="decode-1",
         fingerprint=(Field("weights", "w1"),),
         pages=(PageRef(3, 1), PageRef(4, 7)),
-        page_digests=(b"a" * 16, b"b" * 16),
+        digest=b"d" * 16,
         num_bytes=8192,
-        elapsed_us=1500,
         boundary=boundary(37, tail_token_ids=(1, 2), hidden=b"h" * 8),
     )
 )
@@ -62,9 +61,8 @@ def test_the_seal_covers_every_field() -> None:
         {"destination_incarnation": "decode-2"},
         {"fingerprint": (Field("weights", "w2"),)},
         {"pages": (PageRef(4, 7), PageRef(3, 1))},
-        {"page_digests": (b"b" * 16, b"a" * 16)},
+        {"digest": b"e" * 16},
         {"num_bytes": 8193},
-        {"elapsed_us": 1501},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, prompt_len=38)},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, tail_token_ids=(1, 3))},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=b"g" * 8)},
@@ -87,7 +85,7 @@ def test_truncated_messages_are_malformed(cut: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"page_digests": (b"short",)},
+        {"digest": b"short"},
         {"attempt": AttemptId("", 1, "t")},
         {"attempt": AttemptId("r", 0, "t")},
         {"attempt": AttemptId("r", 1, "t" * 129)},

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from kvtransfer.fixtures import SEED, SMALL, boundary, digests_of, filled, print_of, reservation
+from kvtransfer.fixtures import SEED, SMALL, boundary, digest_of, filled, print_of, reservation
 
 from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.digest import HostDigester, seal_of
@@ -42,18 +42,19 @@ def test_the_manifest_lists_pages_in_the_reservations_order(push: Push) -> None:
     assert pieces is not None
     push.pieces = np.array(pieces)
     push.final_at = 5.0  # after the reservation was known
-    manifest = push.manifest(BOUNDARY, 5.25)
+    manifest = push.account(BOUNDARY)
     assert manifest.pages == RESERVED.pages
-    assert manifest.page_digests == digests_of(SOURCE, [0, 5, 3])
+    assert manifest.digest == digest_of(SOURCE, [0, 5, 3])
     assert manifest.seal == seal_of(manifest)
-    assert manifest.elapsed_us == 250_000
+    assert push.account(BOUNDARY) is manifest
+    assert push.elapsed_s(5.25) == 0.25
     assert manifest.num_bytes == push.num_bytes == 3 * SMALL.page_bytes
 
 
 def test_a_manifest_waits_for_every_page(push: Push) -> None:
     push.cover([0, 5], 0)
     with refused(Cause.COVERAGE):
-        push.manifest(BOUNDARY, 5.25)
+        push.account(BOUNDARY)
 
 
 @pytest.mark.parametrize(("pages", "first"), [([0], 1), ([0, 1], 0), ([0], 3), ([0], -1)])

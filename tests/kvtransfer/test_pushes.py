@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from kvtransfer.fixtures import LARGE, SMALL, boundary, digests_of, filled, print_of, reservation
+from kvtransfer.fixtures import LARGE, SMALL, boundary, digest_of, filled, print_of, reservation
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer import pushes as pushes_module
@@ -61,8 +62,8 @@ class Desk:
         self.reserved = reservation(self.memory, address, pages, lease_s=9.0)
         self.boundary: BoundaryState | None = boundary()
 
-    def push(self, *pages: int, first: int = 0) -> None:
-        self.pushes.push_pages(self.reserved, pages, first, None, self.time)
+    def push(self, *pages: int, first: int = 0, num_final: Callable[[], int] | None = None) -> None:
+        self.pushes.push_pages(self.reserved, pages, first, num_final, self.time)
 
     def finish(self) -> None:
         self.pushes.finish(self.reserved, lambda: self.boundary, self.time)
@@ -110,7 +111,7 @@ def test_a_push_introduces_itself_sends_pages_and_then_says_what_they_are(desk: 
     desk.time += 2.0
     desk.land()
     (finish,) = [message for message in desk.transport.said if isinstance(message, Finish)]
-    assert finish.manifest.page_digests == digests_of(desk.memory, [3, 5, 6, 7])
+    assert finish.manifest.digest == digest_of(desk.memory, [3, 5, 6, 7])
     desk.time += 0.5
     desk.pushes.hear(PEER, Accepted(NAME))
     desk.turn()
@@ -166,7 +167,7 @@ def test_layers_leave_before_later_ones_are_final(monkeypatch: pytest.MonkeyPatc
     desk.finish()
     desk.land()
     (finish,) = [message for message in desk.transport.said if isinstance(message, Finish)]
-    assert finish.manifest.page_digests == digests_of(desk.memory, [3, 5, 6, 7])
+    assert finish.manifest.digest == digest_of(desk.memory, [3, 5, 6, 7])
 
 
 def test_few_bytes_wait_for_each_other() -> None:
@@ -300,11 +301,16 @@ def test_a_push_moves_until_its_receivers_last_word(desk: Desk) -> None:
     desk.push()
     desk.turn()
     assert not desk.pushes.is_moving  # nothing to do until there are pages
-    desk.push(3, 5, 6, 7)
-    assert desk.pushes.is_moving
+    final = [0]
+    desk.push(3, 5, 6, 7, num_final=lambda: final[0])
     desk.finish()
+    desk.turn()
+    assert desk.pushes.awaits_forward and not desk.pushes.is_moving
+    final[0] = desk.memory.layout.num_groups
+    desk.turn()
+    assert desk.pushes.is_moving
     desk.land()
-    assert desk.finished() and desk.pushes.is_moving
+    assert desk.finished() and desk.pushes.is_moving and not desk.pushes.awaits_forward
     desk.pushes.hear(PEER, Accepted(NAME))
     desk.turn()
     assert not desk.pushes.is_moving

@@ -184,9 +184,8 @@ def test_events_of_others_are_left_alone(desk: Desk) -> None:
             destination_incarnation="decode-1",
             fingerprint=(),
             pages=(),
-            page_digests=(),
+            digest=bytes(16),
             num_bytes=0,
-            elapsed_us=0,
             boundary=BOUNDARY,
         )
     )

@@ -104,7 +104,8 @@ def _mistaken(message: ToReceiver, what: str) -> ToReceiver:
     if isinstance(message, Finish):
         manifest = message.manifest
         names = {"source": "source_incarnation", "destination": "destination_incarnation"}
-        return Finish(sealed(replace(manifest, **_wrong(manifest, names.get(what, what)))))
+        told = sealed(replace(manifest, **_wrong(manifest, names.get(what, what))))
+        return replace(message, manifest=told)
     return replace(message, **_wrong(message, what))
 
 
