@@ -64,6 +64,7 @@ PAUSE_S = {
     Pace.EXPECTING: 1e-3,
     Pace.IDLE: 0.1,
 }
+LOOKS = 8  # at a write, one after the other: each takes note of some of its pages only
 HOST_HOT_S = 20e-6  # where processors move the bytes, somebody else may need this one
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which UCX, too, knows its own machine
 _PR_SET_TIMERSLACK = 29
@@ -102,7 +103,7 @@ class NixlDelivery:
         if write is None:
             return True
         try:
-            if not attempt("a write failed", lambda: self.agent.is_done(write)):
+            if not attempt("a write failed", lambda: self._has_ended(write)):
                 return False
             attempt("a write could not be released", lambda: self.agent.release(write))
         except HandoffRefused:
@@ -111,6 +112,9 @@ class NixlDelivery:
             raise
         self.write = None
         return True
+
+    def _has_ended(self, write: Transfer) -> bool:
+        return any(self.agent.is_done(write) for _ in range(LOOKS))
 
 
 class NixlTransport:
