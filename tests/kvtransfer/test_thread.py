@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
-from kvtransfer.fixtures import DEADLINE_S, SMALL, print_of, reservation
+from kvtransfer.fixtures import DEADLINE_S, SMALL, boundary, filled, print_of, reservation
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ConnectorDied, PushCancelled
+from effuse.kvtransfer.digest import HostDigester
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import Begin, PageRef, ReceiverAddress, Reservation
-from effuse.kvtransfer.thread import ThreadConnector
-from effuse.kvtransfer.transport import FromWriter, Heard, Pace
+from effuse.kvtransfer.messages import Accepted, Begin, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.thread import Exchange, ThreadConnector
+from effuse.kvtransfer.transport import FromReceiver, FromWriter, Heard, Pace
 
 
 class Sleepy(FakeTransport):
@@ -169,6 +170,56 @@ def test_what_is_reserved_while_an_address_is_renewed_keeps_the_old_one_open() -
     assert made.transport.has_slept.wait(DEADLINE_S)
     made.close()
     assert made.transport.shut == [made.transport.address()]
+
+
+class Paced(FakeTransport):
+    """Notes how long it may sleep."""
+
+    def __init__(self, memory: PageMemory) -> None:
+        super().__init__(memory)
+        self.pace: Pace | None = None
+
+    def wait(self, pace: Pace, requests: int) -> None:
+        self.pace = pace
+
+
+def test_a_thread_looks_as_often_as_something_may_happen() -> None:
+    """Seldom while a forward computes what is to leave: the engine that launches it needs the
+    interpreter."""
+    memory, time, final = filled(SMALL, 4), [10.0], [0]
+    transport = Paced(memory)
+    exchange = Exchange(
+        transport,
+        HostDigester(memory),
+        SMALL,
+        "life-1",
+        print_of(SMALL),
+        lambda event: None,
+        lambda: time[0],
+    )
+    address = ReceiverAddress(connector=transport.name, endpoint="decode")
+    reserved = reservation(memory, address, [PageRef(1, 1)])
+
+    def pace(later_s: float = 0.01, heard: Sequence[Heard] = ()) -> Pace | None:
+        exchange.turn(heard)
+        while exchange.turn([]):
+            pass
+        time[0] += later_s
+        exchange.wait(-1)
+        return transport.pace
+
+    assert pace() is Pace.IDLE
+    exchange.push_pages(reserved, [2], 0, lambda: final[0], time[0])
+    exchange.finish(reserved, boundary, time[0])
+    assert pace() is Pace.COMPUTING
+    final[0] = SMALL.num_groups
+    assert pace(0.0) is Pace.HOT
+    assert pace() is Pace.MOVING
+    transport.deliveries[0].has_ended = True
+    assert pace() is Pace.MOVING  # until the receiver's last word
+    peer = transport.reach(reserved)
+    assert pace(0.01, [FromReceiver(peer, Accepted("transfer-1"))]) is Pace.EXPECTING
+    assert pace(5.0) is Pace.IDLE
 
 
 def test_a_thread_that_dies_is_noticed(thread: Counting, caplog: pytest.LogCaptureFixture) -> None:
