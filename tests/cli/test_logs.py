@@ -35,3 +35,17 @@ def test_what_an_earlier_fleet_left_is_not_shown(tmp_path: Path) -> None:
     with LogFollower(tmp_path, out), log.open("a") as more:
         more.write("news\n")
     assert out.getvalue() == "router     | news\n"
+
+
+def test_a_line_is_written_in_one_piece(tmp_path: Path) -> None:
+    """Others write to the same place, and what is not buffered leaves piece by piece."""
+
+    class Pieces(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return super().write(text)
+
+    written: list[str] = []
+    with LogFollower(tmp_path, Pieces()):
+        (tmp_path / "router.log").write_text("one\ntwo\n")
+    assert written == ["router     | one\n", "router     | two\n"]

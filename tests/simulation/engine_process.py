@@ -60,13 +60,8 @@ from .pages import (
 from .transport import Fabric, SimTransport
 
 LEASE_S, RESERVATION_S, MOST_S = 2.0, 1.5, 20.0
-LOOK_S = {
-    Pace.HOT: 0.002,
-    Pace.MOVING: 0.1,
-    Pace.COMPUTING: 0.1,
-    Pace.BEGUN: 0.2,
-    Pace.EXPECTING: 0.3,
-}
+LOOK_S = {Pace.HOT: 0.002, Pace.MOVING: 0.1, Pace.BEGUN: 0.2, Pace.EXPECTING: 0.3}
+LOOK_S[Pace.COMPUTING] = LOOK_S[Pace.MOVING]
 BUSY_S = 0.3  # between two looks of an engine that waits for something
 ENDS = (Failed, Finished, PromptPushed)
 
