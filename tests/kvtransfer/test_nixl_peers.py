@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 import msgspec
 import pytest
-from kvtransfer.fixtures import SMALL, reservation
+from kvtransfer.fixtures import LARGE, SMALL, reservation
 
 from effuse.kvtransfer import nixl_peers
 from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import PageRef, ReceiverAddress, Reservation
-from effuse.kvtransfer.nixl_agent import NIXL_ERRORS
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, Transfer
 from effuse.kvtransfer.nixl_peers import NixlPeers, NixlWriters
+from effuse.kvtransfer.nixl_transport import LOOKS, NixlDelivery
 
 
 @dataclass
@@ -24,6 +27,8 @@ class Agent:
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
+    prepared: list[tuple[int, int]] = field(default_factory=list)  # bytes and number of units
+    looks: Iterator[bool] = field(default_factory=lambda: repeat(False))  # what they find
 
     def add_peer(self, metadata: bytes) -> str:
         self.added.append(metadata.decode())
@@ -32,10 +37,17 @@ class Agent:
     def remove_peer(self, name: str) -> None:
         self.removed.append(name)
 
-    def pages(self, *_: object) -> object:
-        return object()
+    def pages(self, owner: str, address: int, unit_bytes: int, count: int, *_: object) -> object:
+        self.prepared.append((unit_bytes, count))
+        return self.prepared[-1]
 
-    def release_pages(self, pages: object) -> None: ...
+    def release_pages(self, pages: tuple[int, int]) -> None:
+        self.prepared.remove(pages)
+
+    def is_done(self, write: object) -> bool:
+        return next(self.looks)
+
+    def release(self, write: object) -> None: ...
 
     def notify(self, name: str, message: bytes) -> None:
         self.told.append(name)
@@ -94,6 +106,30 @@ def test_a_peer_that_changed_or_was_lost_is_added_anew_once_nothing_is_in_flight
     peer.num_pushes = 0
     assert peers.find(to(1)) is not peer
     assert agent.removed == ["decode-1"] and agent.added == ["decode-1"] * 2
+
+
+def test_a_pool_is_prepared_by_pages_and_by_groups_as_long_as_its_peer_is_known(
+    agent: Any,
+) -> None:
+    peers = NixlPeers(agent, LARGE)
+    peer = peers.find(to(1))
+    count, groups = peer.num_pages, LARGE.num_groups
+    assert groups > 1
+    by_page, by_group = (LARGE.page_bytes, count), (LARGE.group_bytes, count * groups)
+    assert agent.prepared == [by_page, by_group]
+    assert peer.pages is agent.prepared[0] and peer.groups is agent.prepared[1]
+    peers.lose(peer)
+    peers.find(to(1))
+    assert len(agent.prepared) == 2
+
+
+def test_a_write_is_looked_at_several_times(agent: Any) -> None:
+    """Each look takes note of some of what has landed, and the next turn may be far."""
+    delivery = NixlDelivery(agent, NixlPeers(agent, SMALL), agent, Transfer(object()))
+    agent.looks = chain(repeat(False, LOOKS), [False, True], repeat(False))
+    assert not delivery.is_over()
+    assert delivery.is_over()
+    assert delivery.is_over(), "nobody looks at what is over"
 
 
 @pytest.mark.parametrize("missing", ["agent_name", "agent_metadata", "memory_kind"])
