@@ -30,7 +30,7 @@ from effuse.kernels.pages_digests import (
 )
 from effuse.kvtransfer.layout import KVLayout
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import Manifest, encode
+from effuse.kvtransfer.messages import Finish, Manifest, encode
 
 PieceDigests = npt.NDArray[np.int64]
 
@@ -205,6 +205,16 @@ def prompt_digest(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> bytes:
 def seal_of(manifest: Manifest) -> bytes:
     """Digest of all that a manifest says but its own seal: identities, pages, boundary state."""
     return xxhash.xxh3_128_digest(encode(msgspec.structs.replace(manifest, seal=b"")))
+
+
+def finish_of(manifest: Manifest, elapsed_us: int) -> Finish:
+    """The end of a push whose manifest is sealed."""
+    return Finish(manifest, elapsed_us, finish_seal(manifest, elapsed_us))
+
+
+def finish_seal(manifest: Manifest, elapsed_us: int) -> bytes:
+    """Digest of a manifest's seal and of what is told beside it."""
+    return xxhash.xxh3_128_digest(manifest.seal + elapsed_us.to_bytes(8, "little"))
 
 
 def sealed(manifest: Manifest) -> Manifest:

@@ -146,11 +146,12 @@ class Finish(Struct, frozen=True, tag=True):
     """All pages were sent; the manifest says what they are.
 
     elapsed_us is told beside it, so that it can be sealed while bytes are under way: since the last
-    page was final and the reservation known, when this was sent.
+    page was final and the reservation known, when this was sent. The seal is over both.
     """
 
     manifest: Manifest
     elapsed_us: U63
+    seal: Digest
 
 
 class Placed(Struct, frozen=True, tag=True):

@@ -18,13 +18,12 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     cause_of,
 )
-from effuse.kvtransfer.digest import Digester, pieces_in_group
+from effuse.kvtransfer.digest import Digester, finish_of, pieces_in_group
 from effuse.kvtransfer.messages import (
     MAX_CHUNK_PAGES,
     Accepted,
     Begin,
     BoundaryState,
-    Finish,
     Pages,
     Placed,
     Rejected,
@@ -236,7 +235,7 @@ class Pushes:
             return moved
         push.is_finished = True
         elapsed_us = round(push.elapsed_s(self._now()) * 1e6)
-        self._transport.say(push.peer, Finish(manifest, elapsed_us))
+        self._transport.say(push.peer, finish_of(manifest, elapsed_us))
         return True
 
     def _queue_final(self, push: Push) -> bool:

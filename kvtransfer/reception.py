@@ -26,6 +26,7 @@ from effuse.kvtransfer.digest import (
     Digester,
     DigestJob,
     PieceDigests,
+    finish_seal,
     pages_digest,
     pieces_in_group,
     seal_of,
@@ -260,6 +261,8 @@ class Receptions:
             raise HandoffRefused(Cause.MALFORMED, "a second manifest came")
         self._check_fingerprint(manifest.fingerprint)
         check_claims(expected.reservation, manifest)
+        if finish.seal != finish_seal(manifest, finish.elapsed_us):
+            raise HandoffRefused(Cause.SEAL, "the end of the push does not match its seal")
         missing = np.flatnonzero(~expected.covered.all(axis=1))
         if len(missing):
             index = int(missing[0])

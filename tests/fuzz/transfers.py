@@ -20,11 +20,10 @@ from kvtransfer.fixtures import SMALL, boundary, print_of
 from kvtransfer.tampering import APART, READER, WRITER, Pair, tampered
 
 from effuse.kvtransfer.connector import Arrived, HandoffRefused
-from effuse.kvtransfer.digest import sealed
+from effuse.kvtransfer.digest import finish_of, sealed
 from effuse.kvtransfer.messages import (
     Accepted,
     Begin,
-    Finish,
     MalformedMessage,
     Manifest,
     Pages,
@@ -67,7 +66,7 @@ def honest_messages(reserved: Reservation) -> list[msgspec.Struct]:
     )
     name = reserved.transfer_id
     answers = (Placed(name, 0, 0), Accepted(name), Rejected(name, "DIGEST", "no"))
-    return [Begin(*names, fingerprint), pages, Finish(sealed(manifest), 5), *answers]
+    return [Begin(*names, fingerprint), pages, finish_of(sealed(manifest), 5), *answers]
 
 
 def drawn_message(draw: Draw, reserved: Reservation) -> bytes:

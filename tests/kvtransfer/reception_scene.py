@@ -11,11 +11,10 @@ from kvtransfer.fixtures import SMALL, boundary, digest_of, filled, print_of, re
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
-from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, sealed
+from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, finish_of, sealed
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     Begin,
-    Finish,
     Manifest,
     PageRef,
     Pages,
@@ -113,7 +112,7 @@ class Scene:
         self.say(Pages(**(words | changes)), payload)
 
     def finish(self, **changes: Any) -> None:
-        self.say(Finish(self.manifest(**changes), 250_000))
+        self.say(finish_of(self.manifest(**changes), 250_000))
 
     def manifest(self, **changes: Any) -> Manifest:
         honest = Manifest(

@@ -20,12 +20,12 @@ from effuse.kvtransfer.connector import (
     HandoffRefused,
     Promised,
 )
+from effuse.kvtransfer.digest import finish_of
 from effuse.kvtransfer.layout import FIELD_NAMES
 from effuse.kvtransfer.messages import (
     Accepted,
     AttemptId,
     Field,
-    Finish,
     PageRef,
     Pages,
     Placed,
@@ -352,7 +352,17 @@ def test_false_claims_of_a_manifest_are_refused(
 def test_boundary_state_is_covered_by_the_seal(scene: Scene, spoil: dict[str, object]) -> None:
     scene.begin()
     scene.send()
-    scene.say(Finish(msgspec.structs.replace(scene.manifest(), **spoil), 250_000))
+    scene.say(finish_of(msgspec.structs.replace(scene.manifest(), **spoil), 250_000))
+    assert scene.refusal()[0] is Cause.SEAL
+
+
+@pytest.mark.parametrize("spoil", [{"elapsed_us": 250_001}, {"seal": b"x" * 16}], ids=str)
+def test_what_is_told_beside_the_manifest_is_sealed_too(
+    scene: Scene, spoil: dict[str, object]
+) -> None:
+    scene.begin()
+    scene.send()
+    scene.say(msgspec.structs.replace(finish_of(scene.manifest(), 250_000), **spoil))
     assert scene.refusal()[0] is Cause.SEAL
 
 

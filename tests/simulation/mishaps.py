@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from effuse.kvtransfer.digest import sealed
+from effuse.kvtransfer.digest import finish_of, sealed
 from effuse.kvtransfer.messages import (
     AttemptId,
     Begin,
@@ -105,7 +105,7 @@ def _mistaken(message: ToReceiver, what: str) -> ToReceiver:
         manifest = message.manifest
         names = {"source": "source_incarnation", "destination": "destination_incarnation"}
         told = sealed(replace(manifest, **_wrong(manifest, names.get(what, what))))
-        return replace(message, manifest=told)
+        return finish_of(told, message.elapsed_us)
     return replace(message, **_wrong(message, what))
 
 
