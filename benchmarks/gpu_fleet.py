@@ -246,7 +246,6 @@ class Bench:
                     yield partial(self._fleet, variants[number], number, outcomes)
 
     def _alone_and_served(self, gpus: list[str]) -> None:
-        """The first split fleet has the GPUs that were measured alone."""
         self._alone(gpus)
         self._fleet(self._plan.split[0], 0, self.measured.split, gpus)
 
@@ -298,8 +297,7 @@ class Bench:
             if at_once > self._plan.split[0].max_num_seqs:
                 continue
             load = {"prompt": shape.prompt, "answer": shape.answer, "at_once": at_once}
-            # A step in a fleet is compared with steady ones: as long, since blocks are few.
-            share = 1 if (shape, at_once) in self._plan.steady else 4
+            share = 1 if (shape, at_once) in self._plan.steady else 4  # steps are compared by those
             took = alone.ask(do="decode", seconds=self._plan.seconds / share, **load)
             found.append({"shape": str(shape), "at_once": at_once, **took})
         return found
