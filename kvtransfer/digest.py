@@ -2,10 +2,9 @@
 
 The digest of a handoff's pages is xxh3_128 over the xxh3_64 of all of their pieces
 (kernels/pages_digests.py), which a GPU takes of its own pages and a CPU of its own, to the same
-bits; the seed is the receiver's. One for all, as one for each page took the host ten times as long,
-at both ends and while nothing else was left to wait for. Digests
-are taken beside everything else: a job is begun, and asked later whether it is done. Not a defence
-against an attacker: xxh3 is not cryptographic.
+bits; the seed is the receiver's. One for all: one for each page takes the host ten times as long,
+while nothing else is left to wait for. Digests are taken beside everything else: a job is begun,
+and asked later whether it is done. Not a defence against an attacker: xxh3 is not cryptographic.
 """
 
 from __future__ import annotations

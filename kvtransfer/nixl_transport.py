@@ -64,7 +64,7 @@ PAUSE_S = {
     Pace.EXPECTING: 1e-3,
     Pace.IDLE: 0.1,
 }
-LOOKS = 8  # at a write, one after the other: each takes note of some of its pages only
+LOOKS = 8  # at a write, one after the other: where a GPU copies, one may see a part of it only
 HOST_HOT_S = 20e-6  # where processors move the bytes, somebody else may need this one
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which UCX, too, knows its own machine
 _PR_SET_TIMERSLACK = 29
@@ -308,7 +308,7 @@ class NixlTransport:
         """Sleeps; a request ends the longer sleeps early."""
         seconds = self._pause_s[pace]
         if not seconds:
-            os.sched_yield()  # a sleep of no time takes 15 to 25 us
+            os.sched_yield()  # a sleep of no time takes 15 to 56 us
         elif pace in (Pace.HOT, Pace.MOVING):
             time.sleep(seconds)
         else:
