@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ class Figures:
     tokens_per_s: float  # of blocks that arrived in the window
     first_p50_s: float
     first_p99_s: float
-    gap_p50_s: float
+    gap_p50_s: float  # of blocks that arrived in the window
     gap_p99_s: float
+    forwards_a_block: float
     prefill_p50_s: float
     handoff_p50_s: float
     handoff_p99_s: float
@@ -28,7 +30,7 @@ class Figures:
 
 
 def figures(window: Window) -> Figures:
-    """Of requests that began in the window; tokens of whatever arrived in it."""
+    """Of requests that began in the window; tokens and gaps of whatever arrived in it."""
     inside = [one for one in window.requests if window.begin <= one.sent < window.end]
     well = [one for one in inside if not one.failure and one.blocks]
     tokens = sum(
@@ -37,7 +39,12 @@ def figures(window: Window) -> Figures:
         for at, size in zip(one.blocks, one.sizes, strict=True)
         if window.begin <= at < window.end
     )
-    gaps = [gap for one in well for gap in one.gaps]
+    gaps = [
+        gap
+        for one in window.requests
+        for gap, at in zip(one.gaps, one.blocks[1:], strict=True)
+        if window.begin <= at < window.end
+    ]
     firsts = [one.first_s for one in well]
     moved = [one.handoff_s for one in well if one.kv_bytes]
     return Figures(
@@ -48,12 +55,24 @@ def figures(window: Window) -> Figures:
         first_p99_s=percentile(firsts, 0.99),
         gap_p50_s=percentile(gaps, 0.5),
         gap_p99_s=percentile(gaps, 0.99),
+        forwards_a_block=forwards_a_block(window),
         prefill_p50_s=percentile([one.prefill_s for one in well], 0.5),
         handoff_p50_s=percentile(moved, 0.5),
         handoff_p99_s=percentile(moved, 0.99),
         batch=decoding(window),
         failures=tuple(sorted({one.failure for one in inside if one.failure})),
     )
+
+
+def forwards_a_block(window: Window) -> float:
+    """Of requests that ended in the window; NaN where none did."""
+    ended = [
+        one
+        for one in window.requests
+        if not one.failure and one.blocks and window.begin <= one.ended < window.end
+    ]
+    blocks = sum(len(one.blocks) for one in ended)
+    return sum(one.forwards for one in ended) / blocks if blocks else math.nan
 
 
 def decoding(window: Window) -> float:

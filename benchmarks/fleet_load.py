@@ -7,6 +7,7 @@ are the client's clock; what the answer says of itself stands beside them.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -117,23 +118,28 @@ class Client:
         return [await self.ask(shape) for _ in range(count)]
 
     async def closed(self, shape: Shape, at_once: int, warm_s: float, seconds: float) -> Window:
-        """Keeps `at_once` requests going; the window begins after `warm_s`."""
+        """Keeps `at_once` requests going; the window begins after `warm_s` and once everybody's
+        first answer, which is shorter, is over."""
         taken: list[Taken] = []
-        begin = time.monotonic() + warm_s
-        end = begin + seconds
+        warm = time.monotonic() + warm_s
+        firsts: list[float] = []
+
+        def begin() -> float:
+            return max(warm, *firsts) if len(firsts) == at_once else math.inf
 
         async def user(number: int) -> None:
             # Spread over the first moments, and with first answers of all lengths.
             await asyncio.sleep(0.5 * warm_s * number / at_once)
             first = max(1, shape.answer * (number + 1) // at_once)
             await self.ask(Shape(shape.prompt, first), taken)
-            while time.monotonic() < end:
+            firsts.append(time.monotonic())
+            while time.monotonic() < begin() + seconds:
                 await self.ask(shape, taken)
 
         async with asyncio.TaskGroup() as users:
             for number in range(at_once):
                 users.create_task(user(number))
-        return Window(taken, begin, end)
+        return Window(taken, begin(), begin() + seconds)
 
     async def arriving(self, shape: Shape, rate: float, seconds: float, seed: int) -> Window:
         """Requests a second as they come, whoever is still being served; returns once all are."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD
 from effuse.benchmarks.gpu_handoff import Result, table
 from effuse.cli.figures import percentile
 
@@ -27,7 +26,6 @@ FIRST_S = 1.0
 GAPS = (2, 4)  # multiples of one unloaded gap
 GAP_SHARE = 0.99
 MET_SHARE = 0.9
-BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,8 @@ def _alone(content: Content) -> str:
     rows = []
     for split, colocated in _pairs(content):
         for shape, requests in split["alone"].items():
+            if colocated is None:
+                continue
             ours, theirs = (_firsts(found) for found in (requests, colocated["alone"][shape]))
             moved = percentile([one["handoff_s"] for one in requests], 0.5)
             rows.append([shape, *milliseconds(ours, theirs, ours - theirs, moved)])
@@ -103,7 +103,7 @@ def _closed(content: Content) -> str:
     rows = []
     for split, colocated in _pairs(content):
         for one in split["closed"]:
-            other = _same(colocated["closed"], one)
+            other = _same(colocated["closed"], one) if colocated else None
             allowed = _allowed(content, one)
             beside = _gap_of_batch(content, one)
             rows.append(
@@ -113,10 +113,8 @@ def _closed(content: Content) -> str:
                     f"{one['tokens_per_s'] / allowed:.2f}",
                     *milliseconds(one["handoff_p50_s"], one["handoff_p99_s"], one["gap_p99_s"]),
                     f"{one['batch']:.1f}",
-                    f"{one['gap_p99_s'] / beside:.2f}",
-                    *(f"{other['tokens_per_s']:.0f}", *milliseconds(other["gap_p99_s"])),
-                    f"{one['tokens_per_s'] / other['tokens_per_s']:.2f}",
-                    f"{shares(one['busy'])}; {shares(other['busy'])}",
+                    over(one["gap_p99_s"], beside),
+                    *_beside_colocated(one, other),
                 ]
             )
     heads = ["load", "split tok/s", "allowed", "share", "handoff p50 ms", "p99", "gap p99 ms"]
@@ -124,21 +122,36 @@ def _closed(content: Content) -> str:
     return as_table([*heads, "GPUs busy"], rows)
 
 
+def _beside_colocated(one: Content, other: Content | None) -> list[str]:
+    if other is None:
+        return ["", "", "", shares(one["busy"])]
+    return [
+        f"{other['tokens_per_s']:.0f}",
+        *milliseconds(other["gap_p99_s"]),
+        f"{one['tokens_per_s'] / other['tokens_per_s']:.2f}",
+        f"{shares(one['busy'])}; {shares(other['busy'])}",
+    ]
+
+
 def _steps(content: Content) -> str:
     """A step in a fleet beside one in the engine alone, and beside arriving handoffs."""
     rows = []
-    steps = BLOCK // TOKENS_A_FORWARD
     for split, _ in _pairs(content):
         for one in split["closed"]:
             alone = _decode_alone(content, one)
-            if alone is None:
+            if alone is None or one["gap_p50_s"] is None:
                 continue
-            ours, bare = one["gap_p50_s"] / steps, alone["gap_p50_s"] / steps
+            forwards = one["forwards_a_block"], alone["forwards_a_block"]
+            if None in forwards:
+                continue
+            ours, bare = one["gap_p50_s"] / forwards[0], alone["gap_p50_s"] / forwards[1]
             load = f"{one['shape']} x {one['at_once']}"
-            rows.append(
-                [load, *milliseconds(ours, bare), f"{ours / bare:.3f}", f"{one['batch']:.1f}"]
-            )
-    told = as_table(["step of", "in the fleet ms", "alone ms", "ratio", "batch"], rows)
+            told_forwards = [f"{each:.2f}" for each in forwards]
+            cells = [*milliseconds(ours, bare), f"{ours / bare:.3f}", f"{one['batch']:.1f}"]
+            rows.append([load, *cells, *told_forwards])
+    heads = ["step of", "in the fleet ms", "alone ms", "ratio", "batch"]
+    heads += ["forwards a block", "alone"]
+    told = as_table(heads, rows)
     found = content["limits"].get("arrivals")
     if found:
         told += (
@@ -271,10 +284,10 @@ def _decode_limits(content: Content) -> list[Content]:
     return [one for one in content["limits"].get("decode", []) if one["gap_p99_s"] is not None]
 
 
-def _pairs(content: Content) -> Iterator[tuple[Content, Content]]:
-    """The fleets that got all loads."""
-    if content["split"] and content["colocated"]:
-        yield content["split"][0], content["colocated"][0]
+def _pairs(content: Content) -> Iterator[tuple[Content, Content | None]]:
+    """The fleets that got all loads; a split one may have none beside it."""
+    if content["split"]:
+        yield content["split"][0], next(iter(content["colocated"]), None)
 
 
 def _same(loads: Sequence[Content], load: Content) -> Content:
@@ -289,6 +302,11 @@ def _firsts(requests: Sequence[Content]) -> float:
 def milliseconds(*seconds: float | None) -> list[str]:
     """Cells of a table."""
     return ["" if each is None else f"{1e3 * each:.2f}" for each in seconds]
+
+
+def over(value: float | None, limit: float) -> str:
+    """A cell: the one over the other."""
+    return "" if value is None else f"{value / limit:.2f}"
 
 
 def shares(busy: Sequence[float] | None) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +20,11 @@ from effuse.models.config import ModelConfig
 PAGE_SIZE = 32
 READY_S = 240.0
 _SAMPLE_MS = 200
+MEMORY = "0.5"  # of a GPU, so that what is measured alone fits in beside a fleet
+
+Turn = Callable[[Shape, int, bool], object]
+"""Called around each closed load, while the fleet is idle: its shape, how many at once, and whether
+it is called again for the same load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +144,7 @@ def run(
     config: ModelConfig,
     gpus: Sequence[str],
     log_dir: Path,
+    beside: Turn | None = None,
 ) -> Outcome:
     """Starts the fleet on these GPUs (none: the CPU), puts it under the loads and stops it.
 
@@ -149,12 +155,12 @@ def run(
     with Fleet(settings) as fleet, Busy(gpus) as busy:
         outcome.ready_s = fleet.ready_s
         _say(variant, f"ready in {fleet.ready_s:.0f} s")
-        asyncio.run(_put_under(fleet, config, loads, outcome, busy))
+        asyncio.run(_put_under(fleet, config, loads, outcome, busy, beside or (lambda *_: None)))
     return outcome
 
 
 async def _put_under(
-    fleet: Fleet, config: ModelConfig, loads: Loads, outcome: Outcome, busy: Busy
+    fleet: Fleet, config: ModelConfig, loads: Loads, outcome: Outcome, busy: Busy, beside: Turn
 ) -> None:
     words = min(config.mask_token_id, *config.eos_token_ids)
     async with client_of(fleet.address, words, config.block_size) as client:
@@ -162,7 +168,9 @@ async def _put_under(
         for shape in loads.alone:
             outcome.alone[str(shape)] = _well(await client.alone(shape, loads.alone_count))
         for shape, at_once in loads.closed:
+            await asyncio.to_thread(beside, shape, at_once, True)
             window = await client.closed(shape, at_once, loads.warm_s, loads.seconds)
+            await asyncio.to_thread(beside, shape, at_once, False)
             outcome.closed[str(shape), at_once] = window
             outcome.busy[f"{shape} {at_once}"] = busy.shares(window.begin, window.end)
             _tell(outcome.variant, f"{shape} x {at_once}", window)
@@ -242,7 +250,7 @@ def _config(
     # prefill for itself.
     step_rows = 2 * config.block_size * variant.max_num_seqs + variant.prompt_rows
     seqs = ("--max-num-seqs", str(variant.max_num_seqs))
-    memory = ("--gpu-memory-utilization", "0.8") if gpus else ("--num-pages", str(70 * pages))
+    memory = ("--gpu-memory-utilization", MEMORY) if gpus else ("--num-pages", str(70 * pages))
     return FleetConfig(
         prefill=variant.prefill,
         decode=variant.decode,

@@ -84,9 +84,12 @@ class Alone:
         synchronize(self._model.device)
         return time.perf_counter() - begin
 
-    def _decode(self, prompt: int, answer: int, at_once: int, seconds: float) -> None:
-        """Rate, gaps between blocks and time of a step, `at_once` requests at any time."""
-        load = self._begin(prompt, answer, at_once)
+    def _decode(
+        self, prompt: int, answer: int, at_once: int, seconds: float, goes_on: bool = False
+    ) -> None:
+        """Rate, gaps between blocks and time of a step, `at_once` requests at any time; the load is
+        kept for the next command if it goes on."""
+        load = self._load = self._load or self._begin(prompt, answer, at_once)
         begin, steps = self._run(load, seconds)
         taken = time.perf_counter() - begin
         gaps = [gap for one in load.everyone() for gap in _gaps(one, begin)]
@@ -96,14 +99,29 @@ class Alone:
             for at, size in zip(one.blocks, one.sizes, strict=True)
             if at >= begin
         )
-        load.end()
+        ended = [one for one in load.served if one.blocks[-1] >= begin]
+        forwards = sum(one.forwards for one in ended)
+        blocks = sum(len(one.blocks) for one in ended)
+        if not goes_on:
+            self._end_load()
         say(
             tokens_per_s=tokens / taken,
             gap_p50_s=percentile(gaps, 0.5),
             gap_p99_s=percentile(gaps, 0.99),
             step_s=taken / max(1, steps),
             steps=steps,
+            forwards_a_block=forwards / blocks if blocks else None,
         )
+
+    def _rest(self) -> None:
+        """Ends a load that goes on."""
+        self._end_load()
+        say()
+
+    def _end_load(self) -> None:
+        if self._load is not None:
+            self._load.end()
+        self._load = None
 
     def _listen(self) -> None:
         """Opens the spare pages to a sender."""
@@ -143,7 +161,10 @@ class Alone:
             )
             for number in range(1, at_once + 1)
         ]
-        load = ClosedLoad(engine, first, at_once, then=draw)
+        load = ClosedLoad(engine, first, 1, then=draw)
+        # One a step, as clients come apart: else all would begin and end their blocks together.
+        for load.most in range(1, at_once + 1):
+            load.step()
         while len(load.served) < at_once // 2 + 1:
             load.step()
         return load

@@ -82,7 +82,8 @@ def requests(
 
 
 class ClosedLoad:
-    """Keeps up to `most` requests in the engine: `messages`, and whatever `then` gives after."""
+    """Keeps up to `most` requests in the engine, which may be changed: `messages`, and whatever
+    `then` gives after."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class ClosedLoad:
         self.engine = engine
         self._messages = chain(messages, then or ())
         self._next = next(self._messages, None)
-        self._most = most
+        self.most = most
         self._running: dict[str, Served] = {}
         self.served: list[Served] = []
 
@@ -108,7 +109,7 @@ class ClosedLoad:
 
     def step(self) -> None:
         """Submits what there is room for, has the engine make a step and takes in what it says."""
-        while self._next is not None and len(self._running) < self._most:
+        while self._next is not None and len(self._running) < self.most:
             self._running[self._next.attempt.transfer_id] = Served(time.perf_counter())
             self.engine.handle(self._next)
             self._next = next(self._messages, None)

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
+from effuse.benchmarks.fleet_limits import ALONE
 from effuse.benchmarks.fleet_load import Shape
 from effuse.benchmarks.fleet_runs import Kills, Loads, Outcome, Variant, run, timed
-from effuse.benchmarks.gpu_fleet import ALONE
 from effuse.benchmarks.gpu_handoff import child
 from effuse.benchmarks.gpu_models import MODELS
 from effuse.benchmarks.random_checkpoint import write_checkpoint
