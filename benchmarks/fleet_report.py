@@ -141,7 +141,7 @@ def _steps(content: Content) -> str:
             alone = _decode_alone(content, one)
             if alone is None or one["gap_p50_s"] is None:
                 continue
-            forwards = one["forwards_a_block"], alone["forwards_a_block"]
+            forwards = one.get("forwards_a_block"), alone.get("forwards_a_block")
             if None in forwards:
                 continue
             ours, bare = one["gap_p50_s"] / forwards[0], alone["gap_p50_s"] / forwards[1]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import count, pairwise
 
 import msgspec
+import numpy as np
 import torch
 
 from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD
@@ -24,7 +25,7 @@ from effuse.benchmarks.gpu_models import MODELS, random_model
 from effuse.benchmarks.gpu_serve import HandedOver
 from effuse.benchmarks.gpu_timing import synchronize
 from effuse.cli.figures import percentile
-from effuse.config.decoding import Stopping
+from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.build import make_stepper
 from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.models.part import Part
@@ -43,6 +44,7 @@ class Alone:
         self._model = model
         num_pages = max_num_seqs * -(-max_model_len // PAGE_SIZE)
         self._paged = paged(model, (num_pages + SPARE_PAGES) * PAGE_SIZE, page_size=PAGE_SIZE)
+        self._paged.memory.tensor.normal_()  # as KV is; zeros cost a GPU less
         self._limits = DecodeLimits(
             # As a worker has it: prompts that came need no rows, but the scheduler counts them.
             max_num_batched_tokens=2 * size * max_num_seqs + max_model_len,
@@ -61,9 +63,10 @@ class Alone:
     def _prefill(self, prompts: int, length: int, seconds: float) -> None:
         """Seconds of a prompt's forward, where so many run in one."""
         pages, mask = -(-length // PAGE_SIZE), self._model.config.mask_token_id
+        draw = np.random.default_rng(length)
         parts = [
             Part(
-                token_ids=[number % mask for number in range(length)],
+                token_ids=draw.integers(0, mask, length).tolist(),
                 start=0,
                 pages=range(at * pages, (at + 1) * pages),
                 num_stored=length,
@@ -182,6 +185,7 @@ class Alone:
     def _messages(self, prompt: int, answer: int) -> Iterator[StartDecode]:
         config = self._model.config
         (made,) = requests(config, [prompt], 1, answer)
+        draw = np.random.default_rng(prompt)
         settings = msgspec.structs.replace(
             made.settings,
             algorithm="block_diffusion",
@@ -192,7 +196,14 @@ class Alone:
             attempt = msgspec.structs.replace(
                 made.attempt, request_id=f"{number}", transfer_id=f"{number}"
             )
-            yield msgspec.structs.replace(made, attempt=attempt, settings=settings)
+            # Each with a prompt and a seed of its own: equal ones share pages, and say the same.
+            yield msgspec.structs.replace(
+                made,
+                attempt=attempt,
+                prompt_token_ids=tuple(draw.integers(0, config.mask_token_id, prompt).tolist()),
+                sampling=Sampling(seed=int(draw.integers(2**63))),
+                settings=settings,
+            )
 
 
 def _gaps(served: Served, begin: float) -> list[float]:
