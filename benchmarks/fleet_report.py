@@ -139,18 +139,20 @@ def _steps(content: Content) -> str:
     for split, _ in _pairs(content):
         for one in split["closed"]:
             alone = _decode_alone(content, one)
-            if alone is None or one["gap_p50_s"] is None:
+            if alone is None or one.get("step_s") is None or "step_rows" not in alone:
                 continue
-            forwards = one.get("forwards_a_block"), alone.get("forwards_a_block")
-            if None in forwards:
-                continue
-            ours, bare = one["gap_p50_s"] / forwards[0], alone["gap_p50_s"] / forwards[1]
-            load = f"{one['shape']} x {one['at_once']}"
-            told_forwards = [f"{each:.2f}" for each in forwards]
-            cells = [*milliseconds(ours, bare), f"{ours / bare:.3f}", f"{one['batch']:.1f}"]
-            rows.append([load, *cells, *told_forwards])
-    heads = ["step of", "in the fleet ms", "alone ms", "ratio", "batch"]
-    heads += ["forwards a block", "alone"]
+            ratio = one["step_s"] / alone["step_s"]
+            a_row = ratio * alone["step_rows"] / one["step_rows"]
+            rows.append(
+                [
+                    f"{one['shape']} x {one['at_once']}",
+                    *(cell for each in (one, alone) for cell in _step(each)),
+                    *(f"{ratio:.3f}", f"{a_row:.3f}"),
+                ]
+            )
+    what = ["ms", "requests", "rows", "forwards a block"]
+    heads = ["step of", *(f"{name}, {where}" for where in ("fleet", "alone") for name in what)]
+    heads += ["ratio", "ratio a row"]
     told = as_table(heads, rows)
     found = content["limits"].get("arrivals")
     if found:
@@ -160,6 +162,15 @@ def _steps(content: Content) -> str:
             f"a handoff then takes {1e3 * found['handoff_p50_s']:.2f} ms."
         )
     return told
+
+
+def _step(load: Content) -> list[str]:
+    forwards = load["forwards_a_block"]
+    return [
+        *milliseconds(load["step_s"]),
+        *(f"{load['step_requests']:.1f}", f"{load['step_rows']:.0f}"),
+        "" if forwards is None else f"{forwards:.2f}",
+    ]
 
 
 def _arriving(content: Content) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from effuse.benchmarks.fleet_figures import decoding, figures, links
 from effuse.benchmarks.fleet_load import Client, Shape, Taken, Window, client_of
+from effuse.benchmarks.fleet_steps import StepCounts, Steps
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.models.config import ModelConfig
 
@@ -95,6 +96,7 @@ class Outcome:
     closed: dict[tuple[str, int], Window] = field(default_factory=dict)
     arriving: dict[tuple[str, float], Window] = field(default_factory=dict)
     busy: dict[str, list[float]] = field(default_factory=dict)  # of each GPU, by load
+    steps: dict[tuple[str, int], Steps | None] = field(default_factory=dict)  # of closed loads
     killed: Killed | None = None
 
     def everyone(self) -> list[Taken]:
@@ -113,7 +115,9 @@ class Outcome:
             "closed": [
                 {"shape": shape, "at_once": at_once, "busy": self.busy.get(f"{shape} {at_once}")}
                 | asdict(figures(window))
+                | (asdict(steps) if steps else {})
                 for (shape, at_once), window in self.closed.items()
+                for steps in [self.steps.get((shape, at_once))]
             ],
             "arriving": [
                 {"shape": shape, "rate": rate, "busy": self.busy.get(f"{shape} {rate}/s")}
@@ -165,11 +169,14 @@ async def _put_under(
     words = min(config.mask_token_id, *config.eos_token_ids)
     async with client_of(fleet.address, words, config.block_size) as client:
         await _warm(client, loads)
+        decoding_at = [fleet.metrics()[name] for name in fleet.names("decode")]
         for shape in loads.alone:
             outcome.alone[str(shape)] = _well(await client.alone(shape, loads.alone_count))
         for shape, at_once in loads.closed:
             await asyncio.to_thread(beside, shape, at_once, True)
-            window = await client.closed(shape, at_once, loads.warm_s, loads.seconds)
+            with StepCounts(decoding_at) as counts:
+                window = await client.closed(shape, at_once, loads.warm_s, loads.seconds)
+            outcome.steps[str(shape), at_once] = counts.between(window.begin, window.end)
             await asyncio.to_thread(beside, shape, at_once, False)
             outcome.closed[str(shape), at_once] = window
             outcome.busy[f"{shape} {at_once}"] = busy.shares(window.begin, window.end)

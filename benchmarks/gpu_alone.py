@@ -93,6 +93,8 @@ class Alone:
         """Rate, gaps between blocks and time of a step, `at_once` requests at any time; the load is
         kept for the next command if it goes on."""
         load = self._load = self._load or self._begin(prompt, answer, at_once)
+        counters = load.engine.counters
+        before = counters.requests, counters.rows
         begin, steps = self._run(load, seconds)
         taken = time.perf_counter() - begin
         gaps = [gap for one in load.everyone() for gap in _gaps(one, begin)]
@@ -114,6 +116,8 @@ class Alone:
             step_s=taken / max(1, steps),
             steps=steps,
             forwards_a_block=forwards / blocks if blocks else None,
+            step_requests=(counters.requests - before[0]) / max(1, steps),
+            step_rows=(counters.rows - before[1]) / max(1, steps),
         )
 
     def _rest(self) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import threading
+import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from eventually import eventually
 
 from effuse.benchmarks import fleet_report
 from effuse.benchmarks.fleet_figures import decoding, figures, links
@@ -19,6 +23,7 @@ from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD, Shape, Taken, Window,
 from effuse.benchmarks.fleet_plans import colocated, split
 from effuse.benchmarks.fleet_report import GAPS, Objectives, objectives, plot, report
 from effuse.benchmarks.fleet_runs import Loads, Outcome, run
+from effuse.benchmarks.fleet_steps import StepCounts
 from effuse.benchmarks.gpu_models import TINY
 from effuse.benchmarks.random_checkpoint import word, write_checkpoint
 from effuse.models.weights import load_model
@@ -97,6 +102,7 @@ def test_a_run_becomes_tables_and_a_plot(outcomes: list[Outcome], tmp_path: Path
     text = report(json.loads(json.dumps(content), parse_constant=lambda _: None))
     rate = ours["closed"][0]["tokens_per_s"]
     assert f"| {SHAPE} x 3 | {rate:.0f} | 640 | {rate / 640:.2f} |" in text
+    assert f"{1e3 * ours['closed'][0]['step_s']:.2f} | " in text and "ratio a row" in text
     assert f"| {SHAPE} x 3 | {rate:.0f} | 640 |" in report(content | {"colocated": []})
     plot(content, tmp_path / "x.svg")
     assert "1P1D over nixl" in (tmp_path / "x.svg").read_text()
@@ -104,7 +110,7 @@ def test_a_run_becomes_tables_and_a_plot(outcomes: list[Outcome], tmp_path: Path
 
 def _content(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     alone = {"tokens_per_s": 9000.0, "gap_p50_s": 0.01, "gap_p99_s": 0.02, "step_s": 0.001}
-    alone["forwards_a_block"] = 8.0
+    alone |= {"forwards_a_block": 8.0, "step_requests": 3.0, "step_rows": 96.0}
     return {
         "served": str(SHAPE),
         "split": [ours],
@@ -125,6 +131,47 @@ def test_arrivals_are_the_same_for_every_fleet_and_as_many_as_asked_for() -> Non
     assert drawn == sorted(drawn) and 4700 < len(drawn) < 5300
     gaps = [after - before for before, after in pairwise(drawn)]
     assert statistics.pstdev(gaps) == pytest.approx(1 / 50, rel=0.1)
+
+
+class _Busy(BaseHTTPRequestHandler):
+    """A worker of so many steps a second, of three requests and 96 rows each."""
+
+    rate = 1000
+
+    def do_GET(self) -> None:
+        steps = self.rate * time.monotonic()
+        told = {"steps": steps, "step_requests": 3 * steps, "step_tokens": 96 * steps}
+        lines = [
+            f'effuse_engine_{name}_total{{role="decode"}} {count!r}' for name, count in told.items()
+        ]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write("\n".join([*lines, "effuse_other_total 7.0"]).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class _Idle(_Busy):
+    rate = 0
+
+
+@pytest.mark.parametrize("worker", [_Busy, _Idle])
+def test_the_time_of_a_step_is_by_a_workers_counters(worker: type[_Busy]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), worker) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        begin = time.monotonic()
+        with StepCounts([f"127.0.0.1:{server.server_port}"]) as counts:
+            asyncio.run(eventually(lambda: len(counts) >= 4))
+        found = counts.between(begin, time.monotonic())
+        server.shutdown()
+    if worker is _Idle:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.step_s == pytest.approx(0.001, rel=0.1)
+        assert (found.step_requests, found.step_rows) == pytest.approx((3.0, 96.0))
+    assert counts.between(begin - 2, begin) is None
 
 
 def _taken(sent: float, blocks: list[float], failure: str = "") -> Taken:
