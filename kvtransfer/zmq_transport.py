@@ -8,8 +8,8 @@ bounded number of bytes unanswered.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import zmq
@@ -179,20 +179,18 @@ class ZmqTransport:
     def say(self, peer: Peer, message: ToReceiver) -> None:
         """Sends a message without payload."""
         assert isinstance(peer, ZmqPeer)
-        if not peer.is_open:
-            raise HandoffRefused(Cause.PEER, f"the connection to {peer.endpoint} was closed")
-        peer.say(message)
+        with _open(peer):
+            peer.say(message)
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
         """Sends pages from where they lie; those of a GPU once they have been copied."""
         assert isinstance(peer, ZmqPeer)
-        if not peer.is_open:
-            raise HandoffRefused(Cause.PEER, f"the connection to {peer.endpoint} was closed")
-        if self._staging is None:
-            delivery = ZmqDelivery(peer, header, None)
-            self._send(delivery, self._memory.views(chunk.source_pages, chunk.groups))
-            return delivery
-        fetched = self._staging.fetch(chunk.source_pages, chunk.groups)
+        with _open(peer):
+            if self._staging is None:
+                delivery = ZmqDelivery(peer, header, None)
+                self._send(delivery, self._memory.views(chunk.source_pages, chunk.groups))
+                return delivery
+            fetched = self._staging.fetch(chunk.source_pages, chunk.groups)
         if fetched is None:
             return None
         delivery = ZmqDelivery(peer, header, fetched)
@@ -208,19 +206,27 @@ class ZmqTransport:
 
     def hear(self) -> list[Heard]:
         """What peers have said; sends what has been copied from a GPU."""
-        fetching, self._fetching = self._fetching, []
-        for delivery in fetching:
-            assert delivery.fetched is not None
-            if delivery.fetched.is_over():
-                self._send(delivery, [delivery.fetched.view])
-            else:
-                self._fetching.append(delivery)
         heard: list[Heard] = []
+        self._send_fetched(heard)
         for message in self._listener.receive():
             self._take(message, heard)
         for peer in list(self._peers.values()):
             self._hear_peer(peer, heard)
         return heard
+
+    def _send_fetched(self, heard: list[Heard]) -> None:
+        fetching, self._fetching = self._fetching, []
+        for delivery in fetching:
+            assert delivery.fetched is not None
+            if not delivery.peer.is_open:
+                continue  # lost with an earlier one of these
+            if not delivery.fetched.is_over():
+                self._fetching.append(delivery)
+                continue
+            try:
+                self._send(delivery, [delivery.fetched.view])
+            except zmq.Again:
+                self._lose(delivery.peer, "closed the connection", heard)
 
     def _take(self, received: Received, heard: list[Heard]) -> None:
         first, *payload = (frame.buffer for frame in received.frames or [zmq.Frame(b"")])
@@ -288,3 +294,16 @@ class ZmqTransport:
             poller.register(peer.socket, zmq.POLLIN)
             poller.register(peer.monitor, zmq.POLLIN)
         poller.poll(MOVING_MS if is_moving else IDLE_MS)
+
+
+@contextmanager
+def _open(peer: ZmqPeer) -> Iterator[None]:
+    """Raises HandoffRefused where the connection is closed: by us, or by ZMQ, which lets go of one
+    whose handshake was refused and then has nowhere to put a message."""
+    refusal = HandoffRefused(Cause.PEER, f"the connection to {peer.endpoint} was closed")
+    if not peer.is_open:
+        raise refusal
+    try:
+        yield
+    except zmq.Again as error:
+        raise refusal from error

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import zmq
 from kvtransfer.fixtures import SMALL, boundary, filled, next_event, print_of, reservation
 from zmq.utils.monitor import recv_monitor_message
 
-from effuse.kvtransfer.connector import Arrived, Connector, ConnectorEvent, PushFailed
+from effuse.kvtransfer.connector import (
+    Arrived,
+    Connector,
+    ConnectorEvent,
+    HandoffRefused,
+    PushFailed,
+)
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.messages import Begin, PageRef, Pages
+from effuse.kvtransfer.staging import Fetched
 from effuse.kvtransfer.thread import ThreadConnector
-from effuse.kvtransfer.zmq_sockets import CurveKeys, ZmqListener
-from effuse.kvtransfer.zmq_transport import ZmqTransport
+from effuse.kvtransfer.transport import Chunk, Lost
+from effuse.kvtransfer.zmq_sockets import CurveKeys, ZmqListener, ZmqPeer
+from effuse.kvtransfer.zmq_transport import ZmqDelivery, ZmqTransport
 
 LARGEST = 1 << 16
 OURS, THEIRS = CurveKeys.of(b"o" * 32), CurveKeys.of(b"t" * 32)
@@ -93,6 +104,32 @@ def test_strangers_neither_push_nor_are_pushed_to(
     sender: CurveKeys | None, receiver: CurveKeys | None
 ) -> None:
     assert isinstance(push(sender, receiver)[0], PushFailed)
+
+
+def test_what_is_said_after_a_refused_handshake_fails_its_push_alone() -> None:
+    """ZMQ lets go of such a connection, and the thread hears of it only at its next look."""
+    memory = filled(SMALL, 2)
+    with connector(PageMemory(SMALL, 4), "decode-1", OURS) as receiver:
+        reserved = reservation(memory, receiver.describe(), (PageRef(1, 1),), number=1)
+        transport = ZmqTransport(memory, keys=None)
+        transport.open()
+        peer = transport.reach(reserved)
+        assert isinstance(peer, ZmqPeer)
+        while recv_monitor_message(peer.monitor)["event"] == zmq.EVENT_CONNECTED:
+            pass
+        begin = Begin(reserved.attempt, "1", reserved.incarnation, reserved.fingerprint)
+        with pytest.raises(HandoffRefused, match="was closed"):
+            for _ in range(100):  # the handshake is told before the connection is let go of
+                transport.say(peer, begin)
+                time.sleep(0.05)
+        assert peer.is_open, "nobody had looked at it"
+        header = Pages(reserved.attempt, "1", reserved.incarnation, 0, reserved.pages, 0, 1)
+        copied = cast("Fetched", SimpleNamespace(is_over=lambda: True, view=memoryview(b"x")))
+        transport._fetching = [ZmqDelivery(peer, header, copied) for _ in range(2)]
+        assert [type(one) for one in transport.hear()] == [Lost]
+        with pytest.raises(HandoffRefused, match="was closed"):
+            transport.deliver(peer, header, Chunk(0, (0,), reserved.pages, range(1)))
+        transport.close()
 
 
 def test_to_know_the_public_key_is_not_enough() -> None:
