@@ -11,7 +11,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from eventually import eventually
 
 from effuse.benchmarks import fleet_report
 from effuse.benchmarks.fleet_figures import decoding, figures, links
-from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD, Shape, Taken, Window, arrivals
+from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD, Client, Shape, Taken, Window, arrivals
 from effuse.benchmarks.fleet_plans import colocated, split
 from effuse.benchmarks.fleet_report import GAPS, Objectives, objectives, plot, report
 from effuse.benchmarks.fleet_runs import Loads, Outcome, run
@@ -28,6 +28,9 @@ from effuse.benchmarks.gpu_models import TINY
 from effuse.benchmarks.random_checkpoint import word, write_checkpoint
 from effuse.models.weights import load_model
 from effuse.router.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 CPU = torch.device("cpu")
 SHAPE = Shape(40, 96)
@@ -196,6 +199,27 @@ def test_a_window_counts_tokens_that_came_in_it_and_requests_that_began_in_it() 
     assert found.gap_p50_s == pytest.approx(1.0) and found.gap_p99_s == pytest.approx(1.0)
     # The first decodes from the window's begin to 2.5, the second from one gap before 1.4 on.
     assert decoding(window) == pytest.approx((1.5 + 2.0) / 2)
+
+
+class _Sleeping(Client):
+    """Takes a millisecond a token, and asks nobody."""
+
+    async def ask(self, shape: Shape, into: list[Taken] | None = None) -> Taken:
+        taken = Taken(shape, time.monotonic())
+        assert into is not None
+        into.append(taken)
+        await asyncio.sleep(shape.answer / 1000)
+        taken.ended = time.monotonic()
+        return taken
+
+
+def test_a_window_begins_once_all_first_answers_are_over() -> None:
+    client = _Sleeping(cast("GenerationServiceAsyncStub", None), 10, 32)
+    window = asyncio.run(client.closed(Shape(8, 200), 4, 0.01, 0.1))
+    shorter = [one.ended for one in window.requests if one.shape.answer < 200]
+    assert len(shorter) == 3 and max(shorter) <= window.begin
+    assert window.seconds == pytest.approx(0.1)
+    assert any(window.begin <= one.ended < window.end for one in window.requests)
 
 
 @pytest.mark.parametrize(
