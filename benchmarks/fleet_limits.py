@@ -8,12 +8,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from effuse.benchmarks import gpu_handoff
-from effuse.benchmarks.fleet_load import Shape
+from effuse.benchmarks.fleet_load import Pace, Shape, Steady
 from effuse.benchmarks.fleet_plans import Plan
 from effuse.benchmarks.gpu_handoff import Peer, child
 from effuse.benchmarks.raw_transfer import scattered
@@ -35,6 +36,7 @@ class Limits:
         self._prefill, self._decode = prefill, decode
         self._forwards: dict[tuple[int, int], list[float]] = {}  # by length and prompts in one
         self._loads: dict[tuple[Shape, int], list[Times]] = {}
+        self._steady: dict[str, list[Pace]] = {}
         self._arrivals: Times = {}
 
     def found(self) -> dict[str, Any]:
@@ -53,7 +55,8 @@ class Limits:
             for (length, prompts), seconds in sorted(self._forwards.items())
         ]
         found = {"prefill": prefill, "prefill_turns": ways, "decode": decode}
-        return {**found, "arrivals": self._arrivals}
+        steady = {name: [asdict(one) for one in paces] for name, paces in self._steady.items()}
+        return {**found, "steady": steady, "arrivals": self._arrivals}
 
     def batches(self) -> None:
         """Smaller batches of what arrives, to compare gaps with."""
@@ -73,8 +76,14 @@ class Limits:
             for each in [pool.submit(job) for job in jobs]:
                 each.result()
 
+    def steady(self, load: Steady) -> Pace:
+        """The same requests as the fleet's, in the engine alone."""
+        pace = Pace(**self._decode.ask(do="steady", **asdict(load)))
+        self._steady.setdefault(str(load), []).append(pace)
+        return pace
+
     def _steps_of(self, shape: Shape, at_once: int, seconds: float, *, goes_on: bool) -> None:
-        """Rate, gaps and steps of so many requests at once whose prompts' KV is there already."""
+        """Rate and gaps of so many requests at once whose prompts' KV is there already."""
         load = {"prompt": shape.prompt, "answer": shape.answer, "at_once": at_once}
         took = self._decode.ask(do="decode", seconds=seconds, goes_on=goes_on, **load)
         self._loads.setdefault((shape, at_once), []).append(took)
@@ -90,7 +99,7 @@ class Limits:
         """Time of a step of 16 requests in turns without handoffs and with 20 a second, every other
         time the other way round."""
         plan = self._plan
-        shape, at_once = plan.steady[0]
+        shape, at_once = plan.beside_arrivals
         count = max(2, round(HANDOFFS_A_SECOND * plan.seconds / 4))
         pages = plan.served.prompt // 32
         flags = ["--connector", "nixl", "--pages", str(pages), "--model", plan.model]

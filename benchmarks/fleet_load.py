@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,6 +30,8 @@ TOKENS_A_FORWARD = (
     4  # of each request: what a distilled model does about, and random weights do not
 )
 TIMEOUT_S = 120.0
+_SPARE_BLOCKS = 8
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,43 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.prompt}/{self.answer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """So many requests at once, each followed from one of its blocks to another. All of them run
+    until the last one is there, so that nobody comes, ends or prefills meanwhile, and whoever is
+    given them does the same work."""
+
+    prompt: int
+    at_once: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.at_once} of {self.prompt}"
+
+    def shape(self, block_size: int) -> Shape:
+        """Whoever began first must not end before the last one is there."""
+        return Shape(self.prompt, (self.last + _SPARE_BLOCKS) * block_size)
+
+    def pace(self, blocks: Sequence[Sequence[float]], block_size: int) -> Pace:
+        """blocks: when each of each request came; by now all have come as far as they are
+        followed."""
+        begins = [each[self.first] for each in blocks]
+        ends = [each[self.last] for each in blocks]
+        forwards = (self.last - self.first) * block_size // TOKENS_A_FORWARD
+        seconds = sum(ends) - sum(begins)
+        return Pace(seconds / len(blocks) / forwards, max(begins), min(ends))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of a steady load: seconds of a step, from when to when on the monotonic clock."""
+
+    step_s: float
+    begin: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -92,7 +131,7 @@ class Client:
     def __init__(self, stub: GenerationServiceAsyncStub, num_words: int, block_size: int) -> None:
         self._stub = stub
         self._num_words = num_words
-        self._steps = block_size // TOKENS_A_FORWARD
+        self._block_size = block_size
         self._draw = random.Random(1)
 
     async def ask(self, shape: Shape, into: list[Taken] | None = None) -> Taken:
@@ -151,6 +190,23 @@ class Client:
                 users.create_task(self.ask(shape, taken))
         return Window(taken, begin, begin + seconds)
 
+    async def steady(self, load: Steady) -> Pace:
+        """Begins all at once and breaks them off when they have come far enough. Raises
+        RuntimeError where one ends before."""
+        taken: list[Taken] = []
+        shape = load.shape(self._block_size)
+        asking = [asyncio.create_task(self.ask(shape, taken)) for _ in range(load.at_once)]
+        try:
+            while len(taken) < load.at_once or any(len(one.blocks) <= load.last for one in taken):
+                if any(one.done() for one in asking):
+                    raise RuntimeError(f"a request ended early: {[one.failure for one in taken]}")
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        return load.pace([one.blocks for one in taken], self._block_size)
+
     def _request(self, shape: Shape) -> pb.GenerateRequest:
         words = (word(self._draw.randrange(self._num_words)) for _ in range(shape.prompt))
         return pb.GenerateRequest(
@@ -159,7 +215,7 @@ class Client:
             decoding=pb.DecodingParams(
                 algorithm=pb.ALGORITHM_BLOCK_DIFFUSION,
                 remasking=pb.REMASKING_LOW_CONFIDENCE_STATIC,
-                denoising_steps=self._steps,
+                denoising_steps=self._block_size // TOKENS_A_FORWARD,
             ),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from effuse.benchmarks.fleet_load import Shape
+from effuse.benchmarks.fleet_load import Shape, Steady
 from effuse.benchmarks.fleet_runs import Loads, Variant
 from effuse.benchmarks.gpu_models import MODELS
 from effuse.models.config import ModelConfig
@@ -16,7 +16,8 @@ class Plan:
 
     model: str
     closed: tuple[tuple[Shape, int], ...]
-    steady: tuple[tuple[Shape, int], ...]  # closed, too, with long answers: the time of a step
+    steady: tuple[Steady, ...]  # the time of a step
+    beside_arrivals: tuple[Shape, int]  # what decodes while handoffs arrive, and how many at once
     alone: tuple[Shape, ...]
     served: Shape  # arrives at rates
     rates: tuple[float, ...]
@@ -35,7 +36,8 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        loads = [shape for shape, _ in (*self.closed, *self.steady)]
+        loads = [shape for shape, _ in (*self.closed, self.beside_arrivals)]
+        loads += [one.shape(self.config.block_size) for one in self.steady]
         return max(shape.prompt + shape.answer for shape in (*loads, *self.alone, self.served))
 
     def loads(self, number: int, connector: str) -> Loads:
@@ -49,7 +51,8 @@ class Plan:
         return Loads(
             alone=self.alone,
             alone_count=self.rounds,
-            closed=(*self.closed, *self.steady),
+            closed=self.closed,
+            steady=self.steady,
             arriving=arriving,
             warm_s=self.warm_s,
             seconds=self.seconds,
@@ -80,7 +83,8 @@ FULL = Plan(
         (Shape(2048, 128), 64),
         (Shape(4096, 64), 32),
     ),
-    steady=((Shape(512, 1024), 16), (Shape(512, 1024), 32)),
+    steady=(Steady(512, 16, 16, 88), Steady(512, 32, 16, 64)),
+    beside_arrivals=(Shape(512, 1024), 16),
     alone=(Shape(512, 128), Shape(2048, 128)),
     served=Shape(2048, 128),
     rates=(2, 4, 8, 12, 16, 18, 20, 22),
@@ -106,7 +110,6 @@ PAIR = replace(
 # The closed loads of the split fleet beside their limits, in three minutes.
 LOADS = replace(
     PAIR,
-    steady=PAIR.steady[:1],
     rates=(),
     swept_rates=(),
     split=PAIR.split[:1],
@@ -114,11 +117,17 @@ LOADS = replace(
     handoffs=(),
     zmq=(),
 )
+# What a fleet's processes add to a step, in two minutes. One GPU does: while its prefill worker has
+# no prompt, the decode worker has it for itself.
+STEPS = replace(
+    LOADS, closed=(), steady=(Steady(512, 1, 16, 88), *FULL.steady), alone=FULL.alone[:1], rounds=8
+)
 # Enough to see that everything runs, on one GPU.
 SHORT = Plan(
     model="dream-7b",
     closed=((Shape(512, 128), 8),),
-    steady=((Shape(512, 256), 4),),
+    steady=(Steady(512, 4, 4, 12),),
+    beside_arrivals=(Shape(512, 256), 4),
     alone=(Shape(2048, 128),),
     served=Shape(2048, 128),
     rates=(4,),
@@ -134,7 +143,8 @@ SHORT = Plan(
 TINY = Plan(
     model="tiny",
     closed=((Shape(64, 64), 4),),
-    steady=((Shape(64, 128), 2),),
+    steady=(Steady(64, 2, 1, 5),),
+    beside_arrivals=(Shape(64, 128), 2),
     alone=(Shape(64, 64),),
     served=Shape(64, 64),
     rates=(4, 8),
@@ -147,4 +157,4 @@ TINY = Plan(
     seconds=1.5,
     rounds=3,
 )
-PLANS = {"full": FULL, "pair": PAIR, "loads": LOADS, "short": SHORT, "tiny": TINY}
+PLANS = {"full": FULL, "pair": PAIR, "loads": LOADS, "steps": STEPS, "short": SHORT, "tiny": TINY}

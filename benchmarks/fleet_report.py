@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -137,22 +138,14 @@ def _steps(content: Content) -> str:
     """A step in a fleet beside one in the engine alone, and beside arriving handoffs."""
     rows = []
     for split, _ in _pairs(content):
-        for one in split["closed"]:
-            alone = _decode_alone(content, one)
-            if alone is None or one.get("step_s") is None or "step_rows" not in alone:
-                continue
-            ratio = one["step_s"] / alone["step_s"]
-            a_row = ratio * alone["step_rows"] / one["step_rows"]
-            rows.append(
-                [
-                    f"{one['shape']} x {one['at_once']}",
-                    *(cell for each in (one, alone) for cell in _step(each)),
-                    *(f"{ratio:.3f}", f"{a_row:.3f}"),
-                ]
-            )
-    what = ["ms", "requests", "rows", "forwards a block"]
-    heads = ["step of", *(f"{name}, {where}" for where in ("fleet", "alone") for name in what)]
-    heads += ["ratio", "ratio a row"]
+        for load, turns in split.get("steady", {}).items():
+            alone = [one["step_s"] for one in content["limits"]["steady"][load]]
+            fleet = [one["step_s"] for one in turns]
+            each = [ours / theirs for ours, theirs in zip(fleet, alone, strict=True)]
+            found = [f"{1e3 * statistics.median(times):.3f}" for times in (fleet, alone)]
+            told_turns = ", ".join(f"{ratio:.3f}" for ratio in each)
+            rows.append([load, *found, f"{statistics.median(each):.3f}", told_turns])
+    heads = ["a step of requests and prompt tokens", "ms, fleet", "ms, alone", "ratio", "by turn"]
     told = as_table(heads, rows)
     found = content["limits"].get("arrivals")
     if found:
@@ -162,15 +155,6 @@ def _steps(content: Content) -> str:
             f"a handoff then takes {1e3 * found['handoff_p50_s']:.2f} ms."
         )
     return told
-
-
-def _step(load: Content) -> list[str]:
-    forwards = load["forwards_a_block"]
-    return [
-        *milliseconds(load["step_s"]),
-        *(f"{load['step_requests']:.1f}", f"{load['step_rows']:.0f}"),
-        "" if forwards is None else f"{forwards:.2f}",
-    ]
 
 
 def _arriving(content: Content) -> str:

@@ -6,15 +6,14 @@ import asyncio
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from effuse.benchmarks.fleet_figures import decoding, figures, links
-from effuse.benchmarks.fleet_load import Client, Shape, Taken, Window, client_of
-from effuse.benchmarks.fleet_steps import StepCounts, Steps
+from effuse.benchmarks.fleet_load import Client, Pace, Shape, Steady, Taken, Window, client_of
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.models.config import ModelConfig
 
@@ -23,9 +22,18 @@ READY_S = 240.0
 _SAMPLE_MS = 200
 MEMORY = "0.5"  # of a GPU, so that what is measured alone fits in beside a fleet
 
-Turn = Callable[[Shape, int, bool], object]
-"""Called around each closed load, while the fleet is idle: its shape, how many at once, and whether
-it is called again for the same load."""
+STEADY_TURNS = 3
+REST_S = 0.5  # until requests that were broken off are over
+
+
+class Beside(Protocol):
+    """What has its turns while the fleet is idle."""
+
+    def turn(self, shape: Shape, at_once: int, goes_on: bool) -> object:
+        """Around each closed load; whether it is called again for the same load."""
+
+    def steady(self, load: Steady) -> object:
+        """Before or after each steady load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,7 @@ class Loads:
     alone: Sequence[Shape] = ()  # one request at a time
     alone_count: int = 20
     closed: Sequence[tuple[Shape, int]] = ()  # and how many at once
+    steady: Sequence[Steady] = ()  # in turns with what is beside the fleet
     arriving: Sequence[tuple[Shape, float]] = ()  # and requests a second
     kills: Kills | None = None  # last, as nobody starts them again
     warm_s: float = 3.0
@@ -96,7 +105,7 @@ class Outcome:
     closed: dict[tuple[str, int], Window] = field(default_factory=dict)
     arriving: dict[tuple[str, float], Window] = field(default_factory=dict)
     busy: dict[str, list[float]] = field(default_factory=dict)  # of each GPU, by load
-    steps: dict[tuple[str, int], Steps | None] = field(default_factory=dict)  # of closed loads
+    steady: dict[str, list[Pace]] = field(default_factory=dict)
     killed: Killed | None = None
 
     def everyone(self) -> list[Taken]:
@@ -115,10 +124,9 @@ class Outcome:
             "closed": [
                 {"shape": shape, "at_once": at_once, "busy": self.busy.get(f"{shape} {at_once}")}
                 | asdict(figures(window))
-                | (asdict(steps) if steps else {})
                 for (shape, at_once), window in self.closed.items()
-                for steps in [self.steps.get((shape, at_once))]
             ],
+            "steady": {name: [asdict(one) for one in paces] for name, paces in self.steady.items()},
             "arriving": [
                 {"shape": shape, "rate": rate, "busy": self.busy.get(f"{shape} {rate}/s")}
                 | {"seconds": window.seconds}
@@ -148,7 +156,7 @@ def run(
     config: ModelConfig,
     gpus: Sequence[str],
     log_dir: Path,
-    beside: Turn | None = None,
+    beside: Beside | None = None,
 ) -> Outcome:
     """Starts the fleet on these GPUs (none: the CPU), puts it under the loads and stops it.
 
@@ -159,28 +167,34 @@ def run(
     with Fleet(settings) as fleet, Busy(gpus) as busy:
         outcome.ready_s = fleet.ready_s
         _say(variant, f"ready in {fleet.ready_s:.0f} s")
-        asyncio.run(_put_under(fleet, config, loads, outcome, busy, beside or (lambda *_: None)))
+        asyncio.run(_put_under(fleet, config, loads, outcome, busy, beside))
     return outcome
 
 
 async def _put_under(
-    fleet: Fleet, config: ModelConfig, loads: Loads, outcome: Outcome, busy: Busy, beside: Turn
+    fleet: Fleet,
+    config: ModelConfig,
+    loads: Loads,
+    outcome: Outcome,
+    busy: Busy,
+    beside: Beside | None,
 ) -> None:
     words = min(config.mask_token_id, *config.eos_token_ids)
     async with client_of(fleet.address, words, config.block_size) as client:
-        await _warm(client, loads)
-        decoding_at = [fleet.metrics()[name] for name in fleet.names("decode")]
+        await _warm(client, _shapes(loads, config))
         for shape in loads.alone:
             outcome.alone[str(shape)] = _well(await client.alone(shape, loads.alone_count))
         for shape, at_once in loads.closed:
-            await asyncio.to_thread(beside, shape, at_once, True)
-            with StepCounts(decoding_at) as counts:
-                window = await client.closed(shape, at_once, loads.warm_s, loads.seconds)
-            outcome.steps[str(shape), at_once] = counts.between(window.begin, window.end)
-            await asyncio.to_thread(beside, shape, at_once, False)
+            if beside:
+                await asyncio.to_thread(beside.turn, shape, at_once, True)
+            window = await client.closed(shape, at_once, loads.warm_s, loads.seconds)
+            if beside:
+                await asyncio.to_thread(beside.turn, shape, at_once, False)
             outcome.closed[str(shape), at_once] = window
             outcome.busy[f"{shape} {at_once}"] = busy.shares(window.begin, window.end)
             _tell(outcome.variant, f"{shape} x {at_once}", window)
+        for load in loads.steady:
+            outcome.steady[str(load)] = await _steady(client, load, beside)
         for number, (shape, rate) in enumerate(loads.arriving):
             window = await client.arriving(shape, rate, loads.seconds, seed=number)
             outcome.arriving[str(shape), rate] = window
@@ -189,6 +203,19 @@ async def _put_under(
         if loads.kills:
             outcome.killed = await _kill_under(fleet, client, loads.kills)
             _tell(outcome.variant, f"{loads.kills.workers} killed", outcome.killed.window)
+
+
+async def _steady(client: Client, load: Steady, beside: Beside | None) -> list[Pace]:
+    """Turns of a steady load; every other one is after its rival's, not before."""
+    paces = []
+    for turn in range(STEADY_TURNS):
+        if beside and turn % 2:
+            await asyncio.to_thread(beside.steady, load)
+        paces.append(await client.steady(load))
+        await asyncio.sleep(REST_S)
+        if beside and not turn % 2:
+            await asyncio.to_thread(beside.steady, load)
+    return paces
 
 
 async def _kill_under(fleet: Fleet, client: Client, kills: Kills) -> Killed:
@@ -206,9 +233,13 @@ async def _kill_under(fleet: Fleet, client: Client, kills: Kills) -> Killed:
     return Killed(window, times)
 
 
-async def _warm(client: Client, loads: Loads) -> None:
-    """Each shape a few times at once, so that nothing is compiled in what counts."""
+def _shapes(loads: Loads, config: ModelConfig) -> list[Shape]:
     shapes = [*loads.alone, *(shape for shape, _ in [*loads.closed, *loads.arriving])]
+    return [*shapes, *(load.shape(config.block_size) for load in loads.steady)]
+
+
+async def _warm(client: Client, shapes: Sequence[Shape]) -> None:
+    """Each shape a few times at once, so that nothing is compiled in what counts."""
     for shape in dict.fromkeys(shapes):
         short = Shape(shape.prompt, min(shape.answer, 64))
         for at_once in (1, 8):
@@ -250,8 +281,7 @@ def _config(
     gpus: Sequence[str],
     log_dir: Path,
 ) -> FleetConfig:
-    shapes = [*loads.alone, *(shape for shape, _ in [*loads.closed, *loads.arriving])]
-    longest = max(shape.prompt + shape.answer for shape in shapes)
+    longest = max(shape.prompt + shape.answer for shape in _shapes(loads, config))
     pages = -(-longest // PAGE_SIZE)
     # A settled and an active block each, and room for prompts, which any decode worker may have to
     # prefill for itself.

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import count, pairwise
 
 import msgspec
 import numpy as np
 import torch
 
-from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD
+from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD, Steady
 from effuse.benchmarks.gpu_engines import decode_engine, paged
 from effuse.benchmarks.gpu_handoff_end import End, say, serve
 from effuse.benchmarks.gpu_load import ClosedLoad, Served, requests
@@ -90,12 +91,10 @@ class Alone:
     def _decode(
         self, prompt: int, answer: int, at_once: int, seconds: float, goes_on: bool = False
     ) -> None:
-        """Rate, gaps between blocks and time of a step, `at_once` requests at any time; the load is
-        kept for the next command if it goes on."""
+        """Rate of tokens and gaps between blocks, `at_once` requests at any time; the load is kept
+        for the next command if it goes on."""
         load = self._load = self._load or self._begin(prompt, answer, at_once)
-        counters = load.engine.counters
-        before = counters.requests, counters.rows
-        begin, steps = self._run(load, seconds)
+        begin, _ = self._run(load, seconds)
         taken = time.perf_counter() - begin
         gaps = [gap for one in load.everyone() for gap in _gaps(one, begin)]
         tokens = sum(
@@ -113,12 +112,21 @@ class Alone:
             tokens_per_s=tokens / taken,
             gap_p50_s=percentile(gaps, 0.5),
             gap_p99_s=percentile(gaps, 0.99),
-            step_s=taken / max(1, steps),
-            steps=steps,
             forwards_a_block=forwards / blocks if blocks else None,
-            step_requests=(counters.requests - before[0]) / max(1, steps),
-            step_rows=(counters.rows - before[1]) / max(1, steps),
         )
+
+    def _steady(self, prompt: int, at_once: int, first: int, last: int) -> None:
+        """Pace of requests that run beside each other from one of their blocks to another."""
+        steady = Steady(prompt, at_once, first, last)
+        block_size = self._model.config.block_size
+        draw = self._messages(prompt, steady.shape(block_size).answer)
+        load = self._closed([next(draw) for _ in range(at_once)], prompt, most=at_once)
+        load.step()
+        running = load.everyone()
+        while any(len(one.blocks) <= last for one in running):
+            load.step()
+        say(**asdict(steady.pace([one.blocks for one in running], block_size)))
+        load.end()
 
     def _rest(self) -> None:
         """Ends a load that goes on."""
@@ -158,9 +166,19 @@ class Alone:
         arrived = self._arrived
         say(step_s=(time.perf_counter() - begin) / max(1, steps), steps=steps, arrived=arrived)
 
-    def _begin(self, prompt: int, answer: int, at_once: int) -> ClosedLoad:
+    def _closed(
+        self,
+        messages: list[StartDecode],
+        prompt: int,
+        *,
+        most: int,
+        then: Iterator[StartDecode] | None = None,
+    ) -> ClosedLoad:
         forward = HandedOver(self._model, prompt)
         engine = decode_engine(self._paged, self._limits, self._stepper, forward)
+        return ClosedLoad(engine, messages, most, then)
+
+    def _begin(self, prompt: int, answer: int, at_once: int) -> ClosedLoad:
         draw = self._messages(prompt, answer)
         first = [
             msgspec.structs.replace(
@@ -168,7 +186,7 @@ class Alone:
             )
             for number in range(1, at_once + 1)
         ]
-        load = ClosedLoad(engine, first, 1, then=draw)
+        load = self._closed(first, prompt, most=1, then=draw)
         # One a step, as clients come apart: else all would begin and end their blocks together.
         for load.most in range(1, at_once + 1):
             load.step()
@@ -177,14 +195,14 @@ class Alone:
         return load
 
     def _run(self, load: ClosedLoad, seconds: float) -> tuple[float, int]:
-        """When it began, and how many forwards were made."""
+        """When it began, and how many steps were made, those of prompts left out."""
         self._arrived = 0
-        before, begin = load.engine.counters.steps, time.perf_counter()
+        before, begin = _num_steps(load), time.perf_counter()
         while time.perf_counter() < begin + seconds:
             load.step()
             if self._end is not None:
                 self._arrived += self._end.arrived()
-        return begin, load.engine.counters.steps - before
+        return begin, _num_steps(load) - before
 
     def _messages(self, prompt: int, answer: int) -> Iterator[StartDecode]:
         config = self._model.config
@@ -208,6 +226,11 @@ class Alone:
                 sampling=Sampling(seed=int(draw.integers(2**63))),
                 settings=settings,
             )
+
+
+def _num_steps(load: ClosedLoad) -> int:
+    """The engine counts what makes a prompt's KV, too, which here is nothing."""
+    return load.engine.counters.steps - load.num_begun
 
 
 def _gaps(served: Served, begin: float) -> list[float]:

@@ -31,7 +31,7 @@ from effuse.benchmarks import gpu_handoff
 from effuse.benchmarks.fleet_limits import limits_on
 from effuse.benchmarks.fleet_plans import PLANS, Plan
 from effuse.benchmarks.fleet_report import report
-from effuse.benchmarks.fleet_runs import Outcome, Turn, Variant, run, timed
+from effuse.benchmarks.fleet_runs import Beside, Outcome, Variant, run, timed
 from effuse.benchmarks.random_checkpoint import write_checkpoint
 
 
@@ -116,7 +116,7 @@ class Bench:
                 with timed("beside arrivals"):
                     limits.arrivals()
             try:
-                self._fleet(self._plan.split[0], 0, self.measured.split, gpus, limits.turn)
+                self._fleet(self._plan.split[0], 0, self.measured.split, gpus, limits)
             finally:
                 self.measured.limits = limits.found()
 
@@ -140,7 +140,7 @@ class Bench:
         number: int,
         outcomes: list[Outcome],
         gpus: list[str],
-        beside: Turn | None = None,
+        beside: Beside | None = None,
     ) -> None:
         outcomes.append(
             run(

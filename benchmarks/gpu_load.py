@@ -97,6 +97,7 @@ class ClosedLoad:
         self._next = next(self._messages, None)
         self.most = most
         self._running: dict[str, Served] = {}
+        self.num_begun = 0
         self.served: list[Served] = []
 
     @property
@@ -112,6 +113,7 @@ class ClosedLoad:
         while self._next is not None and len(self._running) < self.most:
             self._running[self._next.attempt.transfer_id] = Served(time.perf_counter())
             self.engine.handle(self._next)
+            self.num_begun += 1
             self._next = next(self._messages, None)
         while not self.engine.step() and self.engine.is_working():
             pass

@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from eventually import eventually
 
 from effuse.benchmarks import fleet_report
 from effuse.benchmarks.fleet_figures import decoding, figures, links
-from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD, Client, Shape, Taken, Window, arrivals
+from effuse.benchmarks.fleet_load import (
+    TOKENS_A_FORWARD,
+    Client,
+    Shape,
+    Steady,
+    Taken,
+    Window,
+    arrivals,
+)
 from effuse.benchmarks.fleet_plans import colocated, split
 from effuse.benchmarks.fleet_report import GAPS, Objectives, objectives, plot, report
 from effuse.benchmarks.fleet_runs import Loads, Outcome, run
-from effuse.benchmarks.fleet_steps import StepCounts
 from effuse.benchmarks.gpu_models import TINY
 from effuse.benchmarks.random_checkpoint import word, write_checkpoint
 from effuse.models.weights import load_model
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 SHAPE = Shape(40, 96)
+STEADY = Steady(prompt=40, at_once=3, first=1, last=3)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,7 @@ def outcomes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list
         alone=[SHAPE],
         alone_count=3,
         closed=[(SHAPE, 3)],
+        steady=[STEADY],
         arriving=[(SHAPE, 8.0)],
         warm_s=0.3,
         seconds=1.0,
@@ -105,15 +111,16 @@ def test_a_run_becomes_tables_and_a_plot(outcomes: list[Outcome], tmp_path: Path
     text = report(json.loads(json.dumps(content), parse_constant=lambda _: None))
     rate = ours["closed"][0]["tokens_per_s"]
     assert f"| {SHAPE} x 3 | {rate:.0f} | 640 | {rate / 640:.2f} |" in text
-    assert f"{1e3 * ours['closed'][0]['step_s']:.2f} | " in text and "ratio a row" in text
+    assert f"| {STEADY} | " in text and "| 2.000 | 1.000, 2.000, 4.000 |" in text
     assert f"| {SHAPE} x 3 | {rate:.0f} | 640 |" in report(content | {"colocated": []})
     plot(content, tmp_path / "x.svg")
     assert "1P1D over nixl" in (tmp_path / "x.svg").read_text()
 
 
 def _content(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    alone = {"tokens_per_s": 9000.0, "gap_p50_s": 0.01, "gap_p99_s": 0.02, "step_s": 0.001}
-    alone |= {"forwards_a_block": 8.0, "step_requests": 3.0, "step_rows": 96.0}
+    alone = {"tokens_per_s": 9000.0, "gap_p50_s": 0.01, "gap_p99_s": 0.02}
+    paces = [one["step_s"] for one in ours["steady"][str(STEADY)]]
+    steady = [{"step_s": pace / ratio} for pace, ratio in zip(paces, (1, 2, 4), strict=True)]
     return {
         "served": str(SHAPE),
         "split": [ours],
@@ -121,6 +128,7 @@ def _content(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         "limits": {
             "prefill": {"40": 0.15},  # 96 tokens each
             "decode": [{"shape": str(SHAPE), "at_once": 3, **alone}],
+            "steady": {str(STEADY): steady},
             "arrivals": {"with": 0.002, "without": 0.001, "handoff_p50_s": 0.001},
         },
         "handoffs": [],
@@ -136,45 +144,29 @@ def test_arrivals_are_the_same_for_every_fleet_and_as_many_as_asked_for() -> Non
     assert statistics.pstdev(gaps) == pytest.approx(1 / 50, rel=0.1)
 
 
-class _Busy(BaseHTTPRequestHandler):
-    """A worker of so many steps a second, of three requests and 96 rows each."""
-
-    rate = 1000
-
-    def do_GET(self) -> None:
-        steps = self.rate * time.monotonic()
-        told = {"steps": steps, "step_requests": 3 * steps, "step_tokens": 96 * steps}
-        lines = [
-            f'effuse_engine_{name}_total{{role="decode"}} {count!r}' for name, count in told.items()
-        ]
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write("\n".join([*lines, "effuse_other_total 7.0"]).encode())
-
-    def log_message(self, *args: object) -> None:
-        pass
+def test_a_steady_load_counts_from_one_block_of_each_to_another() -> None:
+    load = Steady(prompt=8, at_once=2, first=1, last=3)
+    # 8 forwards a block of 32: the first request takes 10 ms each, the second 20.
+    blocks = [[0.0, 0.08, 0.16, 0.24, 0.9], [1.0, 1.16, 1.32, 1.48]]
+    pace = load.pace(blocks, 32)
+    assert pace.step_s == pytest.approx(0.015)
+    assert (pace.begin, pace.end) == (1.16, 0.24)
+    assert load.shape(32).answer > 3 * 32
 
 
-class _Idle(_Busy):
-    rate = 0
+class _Short(Client):
+    """Every request ends after its first block."""
+
+    async def ask(self, shape: Shape, into: list[Taken] | None = None) -> Taken:
+        assert into is not None
+        into.append(Taken(shape, time.monotonic(), [time.monotonic()], [32], failure="INTERNAL"))
+        return into[-1]
 
 
-@pytest.mark.parametrize("worker", [_Busy, _Idle])
-def test_the_time_of_a_step_is_by_a_workers_counters(worker: type[_Busy]) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), worker) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        begin = time.monotonic()
-        with StepCounts([f"127.0.0.1:{server.server_port}"]) as counts:
-            asyncio.run(eventually(lambda: len(counts) >= 4))
-        found = counts.between(begin, time.monotonic())
-        server.shutdown()
-    if worker is _Idle:
-        assert found is None
-    else:
-        assert found is not None
-        assert found.step_s == pytest.approx(0.001, rel=0.1)
-        assert (found.step_requests, found.step_rows) == pytest.approx((3.0, 96.0))
-    assert counts.between(begin - 2, begin) is None
+def test_a_steady_load_of_which_one_ends_is_none() -> None:
+    client = _Short(cast("GenerationServiceAsyncStub", None), 10, 32)
+    with pytest.raises(RuntimeError, match=r"ended early.*INTERNAL"):
+        asyncio.run(client.steady(Steady(8, 2, 1, 3)))
 
 
 def _taken(sent: float, blocks: list[float], failure: str = "") -> Taken:
