@@ -83,7 +83,7 @@ FULL = Plan(
         (Shape(2048, 128), 64),
         (Shape(4096, 64), 32),
     ),
-    steady=(Steady(512, 16, 16, 88), Steady(512, 32, 16, 64)),
+    steady=(Steady(512, 16, 16, 64), Steady(512, 32, 16, 64)),
     beside_arrivals=(Shape(512, 1024), 16),
     alone=(Shape(512, 128), Shape(2048, 128)),
     served=Shape(2048, 128),
@@ -120,7 +120,7 @@ LOADS = replace(
 # What a fleet's processes add to a step, in two minutes. One GPU does: while its prefill worker has
 # no prompt, the decode worker has it for itself.
 STEPS = replace(
-    LOADS, closed=(), steady=(Steady(512, 1, 16, 88), *FULL.steady), alone=FULL.alone[:1], rounds=8
+    LOADS, closed=(), steady=(Steady(512, 1, 16, 64), *FULL.steady), alone=FULL.alone[:1], rounds=8
 )
 # Enough to see that everything runs, on one GPU.
 SHORT = Plan(
