@@ -80,6 +80,7 @@ class Limits:
         """The same requests as the fleet's, in the engine alone."""
         pace = Pace(**self._decode.ask(do="steady", **asdict(load)))
         self._steady.setdefault(str(load), []).append(pace)
+        print(f"alone: {load}: ms of a step {1e3 * pace.step_s:.3f}", flush=True)
         return pace
 
     def _steps_of(self, shape: Shape, at_once: int, seconds: float, *, goes_on: bool) -> None:

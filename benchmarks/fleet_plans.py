@@ -97,7 +97,7 @@ FULL = Plan(
     seconds=6.0,
     rounds=20,
 )
-# What two GPUs measure in six minutes, where fleets run one after the other.
+# What two GPUs measure in about ten minutes, where fleets run one after the other.
 PAIR = replace(
     FULL,
     rates=(4, 8, 16, 20, 22),
@@ -107,7 +107,7 @@ PAIR = replace(
     warm_s=2.0,
     seconds=5.0,
 )
-# The closed loads of the split fleet beside their limits, in three minutes.
+# The closed loads of the split fleet beside their limits.
 LOADS = replace(
     PAIR,
     rates=(),
@@ -117,8 +117,8 @@ LOADS = replace(
     handoffs=(),
     zmq=(),
 )
-# What a fleet's processes add to a step, in two minutes. One GPU does: while its prefill worker has
-# no prompt, the decode worker has it for itself.
+# What a fleet's processes add to a step. One GPU does: while its prefill worker has no prompt, the
+# decode worker has it for itself.
 STEPS = replace(
     LOADS, closed=(), steady=(Steady(512, 1, 16, 64), *FULL.steady), alone=FULL.alone[:1], rounds=8
 )

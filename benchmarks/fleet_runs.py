@@ -194,7 +194,9 @@ async def _put_under(
             outcome.busy[f"{shape} {at_once}"] = busy.shares(window.begin, window.end)
             _tell(outcome.variant, f"{shape} x {at_once}", window)
         for load in loads.steady:
-            outcome.steady[str(load)] = await _steady(client, load, beside)
+            outcome.steady[str(load)] = paces = await _steady(client, load, beside)
+            turns = ", ".join(f"{1e3 * one.step_s:.3f}" for one in paces)
+            _say(outcome.variant, f"{load}: ms of a step by turn {turns}")
         for number, (shape, rate) in enumerate(loads.arriving):
             window = await client.arriving(shape, rate, loads.seconds, seed=number)
             outcome.arriving[str(shape), rate] = window
