@@ -68,18 +68,27 @@ class Steady:
         followed."""
         begins = [each[self.first] for each in blocks]
         ends = [each[self.last] for each in blocks]
-        forwards = (self.last - self.first) * block_size // TOKENS_A_FORWARD
-        seconds = sum(ends) - sum(begins)
-        return Pace(seconds / len(blocks) / forwards, max(begins), min(ends))
+        forwards = block_size // TOKENS_A_FORWARD
+        seconds = (sum(ends) - sum(begins)) / len(blocks)
+        step_s = seconds / (self.last - self.first) / forwards
+        lags = [round((begin - min(begins)) / step_s) for begin in begins]
+        phases = len({lag % forwards for lag in lags})
+        return Pace(step_s, max(begins), min(ends), lags, phases)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of a steady load: seconds of a step, from when to when on the monotonic clock."""
+    """Of a steady load: seconds of a step, from when to when on the monotonic clock.
+
+    A step has more rows where a block begins, and as many steps of a block have such rows as
+    requests are at different steps of theirs: `phases`.
+    """
 
     step_s: float
     begin: float
     end: float
+    lags: Sequence[int]  # steps by which each is behind the first
+    phases: int
 
 
 @dataclass(slots=True)

@@ -100,6 +100,7 @@ FULL = Plan(
 # What two GPUs measure in about ten minutes, where fleets run one after the other.
 PAIR = replace(
     FULL,
+    steady=FULL.steady[:1],
     rates=(4, 8, 16, 20, 22),
     swept_rates=(4, 8),
     split=(split(4096, 64), split(4096, 16, "zmq")),

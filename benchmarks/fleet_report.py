@@ -139,13 +139,18 @@ def _steps(content: Content) -> str:
     rows = []
     for split, _ in _pairs(content):
         for load, turns in split.get("steady", {}).items():
-            alone = [one["step_s"] for one in content["limits"]["steady"][load]]
-            fleet = [one["step_s"] for one in turns]
-            each = [ours / theirs for ours, theirs in zip(fleet, alone, strict=True)]
-            found = [f"{1e3 * statistics.median(times):.3f}" for times in (fleet, alone)]
-            told_turns = ", ".join(f"{ratio:.3f}" for ratio in each)
-            rows.append([load, *found, f"{statistics.median(each):.3f}", told_turns])
+            alone = content["limits"]["steady"][load]
+            found = [
+                f"{1e3 * statistics.median(one['step_s'] for one in paces):.3f}"
+                for paces in (turns, alone)
+            ]
+            pairs = list(zip(turns, alone, strict=True))
+            each = [ours["step_s"] / theirs["step_s"] for ours, theirs in pairs]
+            by_turn = ", ".join(f"{ratio:.3f}" for ratio in each)
+            phases = ", ".join(f"{ours['phases']}/{theirs['phases']}" for ours, theirs in pairs)
+            rows.append([load, *found, f"{statistics.median(each):.3f}", by_turn, phases])
     heads = ["a step of requests and prompt tokens", "ms, fleet", "ms, alone", "ratio", "by turn"]
+    heads.append("phases, fleet/alone")
     told = as_table(heads, rows)
     found = content["limits"].get("arrivals")
     if found:

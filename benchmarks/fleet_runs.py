@@ -32,8 +32,8 @@ class Beside(Protocol):
     def turn(self, shape: Shape, at_once: int, goes_on: bool) -> object:
         """Around each closed load; whether it is called again for the same load."""
 
-    def steady(self, load: Steady) -> object:
-        """Before or after each steady load."""
+    def steady(self, load: Steady, lags: Sequence[int]) -> object:
+        """Before or after each steady load; by how many steps its requests are behind the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +195,8 @@ async def _put_under(
             _tell(outcome.variant, f"{shape} x {at_once}", window)
         for load in loads.steady:
             outcome.steady[str(load)] = paces = await _steady(client, load, beside)
-            turns = ", ".join(f"{1e3 * one.step_s:.3f}" for one in paces)
-            _say(outcome.variant, f"{load}: ms of a step by turn {turns}")
+            turns = ", ".join(f"{1e3 * one.step_s:.3f} ({one.phases})" for one in paces)
+            _say(outcome.variant, f"{load}: ms of a step (phases) by turn {turns}")
         for number, (shape, rate) in enumerate(loads.arriving):
             window = await client.arriving(shape, rate, loads.seconds, seed=number)
             outcome.arriving[str(shape), rate] = window
@@ -209,14 +209,14 @@ async def _put_under(
 
 async def _steady(client: Client, load: Steady, beside: Beside | None) -> list[Pace]:
     """Turns of a steady load; every other one is after its rival's, not before."""
-    paces = []
+    paces: list[Pace] = []
     for turn in range(STEADY_TURNS):
         if beside and turn % 2:
-            await asyncio.to_thread(beside.steady, load)
+            await asyncio.to_thread(beside.steady, load, paces[-1].lags)
         paces.append(await client.steady(load))
         await asyncio.sleep(REST_S)
         if beside and not turn % 2:
-            await asyncio.to_thread(beside.steady, load)
+            await asyncio.to_thread(beside.steady, load, paces[-1].lags)
     return paces
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import count, pairwise
 
@@ -115,13 +115,18 @@ class Alone:
             forwards_a_block=forwards / blocks if blocks else None,
         )
 
-    def _steady(self, prompt: int, at_once: int, first: int, last: int) -> None:
-        """Pace of requests that run beside each other from one of their blocks to another."""
+    def _steady(
+        self, prompt: int, at_once: int, first: int, last: int, lags: Sequence[int]
+    ) -> None:
+        """Pace of requests that run beside each other from one of their blocks to another, each so
+        many steps behind the first."""
         steady = Steady(prompt, at_once, first, last)
         block_size = self._model.config.block_size
         draw = self._messages(prompt, steady.shape(block_size).answer)
-        load = self._closed([next(draw) for _ in range(at_once)], prompt, most=at_once)
-        load.step()
+        load = self._closed([next(draw) for _ in range(at_once)], prompt, most=0)
+        for behind in range(max(lags) + 1):
+            load.most = sum(lag <= behind for lag in lags)
+            load.step()
         running = load.everyone()
         while any(len(one.blocks) <= last for one in running):
             load.step()

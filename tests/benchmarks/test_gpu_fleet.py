@@ -112,6 +112,8 @@ def test_a_run_becomes_tables_and_a_plot(outcomes: list[Outcome], tmp_path: Path
     rate = ours["closed"][0]["tokens_per_s"]
     assert f"| {SHAPE} x 3 | {rate:.0f} | 640 | {rate / 640:.2f} |" in text
     assert f"| {STEADY} | " in text and "| 2.000 | 1.000, 2.000, 4.000 |" in text
+    phases = ", ".join(f"{one['phases']}/2" for one in ours["steady"][str(STEADY)])
+    assert f"| {phases} |" in text
     assert f"| {SHAPE} x 3 | {rate:.0f} | 640 |" in report(content | {"colocated": []})
     plot(content, tmp_path / "x.svg")
     assert "1P1D over nixl" in (tmp_path / "x.svg").read_text()
@@ -120,7 +122,8 @@ def test_a_run_becomes_tables_and_a_plot(outcomes: list[Outcome], tmp_path: Path
 def _content(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     alone = {"tokens_per_s": 9000.0, "gap_p50_s": 0.01, "gap_p99_s": 0.02}
     paces = [one["step_s"] for one in ours["steady"][str(STEADY)]]
-    steady = [{"step_s": pace / ratio} for pace, ratio in zip(paces, (1, 2, 4), strict=True)]
+    ratios = zip(paces, (1, 2, 4), strict=True)
+    steady = [{"step_s": pace / ratio, "phases": 2} for pace, ratio in ratios]
     return {
         "served": str(SHAPE),
         "split": [ours],
@@ -151,6 +154,8 @@ def test_a_steady_load_counts_from_one_block_of_each_to_another() -> None:
     pace = load.pace(blocks, 32)
     assert pace.step_s == pytest.approx(0.015)
     assert (pace.begin, pace.end) == (1.16, 0.24)
+    assert pace.lags == [0, 72] and pace.phases == 1  # 1.08 s, which are nine blocks
+    assert load.pace([blocks[0], [at + 0.02 for at in blocks[1]]], 32).phases == 2
     assert load.shape(32).answer > 3 * 32
 
 
