@@ -19,6 +19,7 @@ from effuse.v1 import generation_pb2 as pb
 
 N = 4
 REQUESTS = 3
+TRIES = 5  # at a kill that comes before the answers are over
 DECODE = ("decode-0", "decode-1")
 
 
@@ -49,14 +50,18 @@ def tokens(answer: pb.GenerateResponse) -> list[list[int]]:
 class Streams:
     """Requests whose events are read as they come; `begun` has each that wrote something."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, number: int) -> None:
         self._client = client
+        self._number = number
         self.begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def name(self, number: int) -> str:
+        return f"disturbed-{self._number}-{number}"
 
     def read(self, number: int) -> list[list[int]]:
         told: list[list[int]] = [[] for _ in range(N)]
         ended = []
-        for event in self._client.stream(message(number, name=f"disturbed-{number}")):
+        for event in self._client.stream(message(number, name=self.name(number))):
             told[event.answer_index] += event.commit.token_ids
             assert event.answer_index not in ended, "nothing follows an end"
             if event.HasField("finished"):
@@ -78,15 +83,18 @@ def test_answers_share_one_handoff_and_outlive_their_worker(connector: str) -> N
         for number, answer in enumerate(undisturbed):
             assert len({tuple(one) for one in tokens(answer)}) == N, "each draws for itself"
             assert tokens(client.generate(message(number, n=1))) == tokens(answer)[:1]
-        streams = Streams(client)
-        victim = threading.Thread(target=_kill, args=(fleet, client, streams))
-        victim.start()
-        disturbed = all_at_once(streams.read, range(REQUESTS))
-        victim.join()
-        assert disturbed == [tokens(answer) for answer in undisturbed]
-        assert _losses(fleet) > 0, "nobody lost a worker"
-        for name in DECODE:
-            wait_until(lambda name=name: _is_empty(fleet, name), "pages are left")  # type: ignore[misc]
+        for attempt in range(TRIES):
+            streams = Streams(client, attempt)
+            victim = threading.Thread(target=_kill, args=(fleet, client, streams))
+            victim.start()
+            disturbed = all_at_once(streams.read, range(REQUESTS))
+            victim.join()
+            assert disturbed == [tokens(answer) for answer in undisturbed]
+            for name in DECODE:
+                wait_until(lambda name=name: _is_empty(fleet, name), "pages are left")  # type: ignore[misc]
+            if _losses(fleet):
+                return
+        raise AssertionError("nobody lost a worker")
 
 
 def _one_handoff_each(fleet: Fleet, answers: Sequence[pb.GenerateResponse]) -> None:
@@ -106,7 +114,7 @@ def _one_handoff_each(fleet: Fleet, answers: Sequence[pb.GenerateResponse]) -> N
 
 def _kill(fleet: Fleet, client: Client, streams: Streams) -> None:
     """The decode engine that writes what comes first."""
-    found = client.look_up(f"disturbed-{streams.begun.get(timeout=60)}")
+    found = client.look_up(streams.name(streams.begun.get(timeout=60)))
     engine_of(fleet.processes[found.decode_worker].pid).kill()
 
 
