@@ -208,7 +208,8 @@ async def _put_under(
 
 
 async def _steady(client: Client, load: Steady, beside: Beside | None) -> list[Pace]:
-    """Turns of a steady load; every other one is after its rival's, not before."""
+    """Turns of a steady load; every other one is after its rival's, not before. The rival's
+    requests lag behind each other as the fleet's last ones did."""
     paces: list[Pace] = []
     for turn in range(STEADY_TURNS):
         if beside and turn % 2:

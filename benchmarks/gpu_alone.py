@@ -124,9 +124,7 @@ class Alone:
         block_size = self._model.config.block_size
         draw = self._messages(prompt, steady.shape(block_size).answer)
         load = self._closed([next(draw) for _ in range(at_once)], prompt, most=0)
-        for behind in range(max(lags) + 1):
-            load.most = sum(lag <= behind for lag in lags)
-            load.step()
+        load.begin(lags)
         running = load.everyone()
         while any(len(one.blocks) <= last for one in running):
             load.step()
@@ -193,8 +191,7 @@ class Alone:
         ]
         load = self._closed(first, prompt, most=1, then=draw)
         # One a step, as clients come apart: else all would begin and end their blocks together.
-        for load.most in range(1, at_once + 1):
-            load.step()
+        load.begin(range(at_once))
         while len(load.served) < at_once // 2 + 1:
             load.step()
         return load

@@ -136,6 +136,12 @@ class ClosedLoad:
         served.tokens, served.forwards = event.num_tokens, event.forward_passes
         self.served.append(served)
 
+    def begin(self, lags: Sequence[int]) -> None:
+        """Begins a request for each of these, so many steps after the first one."""
+        for step in range(max(lags) + 1):
+            self.most = sum(lag <= step for lag in lags)
+            self.step()
+
     def end(self) -> None:
         """Submits nothing any more and serves what runs: its slots and pages are free then."""
         self._next = None

@@ -28,12 +28,14 @@ from effuse.benchmarks.fleet_load import (
 from effuse.benchmarks.fleet_plans import colocated, split
 from effuse.benchmarks.fleet_report import GAPS, Objectives, objectives, plot, report
 from effuse.benchmarks.fleet_runs import Loads, Outcome, run
+from effuse.benchmarks.gpu_load import ClosedLoad, requests
 from effuse.benchmarks.gpu_models import TINY
 from effuse.benchmarks.random_checkpoint import word, write_checkpoint
 from effuse.models.weights import load_model
 from effuse.router.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from effuse.decode_worker.engine import DecodeEngine
     from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 CPU = torch.device("cpu")
@@ -157,6 +159,30 @@ def test_a_steady_load_counts_from_one_block_of_each_to_another() -> None:
     assert pace.lags == [0, 72] and pace.phases == 1  # 1.08 s, which are nine blocks
     assert load.pace([blocks[0], [at + 0.02 for at in blocks[1]]], 32).phases == 2
     assert load.shape(32).answer > 3 * 32
+
+
+class _Counting:
+    """An engine that serves nobody to the end, and notes in which step each began."""
+
+    def __init__(self) -> None:
+        self.steps, self.begun = 0, list[int]()
+
+    def handle(self, _message: object) -> None:
+        self.begun.append(self.steps)
+
+    def step(self) -> bool:
+        self.steps += 1
+        return True
+
+    def outbox(self) -> list[object]:
+        return []
+
+
+def test_requests_begin_as_many_steps_behind_the_first_as_they_are_told() -> None:
+    engine = _Counting()
+    load = ClosedLoad(cast("DecodeEngine", engine), requests(TINY, [8] * 4, 1, 32), most=0)
+    load.begin([5, 0, 2, 0])
+    assert engine.begun == [0, 0, 2, 5] and engine.steps == 6
 
 
 class _Short(Client):

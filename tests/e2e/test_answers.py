@@ -50,13 +50,13 @@ def tokens(answer: pb.GenerateResponse) -> list[list[int]]:
 class Streams:
     """Requests whose events are read as they come; `begun` has each that wrote something."""
 
-    def __init__(self, client: Client, number: int) -> None:
+    def __init__(self, client: Client, attempt: int) -> None:
         self._client = client
-        self._number = number
+        self._attempt = attempt
         self.begun: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def name(self, number: int) -> str:
-        return f"disturbed-{self._number}-{number}"
+        return f"disturbed-{self._attempt}-{number}"
 
     def read(self, number: int) -> list[list[int]]:
         told: list[list[int]] = [[] for _ in range(N)]
