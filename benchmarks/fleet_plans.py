@@ -97,10 +97,11 @@ FULL = Plan(
     seconds=6.0,
     rounds=20,
 )
-# What two GPUs measure in about ten minutes, where fleets run one after the other.
+# What two GPUs measure in less than ten minutes, where fleets run one after the other; STEPS is the
+# rest of it.
 PAIR = replace(
     FULL,
-    steady=FULL.steady[:1],
+    steady=(),
     rates=(4, 8, 16, 20, 22),
     swept_rates=(4, 8),
     split=(split(4096, 64), split(4096, 16, "zmq")),
@@ -118,11 +119,9 @@ LOADS = replace(
     handoffs=(),
     zmq=(),
 )
-# What a fleet's processes add to a step. One GPU does: while its prefill worker has no prompt, the
-# decode worker has it for itself.
-STEPS = replace(
-    LOADS, closed=(), steady=(Steady(512, 1, 16, 64), *FULL.steady), alone=FULL.alone[:1], rounds=8
-)
+# What a fleet's processes add to a step. One GPU with room for the model four times does, too: while
+# the prefill worker has no prompt, the decode worker has it for itself.
+STEPS = replace(LOADS, closed=(), steady=FULL.steady, alone=FULL.alone[:1], rounds=8)
 # Enough to see that everything runs, on one GPU.
 SHORT = Plan(
     model="dream-7b",

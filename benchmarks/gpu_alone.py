@@ -128,6 +128,8 @@ class Alone:
         running = load.everyone()
         while any(len(one.blocks) <= last for one in running):
             load.step()
+            if load.served:
+                raise RuntimeError("a request ended before all had come as far as they are followed")
         say(**asdict(steady.pace([one.blocks for one in running], block_size)))
         load.end()
 
