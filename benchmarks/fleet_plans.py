@@ -83,7 +83,7 @@ FULL = Plan(
         (Shape(2048, 128), 64),
         (Shape(4096, 64), 32),
     ),
-    steady=(Steady(512, 16, 16, 64), Steady(512, 32, 16, 64)),
+    steady=(Steady(512, 16, 16, 40), Steady(512, 32, 16, 40)),
     beside_arrivals=(Shape(512, 1024), 16),
     alone=(Shape(512, 128), Shape(2048, 128)),
     served=Shape(2048, 128),
@@ -119,9 +119,9 @@ LOADS = replace(
     handoffs=(),
     zmq=(),
 )
-# What a fleet's processes add to a step. One GPU with room for the model four times does, too: while
-# the prefill worker has no prompt, the decode worker has it for itself.
-STEPS = replace(LOADS, closed=(), steady=FULL.steady, alone=FULL.alone[:1], rounds=8)
+# What a fleet's processes add to a step. One GPU with room for the model four times does, as the
+# decode worker has it for itself while the prefill worker has no prompt.
+STEPS = replace(LOADS, closed=(), steady=FULL.steady, alone=FULL.alone[:1], rounds=2)
 # Enough to see that everything runs, on one GPU.
 SHORT = Plan(
     model="dream-7b",

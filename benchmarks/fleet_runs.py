@@ -20,7 +20,7 @@ from effuse.models.config import ModelConfig
 PAGE_SIZE = 32
 READY_S = 240.0
 _SAMPLE_MS = 200
-MEMORY = "0.5"  # of a GPU, so that what is measured alone fits in beside a fleet
+MEMORY = "0.45"  # of a GPU, so that what is measured alone fits in beside a fleet
 
 STEADY_TURNS = 3
 REST_S = 0.5  # until requests that were broken off are over

@@ -129,7 +129,7 @@ class Alone:
         while any(len(one.blocks) <= last for one in running):
             load.step()
             if load.served:
-                raise RuntimeError("a request ended before all had come as far as they are followed")
+                raise RuntimeError("a request ended before all had come so far")
         say(**asdict(steady.pace([one.blocks for one in running], block_size)))
         load.end()
 

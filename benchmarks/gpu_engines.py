@@ -122,8 +122,9 @@ def decode_engine(
     parts: Paged, limits: decode_scheduler.DecodeLimits, stepper: DeviceStepper, forward: Forward
 ) -> DecodeEngine:
     """A decode worker's engine with device steps; prompts are prefilled in it, by `forward`. Pages
-    beyond those of `limits` are left to others."""
+    beyond those of `limits` are left to others. A stepper may have served other engines before."""
     config, model = parts.model.config, parts.model
+    _forget(stepper)
     pool = PagePool(limits.num_pages)
     identity = ReceiverIdentity(
         incarnation=_NAME,
@@ -141,3 +142,13 @@ def decode_engine(
         now=time.monotonic,
         max_request_s=_MOST_S,
     )
+
+
+def _forget(stepper: DeviceStepper) -> None:
+    """Each engine numbers its requests from 1, so that it would take what the device tells of those
+    of an engine before it for its own."""
+    while stepper.num_ahead:
+        stepper.read()
+    buffers = stepper._step.buffers
+    buffers.table.rows.zero_()
+    buffers.records.zero_()

@@ -143,13 +143,10 @@ class ClosedLoad:
             self.step()
 
     def end(self) -> None:
-        """Submits nothing any more and serves what runs: its slots and pages are free then, and no
-        step is left unread whose records the next engine on this stepper would take for its own."""
+        """Submits nothing any more and serves what runs: its slots and pages are free then."""
         self._next = None
         while not self.is_done:
             self.step()
-        while self.engine.is_working():
-            self.engine.step()
 
     def run(self) -> float:
         """Serves everything; seconds from the first submission to the last end."""

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from effuse.benchmarks import gpu_serve
+from effuse.benchmarks.gpu_engines import decode_engine, paged
 from effuse.benchmarks.gpu_lengths import read_lengths
+from effuse.benchmarks.gpu_load import ClosedLoad, requests
 from effuse.benchmarks.gpu_models import TINY, random_model
 from effuse.benchmarks.gpu_pace import LEAST, MEAN, MOST
-from effuse.benchmarks.gpu_serve import Bench
+from effuse.benchmarks.gpu_serve import Bench, HandedOver
+from effuse.decode_worker.build import make_stepper
 from effuse.decode_worker.device_buckets import Integers
+from effuse.decode_worker.scheduler import DecodeLimits
 from effuse.kernels.step_slots import RecordColumn
 
 CPU = torch.device("cpu")
@@ -86,3 +90,27 @@ def test_lengths_of_texts_and_of_lists(tmp_path: Path) -> None:
     listed.write_text("[]")
     with pytest.raises(ValueError, match="expected prompt lengths above 0"):
         read_lengths(listed)
+
+
+def test_one_engine_after_the_other_steps_by_the_same_stepper() -> None:
+    model = random_model(TINY, CPU, torch.float32)
+    parts = paged(model, 2048, page_size=32)
+    limits = DecodeLimits(
+        max_num_batched_tokens=1024,
+        max_num_seqs=8,
+        max_model_len=160,
+        num_pages=parts.memory.num_pages,
+        page_size=32,
+        block_size=TINY.block_size,
+    )
+    stepper = make_stepper(model, parts.memory.layer_views(), limits)
+    steps = []
+    for _ in range(2):
+        engine = decode_engine(parts, limits, stepper, HandedOver(model, 8))
+        load = ClosedLoad(engine, requests(TINY, [8] * 8, 1, 128), most=0)
+        load.begin(range(0, 16, 2))
+        while not load.is_done and engine.counters.steps < 1000:
+            load.step()
+        assert load.is_done
+        steps.append(engine.counters.steps)
+    assert steps[0] == steps[1]
