@@ -204,9 +204,12 @@ class Store:
 
         async def write() -> object:
             async with self._redis.pipeline(transaction=False) as pipeline:
-                for record, lifetime_s in placements:
+                for number, (record, lifetime_s) in enumerate(placements):
                     keys, args = self._placing(record, lifetime_s)
-                    await self._place(keys, args, client=pipeline)  # is only put into it here
+                    # The first one brings the script: nobody has to ask whether Redis has it.
+                    place = self._place
+                    script = ("EVALSHA", place.sha) if number else ("EVAL", place.script)
+                    pipeline.execute_command(*script, len(keys), *keys, *args)  # only put into it
                 return await pipeline.execute()
 
         told = await self._ask_redis(write, self.placement_circuit)
