@@ -69,7 +69,6 @@ class StepOutcome:
     written: tuple[Block, ...]  # blocks that lost masks or were edited, settled ones included
     num_settled: int  # blocks that settled
     num_semi_writes: int  # tokens written in blocks that were not full
-    stop_is_waiting: bool  # a stop id is written while an earlier block holds masks
 
 
 def rules_of(settings: DecodeSettings) -> Rules:
@@ -146,7 +145,6 @@ def settle_step(sequence: Sequence, written: list[Block], num_semi_writes: int) 
         written=tuple(written),
         num_settled=num_settled,
         num_semi_writes=num_semi_writes,
-        stop_is_waiting=sequence.stop_seen and finish is None,
     )
 
 

@@ -237,8 +237,6 @@ class DecodeEngine:
         """Gives a waiting request its pages, which its writer or the engine fills."""
         count = self._pages_to_begin(request)
         is_new = request.preemptions == 0
-        if is_new:
-            self.counters.count_request(request.sequence)
         if request.needs_remote:
             pages = self._pool.allocate(count)
             assert pages is not None, "admission counts free pages"
@@ -328,7 +326,6 @@ class DecodeEngine:
                 case Prefilled(request):
                     self._note_prefilled(request)
                 case Denoised(request, outcome):
-                    self.counters.count_step(outcome)
                     if outcome.finish is not None:
                         self._end(request)
                     self._outbox.say(*step_events(request, outcome))

@@ -17,7 +17,6 @@ from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest, edits_for
 from effuse.decode_worker.sequence import HostCandidates
-from effuse.decode_worker.sequence import Sequence as Tokens
 from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
 from effuse.models.part import Forward, Part, PartResult
@@ -33,7 +32,7 @@ _SCORES: Final[Mapping[Alg, ScoreCode]] = {
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine has done since it started: for its load, and for tests of rare cases."""
+    """What an engine has done since it started."""
 
     steps: int = 0  # forwards
     requests: int = 0  # in them, added up
@@ -41,22 +40,6 @@ class Counters:
     preemptions: int = 0
     prompts_shared: int = 0  # whose KV another request had
     kv_bytes: int = 0  # received from prefill workers
-    semi_writes: int = 0  # tokens written in blocks that were not full
-    double_settles: int = 0  # steps of a request in which two blocks or more settled
-    waiting_stops: int = 0  # steps with a stop id behind a block that held masks
-    ragged_tails: int = 0  # requests whose prompt ended within a block
-    short_prompts: int = 0  # requests whose prompt was shorter than a block
-
-    def count_request(self, sequence: Tokens) -> None:
-        """Counts a request that begins."""
-        self.ragged_tails += sequence.first_block_start < sequence.prompt_len
-        self.short_prompts += sequence.prompt_len < sequence.block_size
-
-    def count_step(self, outcome: StepOutcome) -> None:
-        """Counts one request's denoise step."""
-        self.semi_writes += outcome.num_semi_writes
-        self.double_settles += outcome.num_settled > 1
-        self.waiting_stops += outcome.stop_is_waiting
 
 
 @dataclass(frozen=True, slots=True)

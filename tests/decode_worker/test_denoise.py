@@ -53,7 +53,7 @@ def test_the_random_cases_hold_what_matters() -> None:
             outcome = denoise.apply_step(sequence, case.settings, plan, candidates)
             seen["semi"] += outcome.num_semi_writes > 0
             seen["double"] += outcome.num_settled > 1
-            seen["waiting"] += outcome.stop_is_waiting
+            seen["waiting"] += sequence.stop_seen and outcome.finish is None
             finish = outcome.finish
         seen["stopped"] += finish is denoise.AnswerEnd.STOP
         end = sequence.prompt_len + outcome.token_offset + len(outcome.tokens)

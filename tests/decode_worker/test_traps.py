@@ -119,7 +119,7 @@ def test_trap_10_a_stop_id_behind_masks_stops_appending_but_not_the_request() ->
     tokens = [20, 21, 22, 23, 30, STOP_ID, 31, 32]
     confidences = [0.1, 0.3, 0.2, 0.1, 0.95, 0.95, 0.95, 0.95]
     outcome = denoise.apply_step(sequence, settings, plan, candidates(confidences, tokens))
-    assert outcome.finish is None and outcome.stop_is_waiting
+    assert outcome.finish is None and sequence.stop_seen
     while outcome.finish is None:
         plan = denoise.open_step(sequence, settings)
         assert len(sequence.blocks) == 2
