@@ -191,7 +191,6 @@ def source_of(message: ToReceiver) -> str:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_manifests = msgspec.msgpack.Decoder(Manifest)
 _reservations = msgspec.msgpack.Decoder(Reservation)
 _to_receiver = msgspec.msgpack.Decoder(ToReceiver)
 _to_sender = msgspec.msgpack.Decoder(ToSender)
@@ -207,11 +206,6 @@ class MalformedMessage(ValueError):
 def encode(message: Struct) -> bytes:
     """The message in MessagePack."""
     return _encoder.encode(message)
-
-
-def decode_manifest(data: bytes | memoryview) -> Manifest:
-    """A manifest of a peer. Raises MalformedMessage; nothing in it has been compared yet."""
-    return _decode(_manifests, data, MAX_MANIFEST_BYTES)
 
 
 def decode_reservation(data: bytes | memoryview) -> Reservation:
@@ -239,7 +233,7 @@ def check_reservation(reservation: Reservation) -> Reservation:
 
 
 def decode_to_receiver(data: bytes | memoryview) -> ToReceiver:
-    """What a sender says. Raises MalformedMessage."""
+    """What a sender says. Raises MalformedMessage; nothing in it has been compared yet."""
     message: ToReceiver = _decode(_to_receiver, data, MAX_MANIFEST_BYTES)
     return message
 

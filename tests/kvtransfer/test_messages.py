@@ -11,14 +11,15 @@ from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
     AttemptId,
     Field,
+    Finish,
     MalformedMessage,
     Manifest,
     PageRef,
     ReceiverAddress,
     Reservation,
     check_reservation,
-    decode_manifest,
     decode_reservation,
+    decode_to_receiver,
     encode,
 )
 
@@ -46,10 +47,11 @@ MANIFEST = sealed(
         boundary=boundary(37, tail_token_ids=(1, 2), hidden=b"h" * 8),
     )
 )
+FINISH = Finish(MANIFEST, 5, b"s" * 16)
 
 
 def test_messages_survive_the_wire() -> None:
-    assert decode_manifest(encode(MANIFEST)) == MANIFEST
+    assert decode_to_receiver(encode(FINISH)) == FINISH
     assert decode_reservation(encode(RESERVATION)) == RESERVATION
     assert check_reservation(RESERVATION) == RESERVATION
 
@@ -79,7 +81,7 @@ def test_the_seal_covers_every_field() -> None:
 @pytest.mark.parametrize("cut", [0, 1, 20, -1])
 def test_truncated_messages_are_malformed(cut: int) -> None:
     with pytest.raises(MalformedMessage):
-        decode_manifest(encode(MANIFEST)[:cut])
+        decode_to_receiver(encode(FINISH)[:cut])
 
 
 @pytest.mark.parametrize(
@@ -97,17 +99,18 @@ def test_truncated_messages_are_malformed(cut: int) -> None:
 )
 def test_values_beyond_their_caps_are_malformed(change: dict[str, object]) -> None:
     with pytest.raises(MalformedMessage):
-        decode_manifest(encode(msgspec.structs.replace(MANIFEST, **change)))
+        manifest = msgspec.structs.replace(MANIFEST, **change)
+        decode_to_receiver(encode(msgspec.structs.replace(FINISH, manifest=manifest)))
 
 
 def test_an_oversized_message_is_refused_before_it_is_read() -> None:
     with pytest.raises(MalformedMessage, match="exceeds the cap"):
-        decode_manifest(bytes(MAX_MANIFEST_BYTES + 1))
+        decode_to_receiver(bytes(MAX_MANIFEST_BYTES + 1))
 
 
 def test_a_field_of_nobodys_that_never_ends_is_malformed() -> None:
     with pytest.raises(MalformedMessage, match="recursion"):
-        decode_manifest(b"\x81\xa4more" + b"\x91" * 100_000)
+        decode_to_receiver(b"\x82\xa4type\xa6Finish\xa4more" + b"\x91" * 100_000)
 
 
 @pytest.mark.parametrize(
