@@ -80,9 +80,7 @@ class Limits:
         """As many requests in the engine alone, as many steps behind each other."""
         pace = Pace(**self._decode.ask(do="steady", **asdict(load), lags=list(lags)))
         self._steady.setdefault(str(load), []).append(pace)
-        print(
-            f"alone: {load}: ms of a step {1e3 * pace.step_s:.3f}, phases {pace.phases}", flush=True
-        )
+        print(f"alone: {load}: {pace}", flush=True)
         return pace
 
     def _steps_of(self, shape: Shape, at_once: int, seconds: float, *, goes_on: bool) -> None:

@@ -90,6 +90,9 @@ class Pace:
     lags: Sequence[int]  # steps by which each is behind the first
     phases: int
 
+    def __str__(self) -> str:
+        return f"{1e3 * self.step_s:.3f} ms a step, phases {self.phases}"
+
 
 @dataclass(slots=True)
 class Taken:

@@ -194,9 +194,7 @@ async def _put_under(
             outcome.busy[f"{shape} {at_once}"] = busy.shares(window.begin, window.end)
             _tell(outcome.variant, f"{shape} x {at_once}", window)
         for load in loads.steady:
-            outcome.steady[str(load)] = paces = await _steady(client, load, beside)
-            turns = ", ".join(f"{1e3 * one.step_s:.3f} ({one.phases})" for one in paces)
-            _say(outcome.variant, f"{load}: ms of a step (phases) by turn {turns}")
+            outcome.steady[str(load)] = await _steady(client, load, outcome.variant, beside)
         for number, (shape, rate) in enumerate(loads.arriving):
             window = await client.arriving(shape, rate, loads.seconds, seed=number)
             outcome.arriving[str(shape), rate] = window
@@ -207,7 +205,9 @@ async def _put_under(
             _tell(outcome.variant, f"{loads.kills.workers} killed", outcome.killed.window)
 
 
-async def _steady(client: Client, load: Steady, beside: Beside | None) -> list[Pace]:
+async def _steady(
+    client: Client, load: Steady, variant: Variant, beside: Beside | None
+) -> list[Pace]:
     """Turns of a steady load; every other one is after its rival's, not before. The rival's
     requests lag behind each other as the fleet's last ones did."""
     paces: list[Pace] = []
@@ -215,6 +215,7 @@ async def _steady(client: Client, load: Steady, beside: Beside | None) -> list[P
         if beside and turn % 2:
             await asyncio.to_thread(beside.steady, load, paces[-1].lags)
         paces.append(await client.steady(load))
+        _say(variant, f"{load}: {paces[-1]}")
         await asyncio.sleep(REST_S)
         if beside and not turn % 2:
             await asyncio.to_thread(beside.steady, load, paces[-1].lags)
