@@ -145,8 +145,8 @@ def decode_engine(
 
 
 def _forget(stepper: DeviceStepper) -> None:
-    """Each engine numbers its requests from 1, so that it would take what the device tells of those
-    of an engine before it for its own."""
+    """Each engine numbers its requests from 1, and would take what a step tells of an earlier
+    engine's for what became of its own."""
     while stepper.num_ahead:
         stepper.read()
     buffers = stepper._step.buffers
