@@ -81,8 +81,9 @@ class End:
     def _reserve(self, name: str, pages: Sequence[int]) -> None:
         say(reservation=self.expect(name, pages))
         arrived = self._await()
+        verified_at = time.perf_counter()
         assert isinstance(arrived, Arrived), arrived
-        say(verified=arrived.manifest.num_bytes)
+        say(verified_at=verified_at)
 
     def expect(self, name: str, pages: Sequence[int]) -> str:
         """Opens these pages to the sender; its reservation, encoded."""
@@ -118,7 +119,7 @@ class End:
         ended.append(True)
         pushed = self._await()
         assert isinstance(pushed, Pushed), pushed
-        say(seconds=time.perf_counter() - begin)
+        say(seconds=time.perf_counter() - begin, final_at=begin)
 
     def _push_many(self, reservations: list[str], source: Sequence[int], every_s: float) -> None:
         """The same pages again and again, one push beginning `every_s` after the other."""

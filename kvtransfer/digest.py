@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -201,21 +200,11 @@ def prompt_digest(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> bytes:
     return xxhash.xxh3_128_digest(np.asarray(token_ids, dtype="<i8").data)
 
 
-def seal_of(manifest: Manifest) -> bytes:
-    """Digest of all that a manifest says but its own seal: identities, pages, boundary state."""
-    return xxhash.xxh3_128_digest(encode(msgspec.structs.replace(manifest, seal=b"")))
+def seal_of(manifest: Manifest, elapsed_us: int) -> bytes:
+    """Digest of all that the end of a push says: identities, pages, boundary state, time."""
+    return xxhash.xxh3_128_digest(encode(manifest) + elapsed_us.to_bytes(8, "little"))
 
 
 def finish_of(manifest: Manifest, elapsed_us: int) -> Finish:
-    """The end of a push whose manifest is sealed."""
-    return Finish(manifest, elapsed_us, finish_seal(manifest, elapsed_us))
-
-
-def finish_seal(manifest: Manifest, elapsed_us: int) -> bytes:
-    """Digest of a manifest's seal and of what is told beside it."""
-    return xxhash.xxh3_128_digest(manifest.seal + elapsed_us.to_bytes(8, "little"))
-
-
-def sealed(manifest: Manifest) -> Manifest:
-    """The manifest with its seal."""
-    return msgspec.structs.replace(manifest, seal=seal_of(manifest))
+    """The end of a push, sealed."""
+    return Finish(manifest, elapsed_us, seal_of(manifest, elapsed_us))

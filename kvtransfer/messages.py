@@ -102,17 +102,16 @@ class BoundaryState(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=False):
-    """The writer's account of a finished push; sealed by a digest over all of it."""
+    """The writer's account of a finished push. Which pages it wrote is not in it: each Pages named
+    its own, and all that were reserved must have come."""
 
     attempt: AttemptId
     source_incarnation: Name
     destination_incarnation: Name
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
-    pages: Annotated[tuple[PageRef, ...], Meta(max_length=MAX_PAGES)]
-    digest: Digest  # of the pages, as they lie with the sender
+    digest: Digest  # of all pages in the reservation's order, as they lie with the sender
     num_bytes: U63
     boundary: BoundaryState
-    seal: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
 
     @property
     def transfer_id(self) -> str:
@@ -145,8 +144,8 @@ class Pages(Struct, frozen=True, tag=True):
 class Finish(Struct, frozen=True, tag=True):
     """All pages were sent; the manifest says what they are.
 
-    elapsed_us is told beside it, so that it can be sealed while bytes are under way: since the last
-    page was final and the reservation known, when this was sent. The seal is over both.
+    elapsed_us is how long, when this was sent, the last page had been final and the reservation
+    known. The seal is a digest of both (digest.seal_of).
     """
 
     manifest: Manifest

@@ -20,7 +20,6 @@ from effuse.kvtransfer.digest import (
     PieceDigests,
     pages_digest,
     pieces_in_group,
-    sealed,
 )
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, mismatch
 from effuse.kvtransfer.messages import (
@@ -144,29 +143,26 @@ class Push:
         return now - max(self.final_at, self.known_at)
 
     def account(self, boundary: BoundaryState) -> Manifest:
-        """The sealed account of the push, made once: all of its pieces have been digested.
+        """The account of the push, made once: all of its pieces have been digested.
 
         Raises HandoffRefused where pages are missing.
         """
         if self.manifest is None:
-            self.manifest = self._sealed_manifest(boundary)
+            self.manifest = self._manifest(boundary)
         return self.manifest
 
-    def _sealed_manifest(self, boundary: BoundaryState) -> Manifest:
+    def _manifest(self, boundary: BoundaryState) -> Manifest:
         missing = len(self.reservation.pages) - len(self.covered)
         if missing:
             raise HandoffRefused(Cause.COVERAGE, f"{missing} pages were never pushed")
-        return sealed(
-            Manifest(
-                attempt=self.reservation.attempt,
-                source_incarnation=self.origin.incarnation,
-                destination_incarnation=self.reservation.incarnation,
-                fingerprint=self.origin.fingerprint,
-                pages=self.reservation.pages,
-                digest=pages_digest(self.pieces),
-                num_bytes=self.num_bytes,
-                boundary=boundary,
-            )
+        return Manifest(
+            attempt=self.reservation.attempt,
+            source_incarnation=self.origin.incarnation,
+            destination_incarnation=self.reservation.incarnation,
+            fingerprint=self.origin.fingerprint,
+            digest=pages_digest(self.pieces),
+            num_bytes=self.num_bytes,
+            boundary=boundary,
         )
 
 

@@ -26,7 +26,6 @@ from effuse.kvtransfer.digest import (
     Digester,
     DigestJob,
     PieceDigests,
-    finish_seal,
     pages_digest,
     pieces_in_group,
     seal_of,
@@ -259,10 +258,10 @@ class Receptions:
         )
         if expected.manifest is not None:
             raise HandoffRefused(Cause.MALFORMED, "a second manifest came")
-        self._check_fingerprint(manifest.fingerprint)
-        check_claims(expected.reservation, manifest)
-        if finish.seal != finish_seal(manifest, finish.elapsed_us):
+        if finish.seal != seal_of(manifest, finish.elapsed_us):
             raise HandoffRefused(Cause.SEAL, "the end of the push does not match its seal")
+        self._check_fingerprint(manifest.fingerprint)
+        check_num_bytes(expected.reservation, manifest.num_bytes)
         missing = np.flatnonzero(~expected.covered.all(axis=1))
         if len(missing):
             index = int(missing[0])
@@ -353,23 +352,11 @@ def check_span(reservation: Reservation, first: int, pages: Sequence[PageRef]) -
             raise HandoffRefused(cause, f"page {index}: {ours} is reserved, {theirs} was written")
 
 
-def check_claims(reservation: Reservation, manifest: Manifest) -> None:
-    """Everything a manifest says that needs no look at the memory."""
-    if not manifest.seal:
-        raise HandoffRefused(Cause.SEAL, "the manifest has no seal")
-    if manifest.seal != seal_of(manifest):
-        raise HandoffRefused(Cause.SEAL, "the manifest does not match its seal")
-    if len(manifest.pages) != len(reservation.pages):
-        raise HandoffRefused(
-            Cause.COVERAGE,
-            f"{len(reservation.pages)} pages are reserved, {len(manifest.pages)} were written",
-        )
-    check_span(reservation, 0, manifest.pages)
+def check_num_bytes(reservation: Reservation, written: int) -> None:
+    """As many bytes were written, by their writer's account, as are reserved."""
     num_bytes = len(reservation.pages) * reservation.page_bytes
-    if manifest.num_bytes != num_bytes:
-        raise HandoffRefused(
-            Cause.SIZE, f"{num_bytes} bytes are reserved, {manifest.num_bytes} were written"
-        )
+    if written != num_bytes:
+        raise HandoffRefused(Cause.SIZE, f"{num_bytes} bytes are reserved, {written} were written")
 
 
 def check_digest(claimed: bytes, found: bytes) -> None:

@@ -20,7 +20,7 @@ from kvtransfer.fixtures import SMALL, boundary, print_of
 from kvtransfer.tampering import APART, READER, WRITER, Pair, tampered
 
 from effuse.kvtransfer.connector import Arrived, HandoffRefused
-from effuse.kvtransfer.digest import finish_of, sealed
+from effuse.kvtransfer.digest import finish_of
 from effuse.kvtransfer.messages import (
     Accepted,
     Begin,
@@ -59,14 +59,13 @@ def honest_messages(reserved: Reservation) -> list[msgspec.Struct]:
         source_incarnation=WRITER,
         destination_incarnation=READER,
         fingerprint=fingerprint,
-        pages=reserved.pages,
         digest=b"d" * 16,
         num_bytes=len(reserved.pages) * reserved.page_bytes,
         boundary=boundary(),
     )
     name = reserved.transfer_id
     answers = (Placed(name, 0, 0), Accepted(name), Rejected(name, "DIGEST", "no"))
-    return [Begin(*names, fingerprint), pages, finish_of(sealed(manifest), 5), *answers]
+    return [Begin(*names, fingerprint), pages, finish_of(manifest, 5), *answers]
 
 
 def drawn_message(draw: Draw, reserved: Reservation) -> bytes:

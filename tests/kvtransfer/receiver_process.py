@@ -33,6 +33,7 @@ def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
     connector = make(kind, memory, incarnation)
     connector.start()
     said, begun = sys.stdin.fileno(), b""
+    reserved: dict[str, tuple[PageRef, ...]] = {}
     while True:
         ready, _, _ = select.select([said, connector.fileno()], [], [], 30.0)
         if said in ready:
@@ -42,11 +43,11 @@ def main(kind: str, layout_name: str, num_pages: int, incarnation: str) -> None:
                 return
             *lines, begun = (begun + read).split(b"\n")
             for line in lines:
-                obey(json.loads(line), connector, memory, incarnation)
+                obey(json.loads(line), connector, memory, incarnation, reserved)
         for event in connector.poll():
             match event:
                 case Arrived(transfer_id, manifest):
-                    ids = [page.page_id for page in manifest.pages]
+                    ids = [page.page_id for page in reserved.pop(transfer_id)]
                     say(
                         event="received",
                         transfer=transfer_id,
@@ -78,8 +79,14 @@ def transport(kind: str, memory: PageMemory, incarnation: str) -> Transport:
     return NixlTransport(memory, incarnation, role="decode")
 
 
-def obey(command: dict[str, Any], connector: Connector, memory: PageMemory, own: str) -> None:
-    """Runs one command and answers it."""
+def obey(
+    command: dict[str, Any],
+    connector: Connector,
+    memory: PageMemory,
+    own: str,
+    pages_of: dict[str, tuple[PageRef, ...]],
+) -> None:
+    """Runs one command and answers it; notes which pages a transfer is to fill."""
     match command["do"]:
         case "reserve":
             pages = tuple(PageRef(page, generation) for page, generation in command["pages"])
@@ -91,6 +98,7 @@ def obey(command: dict[str, Any], connector: Connector, memory: PageMemory, own:
                 number=command["number"],
                 lease_s=command["lease_s"],
             )
+            pages_of[reserved.transfer_id] = pages
             connector.expect(reserved, command["writer"])
             say(reservation=base64.b64encode(encode(reserved)).decode())
         case "forget":

@@ -11,7 +11,7 @@ from kvtransfer.fixtures import SMALL, boundary, digest_of, filled, print_of, re
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
-from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, finish_of, sealed
+from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, finish_of
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     Begin,
@@ -120,12 +120,11 @@ class Scene:
             source_incarnation="prefill-1",
             destination_incarnation="decode-1",
             fingerprint=FINGERPRINT,
-            pages=self.reserved.pages,
             digest=digest_of(self.source, range(3)),
             num_bytes=3 * self.source.page_bytes,
             boundary=boundary(20, tail_token_ids=(7, 8)),
         )
-        return sealed(msgspec.structs.replace(honest, **changes))
+        return msgspec.structs.replace(honest, **changes)
 
     def refusal(self) -> tuple[Cause, str]:
         """What the engine was told; the writer must have been told the same."""

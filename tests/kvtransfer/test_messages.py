@@ -6,12 +6,11 @@ import msgspec
 import pytest
 from kvtransfer.fixtures import boundary
 
-from effuse.kvtransfer.digest import seal_of, sealed
+from effuse.kvtransfer.digest import finish_of, seal_of
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
     AttemptId,
     Field,
-    Finish,
     MalformedMessage,
     Manifest,
     PageRef,
@@ -35,19 +34,16 @@ RESERVATION = Reservation(
     digest_seed=5,
     lease_s=5.0,
 )
-MANIFEST = sealed(
-    Manifest(
-        attempt=ATTEMPT,
-        source_incarnation="prefill-1",
-        destination_incarnation="decode-1",
-        fingerprint=(Field("weights", "w1"),),
-        pages=(PageRef(3, 1), PageRef(4, 7)),
-        digest=b"d" * 16,
-        num_bytes=8192,
-        boundary=boundary(37, tail_token_ids=(1, 2), hidden=b"h" * 8),
-    )
+MANIFEST = Manifest(
+    attempt=ATTEMPT,
+    source_incarnation="prefill-1",
+    destination_incarnation="decode-1",
+    fingerprint=(Field("weights", "w1"),),
+    digest=b"d" * 16,
+    num_bytes=8192,
+    boundary=boundary(37, tail_token_ids=(1, 2), hidden=b"h" * 8),
 )
-FINISH = Finish(MANIFEST, 5, b"s" * 16)
+FINISH = finish_of(MANIFEST, 5)
 
 
 def test_messages_survive_the_wire() -> None:
@@ -62,7 +58,6 @@ def test_the_seal_covers_every_field() -> None:
         {"source_incarnation": "prefill-2"},
         {"destination_incarnation": "decode-2"},
         {"fingerprint": (Field("weights", "w2"),)},
-        {"pages": (PageRef(4, 7), PageRef(3, 1))},
         {"digest": b"e" * 16},
         {"num_bytes": 8193},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, prompt_len=38)},
@@ -71,11 +66,9 @@ def test_the_seal_covers_every_field() -> None:
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, hidden=None)},
         {"boundary": msgspec.structs.replace(MANIFEST.boundary, prompt_digest=bytes(16))},
     ]
-    assert {name for change in changes for name in change} == set(MANIFEST.__struct_fields__) - {
-        "seal"
-    }
-    seals = {seal_of(msgspec.structs.replace(MANIFEST, **change)) for change in changes}
-    assert len(seals) == len(changes) and MANIFEST.seal not in seals
+    assert {name for change in changes for name in change} == set(MANIFEST.__struct_fields__)
+    seals = {seal_of(msgspec.structs.replace(MANIFEST, **change), 5) for change in changes}
+    assert len(seals | {FINISH.seal, seal_of(MANIFEST, 6)}) == len(changes) + 2
 
 
 @pytest.mark.parametrize("cut", [0, 1, 20, -1])
@@ -92,7 +85,6 @@ def test_truncated_messages_are_malformed(cut: int) -> None:
         {"attempt": AttemptId("r", 0, "t")},
         {"attempt": AttemptId("r", 1, "t" * 129)},
         {"num_bytes": -1},
-        {"pages": (PageRef(1 << 32, 0),)},
         {"fingerprint": tuple(Field(str(i), "") for i in range(65))},
     ],
     ids=str,

@@ -16,7 +16,6 @@ from effuse.kvtransfer.connector import (
     Pushed,
     PushFailed,
 )
-from effuse.kvtransfer.digest import sealed
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     AttemptId,
@@ -177,17 +176,14 @@ def test_a_connector_that_is_stuck_is_overtaken_by_the_clock(desk: Desk) -> None
 
 
 def test_events_of_others_are_left_alone(desk: Desk) -> None:
-    manifest = sealed(
-        Manifest(
-            attempt=AttemptId("request-2", 1, "transfer-2"),
-            source_incarnation="prefill-1",
-            destination_incarnation="decode-1",
-            fingerprint=(),
-            pages=(),
-            digest=bytes(16),
-            num_bytes=0,
-            boundary=BOUNDARY,
-        )
+    manifest = Manifest(
+        attempt=AttemptId("request-2", 1, "transfer-2"),
+        source_incarnation="prefill-1",
+        destination_incarnation="decode-1",
+        fingerprint=(),
+        digest=bytes(16),
+        num_bytes=0,
+        boundary=BOUNDARY,
     )
     desk.connector.events = [Arrived("transfer-2", manifest, 0.0), PushCancelled("transfer-3")]
     assert desk.sender.poll() == []

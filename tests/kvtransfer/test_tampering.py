@@ -25,7 +25,11 @@ def test_whatever_is_done_to_a_transfer_it_is_not_served(kind: str) -> None:
 
 
 def seals_not_compared() -> Patch:
-    return patch.object(reception, "seal_of", lambda manifest: manifest.seal)
+    class Anything(bytes):
+        def __ne__(self, other: object) -> bool:
+            return False
+
+    return patch.object(reception, "seal_of", lambda manifest, elapsed_us: Anything())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from effuse.kvtransfer.connector import Arrived
 from effuse.kvtransfer.layout import Fingerprint, KVLayout, ModelFacts, fingerprint
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import AttemptId, Reservation
+from effuse.kvtransfer.messages import AttemptId, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver, ReceiverIdentity
 from effuse.kvtransfer.sender import HandoffSender
@@ -124,6 +124,7 @@ class Rig:
             now=self.now,
         )
         self.said: list[CoreEvent] = []
+        self._reserved: dict[AttemptId, tuple[PageRef, ...]] = {}
 
     def now(self) -> float:
         """The clock."""
@@ -139,6 +140,7 @@ class Rig:
         """Has the target expect this many pages."""
         pages = self.target_pool.allocate(num_pages)
         assert pages is not None
+        self._reserved[attempt] = pages
         return self.receiver.reserve(attempt, pages, PREFILL, self.time)
 
     def push_to(self, attempt: AttemptId, num_pages: int) -> Reservation:
@@ -184,6 +186,14 @@ class Rig:
         reports = self.receiver.poll(self.time)
         assert not [report for report in reports if isinstance(report, HandoffFailed)], reports
         return [report for report in reports if isinstance(report, Arrived)]
+
+    def pages_of(self, arrived: Arrived) -> tuple[PageRef, ...]:
+        """Where it lies."""
+        return self._reserved[arrived.manifest.attempt]
+
+    def handed(self, arrived: Arrived, count: int) -> torch.Tensor:
+        """KV of its first tokens, as `kv` says."""
+        return self.kv([page.page_id for page in self.pages_of(arrived)], count)
 
     def check_idle(self) -> None:
         """All source pages are free and nothing is left to say."""

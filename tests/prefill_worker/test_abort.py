@@ -176,7 +176,7 @@ def _reserve(rig: Rig, name: str) -> None:
     if prompt is not None and rig.target_pool.num_free > 6:
         rig.push_to(attempt_of(name), prompt.num_paged // 4)
         for report in rig.arrived():
-            rig.target_pool.release(report.manifest.pages)
+            rig.target_pool.release(rig.pages_of(report))
     else:
         rig.abort(attempt_of(name))
 

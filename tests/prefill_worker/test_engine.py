@@ -92,7 +92,7 @@ def test_what_is_handed_over_is_the_prompts_kv(
     pages = reference.pages(count)
     origin = rig.model.config.block_origin(length)
     hidden = reference.forward(prompt[:count], 0, pages, count, origin)
-    handed = rig.kv([page.page_id for page in arrived.manifest.pages], count)
+    handed = rig.handed(arrived, count)
     for layer in range(rig.model.config.num_layers):
         for side, expected in enumerate(reference.stored(layer, pages, count)):
             difference = handed[layer, side].transpose(0, 1) - expected
@@ -114,7 +114,7 @@ def test_the_unused_end_of_a_ragged_last_page_is_zero(make: Callable[..., Rig]) 
     rig.push_to(rig.start("a", PROMPT), 2)
     rig.settle()
     (arrived,) = rig.arrived()
-    last = rig.target_memory.tensor[arrived.manifest.pages[-1].page_id]
+    last = rig.target_memory.tensor[rig.pages_of(arrived)[-1].page_id]
     assert last[..., : 20 - 16, :].isfinite().all()
     assert not last[..., 20 - 16 :, :].any()
 

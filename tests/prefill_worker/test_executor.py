@@ -133,13 +133,7 @@ def test_it_hands_over_what_an_engine_that_waits_hands_over(
         rig.settle()
         arrived = {report.manifest.attempt: report for report in rig.arrived()}
         seen.append(
-            [
-                (
-                    rig.kv([p.page_id for p in arrived[attempt_of(n)].manifest.pages], count),
-                    arrived[attempt_of(n)],
-                )
-                for n in "abc"
-            ]
+            [(rig.handed(arrived[attempt_of(n)], count), arrived[attempt_of(n)]) for n in "abc"]
         )
         rig.take(PrefillDone), rig.take(PromptPushed)
         rig.check_idle()
@@ -216,7 +210,7 @@ def test_a_device_ahead_of_its_host_hands_over_what_the_cpu_does(
         assert len(rig.take(PromptPushed)) == len(names)
         arrived = {report.manifest.attempt: report for report in rig.arrived()}
         reports = [arrived[attempt_of(name)] for name in names]
-        handed.append([rig.kv([page.page_id for page in r.manifest.pages], count) for r in reports])
+        handed.append([rig.handed(report, count) for report in reports])
         rig.take(PrefillDone)
         rig.check_idle()
         rig.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from effuse.kvtransfer.digest import finish_of, sealed
+from effuse.kvtransfer.digest import finish_of
 from effuse.kvtransfer.messages import (
     AttemptId,
     Begin,
@@ -104,13 +104,13 @@ def _mistaken(message: ToReceiver, what: str) -> ToReceiver:
     if isinstance(message, Finish):
         manifest = message.manifest
         names = {"source": "source_incarnation", "destination": "destination_incarnation"}
-        told = sealed(replace(manifest, **_wrong(manifest, names.get(what, what))))
+        told = replace(manifest, **_wrong(manifest, names.get(what, what)))
         return finish_of(told, message.elapsed_us)
     return replace(message, **_wrong(message, what))
 
 
 def _wrong(spoken: Begin | Pages | Manifest, what: str) -> dict[str, object]:
-    if what == "generation" and not isinstance(spoken, Begin) and spoken.pages:
+    if what == "generation" and isinstance(spoken, Pages) and spoken.pages:
         older = [PageRef(page.page_id, page.generation - 1) for page in spoken.pages]
         return {"pages": tuple(older)}
     if what in ("attempt", "generation"):
