@@ -12,7 +12,7 @@ from math import prod
 from effuse.kvtransfer.messages import Field
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DIGEST = "xxh3_128 of xxh3_64 of pieces"
+DIGEST = "xxh3_128 of xxh3_64 of pieces, under one seal"
 LAYOUT_KINDS = ("unified", "distinct")
 PIECE_BYTES = 16  # of K in the distinct layout
 MOST_GROUPS = {"nixl": 8, "zmq": 16}
