@@ -8,6 +8,7 @@ waits for that: seats are counted by what was told last. Not here: what we have 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Final, Protocol
 
 from effuse.placement.records import MalformedRecord, RouterRecord, WorkerRecord, decode_router
@@ -48,6 +49,9 @@ class OtherRouters:
         self._store = store
         self._id = router_id
         self._others: dict[str, RouterRecord] = {}
+        self._wanting: list[str] = []  # others that have requests or want to
+        self._any_waits = False
+        self._taken: Counter[tuple[str, str]] = Counter()  # others' seats, by a worker's life
         self._is_current = True
 
     @property
@@ -85,6 +89,7 @@ class OtherRouters:
             gone = "has ended" if router_id in self._others else "routes for this fleet, too"
             LOG.info("%s %s", router_id, gone)
         self._others, self._is_current = others, True
+        self._add_up()
 
     async def release(self) -> None:
         """Says that this router is gone: what it leaves may be taken over at once."""
@@ -99,19 +104,20 @@ class OtherRouters:
         What others leave free, and no more than our share while one of them has requests that wait.
         Where they cannot be heard it is our share, whatever they had last."""
         seats = worker.capacity.max_num_seqs
-        if not self._others:
+        if not self._wanting:
             return seats
-        wanting = [other for other in self._others.values() if other.waiting or other.loads]
-        if not wanting:
-            return seats
-        ids = sorted([self._id, *(other.router_id for other in wanting)])
-        share = fair_share(seats, len(ids), ids.index(self._id))
+        rank = sum(other < self._id for other in self._wanting)
+        share = fair_share(seats, len(self._wanting) + 1, rank)
         if not self._is_current:
             return share
-        free = max(0, seats - sum(_on(worker, other) for other in wanting))
-        return min(free, share) if any(other.waiting for other in wanting) else free
+        free = max(0, seats - self._taken[worker.life])
+        return min(free, share) if self._any_waits else free
 
-
-def _on(worker: WorkerRecord, router: RouterRecord) -> int:
-    life = (worker.worker_id, worker.incarnation)
-    return sum(one.requests for one in router.loads if (one.worker_id, one.incarnation) == life)
+    def _add_up(self) -> None:
+        """Once for each exchange: every choice asks for the seats of every worker."""
+        wanting = [other for other in self._others.values() if other.waiting or other.loads]
+        self._wanting = [other.router_id for other in wanting]
+        self._any_waits = any(other.waiting for other in wanting)
+        self._taken.clear()
+        for load in (load for other in wanting for load in other.loads):
+            self._taken[load.worker_id, load.incarnation] += load.requests

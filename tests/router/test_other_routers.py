@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -143,3 +144,26 @@ def test_a_router_that_ended_leaves_its_seats() -> None:
         assert (one.routers.num_alive, one.routers.seats(one.worker)) == (0, 8)
 
     asyncio.run(go())
+
+
+def test_a_choice_costs_no_more_for_what_others_have_elsewhere() -> None:
+    """Each choice asks for the seats of every worker."""
+    num_reads = 0
+
+    class Loads(tuple[RoutedLoad, ...]):
+        def __iter__(self) -> Iterator[RoutedLoad]:
+            nonlocal num_reads
+            num_reads += 1
+            return super().__iter__()
+
+    async def go() -> None:
+        one, two = peers(2, 8)
+        two.running = 3
+        await two.exchange()
+        await one.exchange()
+        (other,) = one.routers._others.values()
+        one.routers._others = {"o": msgspec.structs.replace(other, loads=Loads(other.loads))}
+        assert [one.routers.seats(one.worker) for _ in range(100)] == [5] * 100
+
+    asyncio.run(go())
+    assert num_reads == 0
