@@ -172,6 +172,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: U32 = 0  # tokens of the answer, known at its end
     seed: int = 0  # of its randomness
     tenant: str = ""  # whose it is, where clients have keys
+    asked: str = ""  # digest of what was asked, where a client chose the id
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 64:  # beyond what msgspec's own bounds can say

@@ -238,7 +238,8 @@ class Store:
 
         Waits for its turn: many at once say nothing against Redis.
         """
-        return await self._look_up(self.keys.request(request_id), "record")
+        (record,) = await self._look_up(self.keys.request(request_id), "record")
+        return record
 
     async def claim(self, record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
         """Writes `record`, of a request that is to run, for `lifetime_s`, unless another live
@@ -275,9 +276,11 @@ class Store:
         of_all = [keys.answer(request_id), keys.answers, keys.answer_sizes]
         await self._run_script(self._keep, of_all, args, self.placement_circuit)
 
-    async def answer(self, request_id: str) -> bytes | None:
-        """Returns the kept answer of a request, undecoded; None where there is none."""
-        return await self._look_up(self.keys.answer(request_id), "response")
+    async def answer(self, request_id: str, digest: str) -> bytes | None:
+        """Returns the kept answer to what `digest` stands for, undecoded; None where there is none:
+        the id may be another request's by now."""
+        kept, response = await self._look_up(self.keys.answer(request_id), "digest", "response")
+        return response if kept == digest.encode() else None
 
     async def announce_router(self, record: RouterRecord, lease_s: float) -> list[bytes]:
         """Takes or renews a router's lease; returns the other live routers, undecoded."""
@@ -315,16 +318,16 @@ class Store:
             for digest, left in pairs
         }
 
-    async def _look_up(self, key: str, field: str) -> bytes | None:
+    async def _look_up(self, key: str, *fields: str) -> list[bytes | None]:
         await self._wait_for_turn()
         try:
             answer = await self._ask_redis(
-                lambda: cast(Awaitable[object], self._redis.hget(key, field)),
+                lambda: cast(Awaitable[object], self._redis.hmget(key, fields)),
                 self.placement_circuit,
             )
         finally:
             self._lookups.release()
-        return cast(bytes | None, answer)
+        return cast(list[bytes | None], answer)
 
     async def _wait_for_turn(self) -> None:
         try:

@@ -302,11 +302,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         findings = Findings()
         check_request_id(request.request_id, findings)
         findings.raise_any()
-        requests = self._router.requests
         tenant = self._router.tenant().name  # nobody reads another's answer
-        known = requests.find(request.request_id, tenant)
-        found = known or await requests.find_stored(request.request_id, tenant)
-        return await requests.add_answer(found)
+        return await self._router.requests.look_up(request.request_id, tenant)
 
 
 def request_span(

@@ -41,6 +41,7 @@ class EndedRequest:
     until: float
     tenant: str
     described: pb.GetRequestResponse
+    asked_digest: str
 
 
 class StoredPlacements(Protocol):
@@ -49,8 +50,8 @@ class StoredPlacements(Protocol):
     async def placement(self, request_id: str) -> bytes | None:
         """The stored placement of a request; raises `StoreUnavailable`."""
 
-    async def answer(self, request_id: str) -> bytes | None:
-        """Its kept answer; raises `StoreUnavailable`."""
+    async def answer(self, request_id: str, digest: str) -> bytes | None:
+        """The kept answer to what `digest` stands for; raises `StoreUnavailable`."""
 
 
 class KnownRequests:
@@ -131,12 +132,23 @@ class KnownRequests:
         held = self._ended.get(request_id)
         return None if held is None or held.tenant != tenant else held.described
 
+    async def look_up(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse:
+        """A tenant's request, with its answer if that is kept; raises as `find_stored` does."""
+        if (described := self.find(request_id, tenant)) is None:
+            record = await self._stored(request_id, tenant)
+            return await self._add_answer(_describe_stored(record), record.asked)
+        ended = self._ended.get(request_id)
+        return await self._add_answer(described, "" if ended is None else ended.asked_digest)
+
     async def find_stored(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse:
         """A tenant's request of another router; raises `NotFound` or `Unavailable`."""
+        return _describe_stored(await self._stored(request_id, tenant))
+
+    async def _stored(self, request_id: str, tenant: str) -> PlacementRecord:
         try:
             stored = await self._store.placement(request_id)
             if stored is not None and (record := decode_placement(stored)).tenant == tenant:
-                return _describe_stored(record)
+                return record
         except StoreUnavailable as error:
             text = "requests of other routers cannot be looked up now"
             raise Unavailable(text, retry_after_s=1.0) from error
@@ -144,14 +156,16 @@ class KnownRequests:
             LOG.warning("the stored placement of %s is malformed", request_id)
         raise NotFound(f"no request {request_id!r} is running or ended a short while ago")
 
-    async def add_answer(self, described: pb.GetRequestResponse) -> pb.GetRequestResponse:
+    async def _add_answer(
+        self, described: pb.GetRequestResponse, digest: str
+    ) -> pb.GetRequestResponse:
         """Adds the answer of a request that ended well, where it is kept and Redis is there."""
-        if described.state != pb.REQUEST_STATE_FINISHED:
+        if described.state != pb.REQUEST_STATE_FINISHED or not digest:
             return described
         found = pb.GetRequestResponse()
         found.CopyFrom(described)
         try:
-            kept = await self._store.answer(described.request_id)
+            kept = await self._store.answer(described.request_id, digest)
             if kept is not None:
                 found.answer.MergeFromString(kept)
         except StoreUnavailable as error:
@@ -168,7 +182,9 @@ class KnownRequests:
     def _remember(self, request: Request) -> None:
         self._ended.pop(request.id, None)
         until = self._now() + REMEMBERED_S
-        self._ended[request.id] = EndedRequest(until, request.tenant.name, request.describe())
+        self._ended[request.id] = EndedRequest(
+            until, request.tenant.name, request.describe(), request.asked_digest
+        )
         self._forget_old()
 
     def _forget_old(self) -> None:

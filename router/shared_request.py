@@ -176,6 +176,7 @@ class SharedRequest:
             model=self._request.asked.model.name,
             seed=self._request.asked.sampling.seed,
             tenant=self._request.tenant.name,
+            asked=self._request.asked_digest,
         )
 
     def _write(self, record: PlacementRecord, answer: pb.GenerateResponse | None = None) -> None:

@@ -59,6 +59,7 @@ PLACEMENT: Final = PlacementRecord(
     decode=PlacedOn(worker_id="d0", incarnation="1"),
     prompt_tokens=3,
     seed=9,
+    asked="digest",
 )
 ANSWER: Final = pb.GenerateResponse(
     request_id="kept", text="three", finish_reason=pb.FINISH_REASON_STOP, seed=9
@@ -157,14 +158,13 @@ class Readers:
         async def placement(request_id: str) -> bytes | None:
             return stored
 
-        async def answer(request_id: str) -> bytes | None:
+        async def answer(request_id: str, digest: str) -> bytes | None:
             return kept
 
         own = store.placement, store.answer
         store.placement, store.answer = placement, answer  # type: ignore[method-assign]
         try:
-            requests = fleet.router.requests
-            found = await requests.add_answer(await requests.find_stored("kept"))
+            found = await fleet.router.requests.look_up("kept")
         except EffuseError as error:
             return f"placement {error.code.name}"
         finally:

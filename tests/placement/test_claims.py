@@ -68,11 +68,12 @@ def test_an_answer_is_given_to_who_asks_the_same(server: ValkeyServer, plain: re
     async def body(store: Store) -> None:
         await store.keep_answer("r1", "digest", b"\x00answer", LONG_S)
         await store.place([(redis_server.placement(state="finished"), LONG_S)])
-        assert await store.answer("r1") == b"\x00answer"
+        assert await store.answer("r1", "digest") == b"\x00answer"
         assert await store.claim(OURS, "digest", LONG_S) == Claim(response=b"\x00answer")
         assert await store.running() == []
         assert await store.claim(OURS, "another", LONG_S) == WITHOUT_ANSWER
-        assert await store.answer("r2") is None
+        assert await store.answer("r1", "another") is None
+        assert await store.answer("r2", "digest") is None
 
     run(server, body)
 
@@ -82,7 +83,7 @@ def test_a_kept_answer_is_forgotten_in_time(server: ValkeyServer, plain: redis.R
         await store.keep_answer("r1", "digest", b"answer", 0.05)
 
         async def is_gone() -> bool:
-            return await store.answer("r1") is None
+            return await store.answer("r1", "digest") is None
 
         await eventually(is_gone)
         assert await store.claim(OURS, "digest", LONG_S) == WITHOUT_ANSWER
@@ -108,7 +109,7 @@ def test_kept_answers_are_bounded_in_number_and_bytes(
     async def body(store: Store) -> None:
         for number in (*range(9), 8):  # the last one twice
             await store.keep_answer(f"r{number}", "digest", b"ten bytes.", LONG_S + number)
-        kept = [number for number in range(9) if await store.answer(f"r{number}") is not None]
+        kept = [number for number in range(9) if await store.answer(f"r{number}", "digest") is not None]
         assert kept == [6, 7, 8]
         assert plain.hget(store.keys.answer_sizes, "") == b"30"
         assert plain.zcard(store.keys.answers) == 3

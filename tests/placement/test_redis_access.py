@@ -68,7 +68,7 @@ def test_a_user_of_the_fleet_may_do_all_that_is_asked(url: str, tmp_path: Path) 
             assert len(await store.running()) == 1
             assert await store.placement("r1")
             await store.keep_answer("r1", "asked", b"said", 60.0)
-            assert await store.answer("r1") == b"said"
+            assert await store.answer("r1", "asked") == b"said"
             assert list(await store.share_refusals({"deadly": 60.0}, 8)) == ["deadly"]
             await store.release_router("router-a")
 

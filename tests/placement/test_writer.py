@@ -200,7 +200,7 @@ def test_an_answer_is_there_before_its_end_and_its_bytes_are_bounded() -> None:
             writer.put(ended)
             assert await writer.flush(20)
             assert await held(store) == ended
-            assert await store.answer("r1") == b"answer"
+            assert await store.answer("r1", "digest") == b"answer"
             for number in (2, 3):
                 writer.keep(f"r{number}", "digest", bytes(MOST_PENDING_BYTES // 2 + 1), 60.0)
             assert writer.dropped_answers == 1

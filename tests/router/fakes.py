@@ -79,9 +79,10 @@ class FakeStore(Store):
         self._check()
         self.answers[request_id] = (digest, response)
 
-    async def answer(self, request_id: str) -> bytes | None:
+    async def answer(self, request_id: str, digest: str) -> bytes | None:
         self._check()
-        return self.answers[request_id][1] if request_id in self.answers else None
+        kept = self.answers.get(request_id)
+        return kept[1] if kept is not None and kept[0] == digest else None
 
     async def announce_router(self, record: RouterRecord, lease_s: float) -> list[bytes]:
         self._check()

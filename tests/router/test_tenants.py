@@ -154,6 +154,21 @@ def test_nobody_reads_anothers_answer(tmp_path: Path) -> None:
     served(tmp_path, body)
 
 
+def test_nobody_reads_what_another_asked_of_another_router_under_the_same_id(
+    tmp_path: Path,
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await stub_of(fleet, "quiet").Generate(request(request_id="mine"), timeout=30)
+        await fleet.idle()
+        theirs = pb.GenerateResponse(text="for nobody else")
+        await fleet.store.keep_answer("mine", "theirs", theirs.SerializeToString(), 60)
+        look = pb.GetRequestRequest(request_id="mine")
+        found = await stub_of(fleet, "quiet").GetRequest(look, timeout=30)
+        assert (found.status, found.answer.text) == ("OK", "")
+
+    served(tmp_path, body)
+
+
 def test_a_tenant_beyond_its_limit_is_refused_and_others_are_not(tmp_path: Path) -> None:
     async def body(fleet: FakeFleet) -> None:
         held, release = asyncio.Event(), asyncio.Event()
