@@ -208,6 +208,10 @@ class Request:
         """Takes final tokens; returns what the client has not had yet, if there is anything. A stop
         string may have ended the answer (`text`). Raises `IllegalRequestEvent`, `BrokenStream`."""
         self.apply_event(Event.COMMITTED, now, f"{commit.token_offset}+{len(commit.token_ids)}")
+        # Before anything is taken: what is, counts as delivered, and is not sent again.
+        wanted = 0 if self.asked.num_logprobs is None else len(commit.token_ids)
+        if len(commit.logprobs) != wanted:
+            raise BrokenStream(f"{len(commit.logprobs)} log-probabilities in place of {wanted}")
         new = self.accept_tokens(commit.token_offset, commit.token_ids, commit.frontier)
         if new:
             self.setbacks.add_progress()
@@ -217,9 +221,6 @@ class Request:
         self.forwards = commit.forward_passes
         offset = self.text.num_tokens
         text = self.text.push(new)
-        wanted = 0 if self.asked.num_logprobs is None else len(commit.token_ids)
-        if len(commit.logprobs) != wanted:
-            raise BrokenStream(f"{len(commit.logprobs)} log-probabilities in place of {wanted}")
         told = commit.logprobs[len(commit.token_ids) - len(new) :]
         count = self.text.num_tokens - offset
         return self._for_client(offset, new[:count], text, told[:count])

@@ -108,3 +108,20 @@ def test_the_prompt_comes_first_where_it_is_asked_for() -> None:
         assert "how many?" in chat.echo.text
 
     run(body)
+
+
+def test_a_worker_that_tells_no_log_probabilities_takes_no_tokens_along() -> None:
+    """Such as one of an earlier version: another one goes on where the client is."""
+
+    async def body(fleet: FakeFleet) -> None:
+        def bare(response: worker_pb2.DecodeResponse) -> worker_pb2.DecodeResponse:
+            if response.HasField("commit"):
+                response.commit.ClearField("logprobs")
+            return response
+
+        fleet.decode[0].twist = bare
+        answer = await ask(fleet, output=WANTED)
+        assert answer.text == TEXT
+        assert len(fleet.decode[0].requests) == len(fleet.decode[1].requests) == 1
+
+    run(body, num_decode=2)

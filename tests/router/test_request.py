@@ -16,6 +16,7 @@ from effuse.router.request_states import (
     IllegalRequestEvent,
     State,
 )
+from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
 
 GOOD = [Event.PLACED, Event.RESERVED, Event.VERIFIED, Event.COMMITTED, Event.FINISHED]
@@ -120,3 +121,12 @@ def test_resume_carries_the_frontier_of_the_last_token_only() -> None:
     assert resume is not None
     assert list(resume.committed_token_ids) == [10, 20, 30]
     assert list(resume.frontier) == [late]
+
+
+def test_a_commit_that_is_refused_takes_nothing() -> None:
+    """What is taken counts as delivered: the next attempt would go on behind it."""
+    request = request_of(state=State.DECODING)
+    strange = pb.DecodeCommit(token_ids=[104], logprobs=[generation_pb2.TokenLogprobs()])
+    with pytest.raises(BrokenStream, match="1 log-probabilities in place of 0"):
+        request.add_commit(strange, 0.0)
+    assert (request.token_ids, request.text.num_tokens, request.resumption()) == ([], 0, None)
