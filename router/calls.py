@@ -259,8 +259,15 @@ class Cleanup:
             self._all_settled.set()
 
     async def _abort(self, worker: WorkerRecord, request: worker_pb2.AbortRequest) -> None:
+        peer = self._fleet.peer(worker.address)
         try:
-            await self._fleet.peer(worker.address).worker.Abort(request, timeout=ABORT_S)
+            async with asyncio.timeout(ABORT_S):
+                await peer.channel.prove()  # it may be gone, and another process have its port
+                await peer.worker.Abort(request, timeout=ABORT_S)
+        except TimeoutError:
+            LOG.info("%s did not answer an abort in time", worker.worker_id)
+        except PeerLost as error:
+            LOG.info("%s is not told of an abort: %s", worker.worker_id, error.message)
         except grpc.aio.AioRpcError as error:
             LOG.info("%s did not answer an abort: %s", worker.worker_id, error.code().name)
         except asyncio.CancelledError:

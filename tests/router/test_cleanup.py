@@ -6,9 +6,19 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import grpc
+import pytest
+from router.fake_model import worker_record
+from router.fake_workers import FakeDecode, Handoffs
+
 from effuse.placement.records import WorkerRecord
+from effuse.protos.channels import FleetAccess
+from effuse.protos.errors import PeerLost
+from effuse.protos.gate import FleetSecret, ProofServicer
 from effuse.router.calls import Cleanup
 from effuse.router.fleet import RoutedFleet
+from effuse.v1 import worker_pb2
+from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 
 
 class Call:
@@ -71,5 +81,38 @@ def test_after_the_end_everything_is_ended_at_once() -> None:
         assert call.has_ended
         await asyncio.wait({reader}, timeout=30)
         assert reader.cancelled()
+
+    asyncio.run(main())
+
+
+def test_an_abort_tells_nothing_to_who_has_the_port_of_a_worker_that_is_gone() -> None:
+    """And who was told something would be taken for the worker: its connection is there."""
+    ours, theirs = FleetSecret(b"the fleet's own secret"), FleetSecret(b"some other secret")
+
+    async def serve(secret: FleetSecret, address: str = "127.0.0.1:0") -> tuple[FakeDecode, str]:
+        worker, told = FakeDecode("d0", Handoffs()), address
+        proof = ProofServicer(secret, lambda: told)
+        add_ProofServiceServicer_to_server(proof, worker.server.server)
+        port = await worker.server.start(address, [])
+        told = f"127.0.0.1:{port}"
+        return worker, told
+
+    async def main() -> None:
+        worker, address = await serve(ours)
+        fleet = RoutedFleet(NoWorkers(), "auto", lambda: 0.0, access=FleetAccess(secret=ours))
+        channel = fleet.peer(address).channel
+        await channel.prove()
+        await worker.server.stop(0)
+        while channel.get_state() is grpc.ChannelConnectivity.READY:
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        stranger, _ = await serve(theirs, address)
+        cleanup, record = Cleanup(fleet), worker_record("d0", "decode", address=address)
+        async with cleanup.running():
+            cleanup.send_abort(record, worker_pb2.AttemptId(transfer_id="t"), "why")
+        assert stranger.aborted == []
+        with pytest.raises(PeerLost, match="does not belong to the fleet"):
+            await channel.prove()
+        await fleet.close()
+        await stranger.server.stop(0)
 
     asyncio.run(main())
