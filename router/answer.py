@@ -200,8 +200,16 @@ class AnswerRun:
         if failure.outcome not in REFUSALS:
             router.num_retries += 1
             if delay_s := router.retry_budget.take(router.now()):
-                with router.metrics.waiting("budget"):
-                    await asyncio.sleep(delay_s)
+                await self._wait_for_budget(delay_s)
+
+    async def _wait_for_budget(self, delay_s: float) -> None:
+        """Who gives up meanwhile takes nothing, or all that fail would wait behind the gone."""
+        with self._router.metrics.waiting("budget"):
+            try:
+                await asyncio.sleep(delay_s)
+            except asyncio.CancelledError:
+                self._router.retry_budget.give_back()
+                raise
 
     def _raise_if_final(self, failure: Failure) -> None:
         """Raises what the client is told where no other attempt can do better."""

@@ -215,6 +215,10 @@ class RetryBudget:
         self._left, self._at = self.left(now) - 1.0, now
         return max(0.0, -self._left / RETRIES_PER_S)
 
+    def give_back(self) -> None:
+        """An attempt that was taken out does not begin."""
+        self._left += 1.0
+
 
 SUSPICION_S: Final = 6.0
 """How long a worker that failed comes after others: longer than its lease (3 s) holds, and than an

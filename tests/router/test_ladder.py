@@ -131,3 +131,12 @@ def test_an_empty_budget_delays_one_after_the_other_and_refuses_nobody() -> None
     assert waits == pytest.approx([at / RETRIES_PER_S for at in range(5)])
     assert budget.left(0.4) == pytest.approx(0.0)
     assert budget.left(1000.0) == 1.0, "time fills it to its size and no further"
+
+
+def test_nobody_waits_for_attempts_that_were_given_up() -> None:
+    budget = RetryBudget(share=0.0, most=1, now=0.0)
+    for _ in range(1000):
+        budget.take(0.0)
+    for _ in range(999):
+        budget.give_back()
+    assert budget.take(0.0) == pytest.approx(1 / RETRIES_PER_S)
