@@ -360,7 +360,7 @@ class Store:
             async with asyncio.timeout(2 * self._timeout_s):
                 answer = await command()
         except OutOfMemoryError as error:
-            circuit.failed()
+            circuit.succeeded()  # it answers, and what only reads is answered as ever
             raise StoreFull(f"Redis is full: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
             circuit.failed()
