@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -99,6 +99,7 @@ class RoutedFleet:
         self._addresses: dict[WorkerLife, str] = {}
         self._seen: set[tuple[WorkerLife, Condition]] = set()
         self._changed = asyncio.Event()
+        self._waiting_for: dict[Hashable, Prospect] = {}  # of needs that were looked for just now
 
     @property
     def mode(self) -> PrefillMode:
@@ -142,11 +143,22 @@ class RoutedFleet:
 
     def place(self, need: AttemptNeeds) -> Placement | None:
         """Picks workers for an attempt; nothing is counted yet."""
-        return place(self.candidates(), need)
+        return None if need.key in self._waiting_for else place(self.candidates(), need)
 
     def prospect(self, need: AttemptNeeds) -> Prospect:
-        """What an attempt can expect."""
-        return prospect(self.candidates(), need)
+        """What an attempt can expect.
+
+        A change wakes all that wait, a thousand maybe, which find the same: until the loop turns,
+        or something changes, those with equal needs are told what the first one found."""
+        key = need.key
+        if (known := self._waiting_for.get(key)) is not None:
+            return known
+        found = prospect(self.candidates(), need)
+        if found is not Prospect.NOW:
+            if not self._waiting_for:
+                asyncio.get_running_loop().call_soon(self._waiting_for.clear)
+            self._waiting_for[key] = found
+        return found
 
     def why_refused(self, model: str) -> str:
         """What keeps a prefill worker from a decode worker that fits; empty where nothing does."""
@@ -227,6 +239,7 @@ class RoutedFleet:
 
     def announce_change(self) -> None:
         """Wakes whoever waits for the fleet: a choice may come out otherwise now."""
+        self._waiting_for.clear()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -344,6 +357,7 @@ class RoutedFleet:
         self, record: WorkerRecord, requests: int, tokens: int, own_prompts: int = 0
     ) -> None:
         life = record.life
+        self._waiting_for.clear()
         self._addresses[life] = record.address
         before = self._in_flight.get(life, IDLE)
         self._in_flight[life] = InFlight(

@@ -5,7 +5,7 @@ Pure: filter, score, pick over values. What is in flight and who takes part come
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Final, Literal, NamedTuple
 
@@ -110,6 +110,13 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     alone: Collection[Role] = ()  # roles in which it takes only workers kept for it, once empty
     beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
     num_answers: int = 1  # to the same prompt, of which this is the first one
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal needs."""
+        sets = map(frozenset, (self.excluded, self.broken, self.doubtful, self.alone))
+        told = self.model, self.mode, self.fingerprint, self.holder, self.beside, self.num_answers
+        return (*told, *sets)
 
 
 class Placement(Struct, frozen=True):

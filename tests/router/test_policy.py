@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 
 import msgspec
@@ -185,6 +186,38 @@ def test_one_attempt_at_a_time_tries_a_pair_that_failed() -> None:
     assert placement is not None and not fleet.need("fake").doubtful
     with fleet.counted(placement, 7, 9):
         assert fleet.need("fake").doubtful == {pair}
+
+
+def test_those_that_wait_for_the_same_look_once_together() -> None:
+    """A change wakes all: a thousand looks at hundreds of workers each would block the loop."""
+
+    class CountedView(View):
+        num_reads = 0
+
+        def workers(self) -> tuple[WorkerRecord, ...]:
+            self.num_reads += 1
+            return super().workers()
+
+    view = CountedView(worker("d0"))
+    fleet = RoutedFleet(view, "remote", lambda: 0.0)
+
+    def look(waiting: int) -> int:
+        before = view.num_reads
+        for _ in range(waiting):
+            assert fleet.place(fleet.need("fake")) is None
+            assert fleet.prospect(fleet.need("fake")) is Prospect.NONE
+        return view.num_reads - before
+
+    async def go() -> None:
+        once = look(1)
+        assert look(1000) == 0 < once
+        fleet.announce_change()
+        assert look(1000) == once, "what has changed is seen"
+        await asyncio.sleep(0)
+        view.records = (worker("d0"), worker("p0"))
+        assert fleet.place(fleet.need("fake")) is not None, "and so is what nobody announced"
+
+    asyncio.run(go())
 
 
 def test_counts_come_back_to_nothing() -> None:
