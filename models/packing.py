@@ -83,8 +83,9 @@ class PackedEdits:
 
 
 def pack_edits(parts: Sequence[Part]) -> PackedEdits | None:
-    """The edits of all parts, in the order of their candidates; None where there are none."""
-    if all(part.edits is None for part in parts):
+    """The edits of all parts, in the order of their candidates; None where there are none. A part
+    may carry edits and no candidate, as where a lot chose no mask or a cache is filled again."""
+    if not any(part.edits is not None and len(part.candidates) for part in parts):
         return None
     runs: list[TokenEdits] = []
     spans: list[Integers] = []

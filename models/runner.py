@@ -163,7 +163,7 @@ class ModelRunner:
 
     def _edits(self, parts: Sequence[Part]) -> LogitEdits | None:
         packed, device = pack_edits(parts), self.model.device
-        if packed is None or not len(packed.gaps):
+        if packed is None:
             return None
         begin, end, token = self._to_device([*packed.integers, packed.tokens])
         penalty, add = torch.from_numpy(packed.entries).to(device)

@@ -180,3 +180,21 @@ def test_canvases_are_edited_too(tmp_path: Path, algorithm: str) -> None:
     assert 40 not in rig.answers["transfer-ends"].token_ids
     assert rig.answers["transfer-ends"].commits[-1].end_token_id == 40
     assert rig.answers["transfer-ends"].finished.num_tokens == 5
+
+
+def test_a_step_that_proposes_nothing_spoils_no_other(tmp_path: Path) -> None:
+    """The lot of a canvas whose logits are changed often chooses no mask, beside a request that
+    changes none of its own."""
+    model = load_tiny(write_tiny_checkpoint(tmp_path / "model", "dream", seed=3))
+    changed, plain = Sampling(presence_penalty=1.0), Sampling()
+    requests = [
+        make_request("lot", [20], max_tokens=4, sampling=changed, algorithm="dream", steps=32),
+        make_request("other", [20, 21], max_tokens=32, sampling=plain, stop_token_ids=()),
+    ]
+    rig = Rig(model)
+    run(rig, requests)
+    for request in requests:
+        alone, name = Rig(model), request.attempt.transfer_id
+        run(alone, [request])
+        assert rig.answers[name].token_ids == alone.answers[name].token_ids
+        assert rig.answers[name].finished
