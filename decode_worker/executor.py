@@ -276,7 +276,7 @@ def canvas_parts(request: DecodeRequest) -> list[Part]:
         denoise_counts=plan.denoise_counts.tolist(),
         sampling=request.sampling,
         score=_SCORES[settings.alg],
-        draw=None if settings.algorithm == "dream" or request.shifts else _draw(request),
+        draw=_draw(request),
         guidance=settings.cfg_scale,
         num_logprobs=request.num_logprobs,
         edits=edits_for(request.sampling, sequence, plan.candidates),
@@ -288,8 +288,11 @@ def canvas_parts(request: DecodeRequest) -> list[Part]:
     return [part, replace(part, token_ids=masked, guidance=0.0, edits=None, num_logprobs=None)]
 
 
-def _draw(request: DecodeRequest) -> LladaDraw:
+def _draw(request: DecodeRequest) -> LladaDraw | None:
+    """How LLaDA's loop draws, and Fast-dLLM's but for models that shift their logits."""
     settings, eos, mask = request.settings, request.eos_token_ids, request.sequence.mask_token_id
+    if settings.algorithm == "dream" or (settings.algorithm == "fast_dllm" and request.shifts):
+        return None
     return LladaDraw(
         temperature=request.sampling.temperature,
         seed=request.sampling.seed,

@@ -136,7 +136,7 @@ class ModelRunner:
             rows = rows.index_copy(0, at, torch.stack(vectors))
         logits, sampling = self.model.logits(rows), self._sampling(packed)
         config, edits = self.model.config, self._edits(parts)
-        if edits is None and all(part.draw is None for part in parts):
+        if edits is None and not any(part.draw or part.guidance for part in parts):
             candidates = _sample_all(logits, sampling, config)
         else:
             candidates = _sample_by_part(parts, logits, sampling, edits, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import write_tiny_checkpoint
@@ -12,6 +13,7 @@ from decoding.engines import Answer, Rig, load_tiny, make_request, random_reques
 from decoding.published import Published, published_model, published_runs
 from torch import Tensor
 
+from effuse.config.decoding import Sampling
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.sequence import RequestError
 from effuse.models.packing import PackedParts
@@ -137,6 +139,24 @@ def test_a_stop_id_ends_it_once_all_before_is_written(model: Transformer) -> Non
     assert answer.finished.stopped
     (whole,) = ask(Rig(model), [run.request("whole")])
     assert answer.finished.forward_passes < whole.finished.forward_passes
+
+
+def test_llada_leads_and_bars_on_a_model_that_shifts_its_logits(
+    models: dict[tuple[str, int], Transformer],
+) -> None:
+    """Guidance and barred ends count as on any other model, alone and beside one that edits."""
+    model = models["dream", 1]
+    (eos, *_) = model.config.eos_token_ids
+    likely = Sampling(logit_bias=((eos, 100.0),))
+    common: dict[str, Any] = {"algorithm": "llada", "max_tokens": 8, "stop_token_ids": ()}
+    plain = make_request("plain", range(20, 33), **common)
+    led = make_request("led", range(20, 33), cfg_scale=4.0, **common)
+    barred = make_request("barred", range(20, 33), logits_eos_inf=True, sampling=likely, **common)
+    without, alone, bars = (ask(Rig(model), [one])[0] for one in (plain, led, barred))
+    beside, _ = ask(Rig(model), [led, barred])
+    assert alone.token_ids != without.token_ids
+    assert beside.token_ids == alone.token_ids
+    assert eos not in bars.token_ids
 
 
 def test_it_holds_no_page_and_takes_two_passes_with_guidance(model: Transformer) -> None:
