@@ -127,7 +127,7 @@ def _resume_logprobs(request: DecodeRequest, resume: Resume) -> None:
     for block, state in zip(sequence.blocks, resume.frontier, strict=True):
         first = max(block.start, sequence.prompt_len)
         told = state.logprobs or (None,) * sequence.block_size
-        for position in range(first, block.end):
+        for position in range(first, min(block.end, sequence.mask_end)):
             entry = told[position - block.start]
             if entry is not None and not sequence.masked[position]:
                 request.logprobs[position] = entry

@@ -122,3 +122,19 @@ def test_canvases_tell_them_too(tmp_path: Path, algorithm: str) -> None:
     answer = rig.answers["transfer-a"]
     assert len(told(answer)) == len(answer.token_ids) == 8
     assert all(one.logprob < 0 and not one.top_token_ids for one in told(answer))
+
+
+def test_a_canvas_goes_on_though_nothing_is_written_behind_its_end(tmp_path: Path) -> None:
+    """The last block of 4 holds two tokens of the answer, and log-probabilities of no more."""
+    model = load_tiny(write_tiny_checkpoint(tmp_path / "model", "llada", seed=3))
+    request = make_request(
+        "a", [20, 21], max_tokens=10, stop_token_ids=(), algorithm="llada", block_length=4
+    )
+    request = msgspec.structs.replace(request, num_logprobs=1)
+    rig, later = Rig(model), Rig(model)
+    run(rig, [request])
+    whole = rig.answers["transfer-a"]
+    first = whole.commits[0]
+    resume = Resume(committed_token_ids=first.token_ids, frontier=first.frontier)
+    run(later, [msgspec.structs.replace(request, resume=resume)])
+    assert list(first.logprobs) + told(later.answers["transfer-a"]) == told(whole)
