@@ -155,8 +155,8 @@ class Receptions:
         expected = self._expected.pop(transfer_id, None)
         if expected is not None:
             self._given_up[transfer_id] = expected.reservation.address
-        if not self._transport.is_two_sided:
-            return
+        if not self._transport.is_two_sided or transfer_id in self._placing:
+            return  # the latter: it was refused here, and the engine follows
         if expected is None or expected.take_digests():
             self._free(transfer_id)
         else:  # a device digests behind what it copies

@@ -34,6 +34,18 @@ def test_copies_that_are_under_way_are_awaited_before_pages_are_free() -> None:
     assert slow.events == [Fenced("transfer-1")] and not slow.receptions.is_moving
 
 
+def test_the_engines_word_frees_no_page_of_a_refused_transfer_before_copies_end() -> None:
+    slow = Scene(slow=True)
+    slow.begin()
+    slow.send(0, 2)
+    slow.send(0, 1)  # a second time: refused, while the copies of the first are under way
+    slow.receptions.forget("transfer-1")  # by the engine, which has heard of it
+    assert [type(event) for event in slow.events] == [ArrivalRefused]
+    slow.digester.may_show = True
+    slow.receptions.turn()
+    assert slow.events[1:] == [Fenced("transfer-1")]
+
+
 def test_a_one_sided_writer_is_fenced_by_its_word(one_sided: Scene) -> None:
     one_sided.begin()
     one_sided.receptions.forget("transfer-1")
