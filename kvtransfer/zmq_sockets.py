@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,13 +31,16 @@ LOG = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 32
 SHORT_HEADER, LONG_HEADER = 2, 9  # of frames of up to 255 bytes, and of others
-SLACK_BYTES = 16 << 20  # of the kernel's buffers and heartbeats
+SLACK_BYTES = 16 << 20  # of the kernel's buffers
 _LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
 KEY_BYTES = 32
 FRAME_BYTES = 33
 """That encryption adds to a frame: the command's name, a nonce, the code and flags."""
 HEARTBEAT_MS = 1000
+HEARTBEAT_BYTES = 64
+"""More than one takes, encrypted. They never come out of the socket: without them in the account a
+connection would be cut for its age."""
 SILENCE_MS = 5000
 _PEER_EVENTS = (
     zmq.EVENT_CONNECTED
@@ -95,6 +99,7 @@ class Connection:
     """One accepted connection."""
 
     twin: socket.socket  # of the same TCP connection, for the kernel's counts
+    since: float  # when it was accepted
     num_taken: int = 0  # bytes that came out of the ZMQ socket
 
     def num_received(self) -> int:
@@ -102,6 +107,11 @@ class Connection:
         info = self.twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         received: int = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]
         return received
+
+    def num_waiting(self, now: float) -> int:
+        """Bytes that ZMQ holds at least."""
+        num_beats = int((now - self.since) * 1000 / HEARTBEAT_MS)
+        return self.num_received() - self.num_taken - num_beats * HEARTBEAT_BYTES
 
     def cut(self) -> None:
         """Ends the connection, for ZMQ too."""
@@ -189,7 +199,7 @@ class ZmqListener:
             earlier = self._connections.pop(descriptor, None)
             if earlier is not None:
                 earlier.twin.close()
-            self._connections[descriptor] = Connection(twin)
+            self._connections[descriptor] = Connection(twin, time.monotonic())
 
     def _count(self, frames: list[zmq.Frame]) -> None:
         connection = self._connections.get(_descriptor_of(frames))
@@ -201,8 +211,9 @@ class ZmqListener:
         return body + (LONG_HEADER if body > 255 else SHORT_HEADER)
 
     def _guard(self) -> None:
+        now = time.monotonic()
         for descriptor, connection in list(self._connections.items()):
-            waiting = connection.num_received() - connection.num_taken
+            waiting = connection.num_waiting(now)
             if waiting > self._most_waiting:
                 LOG.warning("cut a connection that sent %d bytes without an end", waiting)
                 connection.cut()

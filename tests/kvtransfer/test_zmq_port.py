@@ -35,7 +35,7 @@ from effuse.kvtransfer.messages import (
     decode_to_sender,
     encode,
 )
-from effuse.kvtransfer.zmq_sockets import ZmqListener
+from effuse.kvtransfer.zmq_sockets import CurveKeys, ZmqListener, ZmqPeer
 
 BOUNDARY = boundary(9)
 
@@ -178,6 +178,28 @@ def test_many_honest_messages_are_not_taken_for_a_flood(
     port.until_taken()
     assert not port.lost.poll(0)
     assert port.is_honest(number=2)
+
+
+@pytest.mark.parametrize("keys", [None, CurveKeys.of(bytes(32))], ids=["plain", "encrypted"])
+def test_a_connection_is_not_cut_for_its_age(
+    keys: CurveKeys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats alone come, in a second as many as in minutes."""
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_MS", 2)
+    monkeypatch.setattr(zmq_sockets, "SLACK_BYTES", 1 << 10)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    bind = "tcp://127.0.0.1:*"
+    listener = ZmqListener(context, bind, message_bytes=1 << 10, queued=2, keys=keys)
+    endpoint = f"tcp://127.0.0.1:{listener.port}"
+    peer = ZmqPeer(context, endpoint, time.monotonic(), keys)
+    ends_at = time.monotonic() + 2.0
+    while time.monotonic() < ends_at:
+        assert listener.receive() == [] and not peer.is_lost()
+        time.sleep(0.005)
+    assert peer.is_connected
+    peer.close()
+    listener.close()
+    context.term()
 
 
 def _resident_bytes() -> int:
