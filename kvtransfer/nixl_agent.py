@@ -29,6 +29,8 @@ from nixl._bindings import (
 
 from effuse.kvtransfer.messages import DIGEST_BYTES
 
+LOG = logging.getLogger(__name__)
+
 PageList = NewType("PageList", object)  # a prepared list of pages, or of groups of their layers
 Transfer = NewType("Transfer", object)  # a posted or postable write
 Units = npt.NDArray[np.int32] | list[int]
@@ -131,5 +133,9 @@ class NixlAgent:
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """(peer, message) since the last call; also moves transfers on."""
-        new: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        try:
+            new: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        except UnicodeDecodeError as error:  # NIXL's own binding; what came with it is lost, too
+            LOG.warning("an agent whose name is not UTF-8 said something: %s", error)
+            return []
         return [(peer, message) for peer, messages in new.items() for message in messages]
