@@ -82,6 +82,7 @@ class Push:
     is_accepted: bool = False
     is_failed: bool = False
     cancelled_at: float | None = None
+    heard_at: float = 0.0  # when its receiver last said anything, of whichever push
     uses_peer: bool = True
 
     def __post_init__(self) -> None:

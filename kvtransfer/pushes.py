@@ -113,6 +113,9 @@ class Pushes:
 
     def hear(self, peer: Peer, message: ToSender) -> None:
         """What a receiver answers; only the one that a push goes to may."""
+        for one in self._pushes.values():
+            if one.peer is peer:
+                one.heard_at = self._now()
         push = self._pushes.get(message.transfer_id)
         if push is None or push.peer is not peer:
             return
@@ -312,9 +315,13 @@ class Pushes:
         """Waits for what was sent; a push that nobody has cancelled yet waits for that, too."""
         if push.cancelled_at is None:
             return False
-        if push.deliveries and self._now() - push.cancelled_at > self._transport.drain_s:
+        # A link that is slow is no reason to take it from the others; but not beyond the lease.
+        silent_since = max(push.cancelled_at, min(push.heard_at, push.deadline))
+        if push.deliveries and self._now() - silent_since > self._transport.drain_s:
             self._transport.drop(push.peer)
             self._reap(push)
+            text = "the receiver did not answer, and its connection was closed"
+            self.lose(push.peer, HandoffRefused(Cause.PEER, text))  # others wait for it in vain
         if not push.is_quiet:
             return False
         self._leave(push)

@@ -28,6 +28,7 @@ from effuse.kvtransfer.messages import (
     BoundaryState,
     Finish,
     PageRef,
+    Placed,
     ReceiverAddress,
     Rejected,
 )
@@ -247,6 +248,39 @@ def test_a_receiver_that_never_answers_is_dropped(desk: Desk) -> None:
     desk.time += 0.1
     desk.turn()
     assert desk.transport.dropped == [PEER] and desk.events == [PushCancelled(NAME)]
+
+
+def test_a_receiver_that_answers_slowly_is_dropped_only_after_the_lease(desk: Desk) -> None:
+    desk.push(3)
+    desk.turn()
+    desk.pushes.cancel(NAME)
+    for _ in range(10):  # one second before the lease ends, one behind it
+        desk.time += 1.0
+        desk.pushes.hear(PEER, Placed("transfer-2", 0, 0))
+        desk.turn()
+    assert desk.transport.dropped == [] and desk.events == []
+    desk.time += 1.1
+    desk.pushes.hear(PEER, Placed("transfer-2", 0, 0))
+    desk.turn()
+    assert desk.transport.dropped == [PEER] and desk.events == [PushCancelled(NAME)]
+
+
+def test_a_dropped_receiver_fails_what_else_waits_for_its_word(desk: Desk) -> None:
+    desk.push(3, 5, 6, 7)
+    desk.finish()
+    desk.land()
+    address = ReceiverAddress(connector="zmq", endpoint=PEER)
+    silent = reservation(desk.memory, address, [PageRef(3, 1)], number=2)
+    desk.pushes.push_pages(silent, [6], 0, None, desk.time)
+    desk.turn()
+    desk.pushes.cancel("transfer-2")
+    desk.time += 2.1
+    desk.turn()
+    assert desk.transport.dropped == [PEER]
+    assert [(type(event), event.transfer_id) for event in desk.events] == [
+        (PushFailed, NAME),
+        (PushCancelled, "transfer-2"),
+    ]
 
 
 def test_a_delivery_that_fails_fails_the_push_and_is_over(desk: Desk) -> None:
