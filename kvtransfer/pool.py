@@ -123,8 +123,9 @@ class PagePool:
         if not shared:
             self._apply(pages, PageEvent.RELEASE)
             return
+        own = [page for page in pages if page.page_id not in self._more_holders]
         self._apply(shared, PageEvent.LEAVE)
-        self._apply([page for page in pages if page not in shared], PageEvent.RELEASE)
+        self._apply(own, PageEvent.RELEASE)
         self._more_holders -= Counter(page.page_id for page in shared)
 
     def count_freed(self, holders: Iterable[Sequence[PageRef]]) -> int:
