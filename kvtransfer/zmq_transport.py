@@ -48,6 +48,8 @@ CHUNK_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
 QUEUED_BYTES = 32 << 20  # per connection, beyond which TCP holds it back
 CONNECT_S = 5.0
+# Of a context: 3 for each peer, whose number is the fleet's. ZMQ's own choice is 1023.
+MAX_SOCKETS = 1 << 14
 DRAIN_S = 2.0  # for a receiver to answer what is under way, before its connection is dropped
 IDLE_MS = 20  # between looks at deadlines and at floods; sockets wake the thread sooner
 MOVING_MS = 1
@@ -107,6 +109,7 @@ class ZmqTransport:
         self._now = now
         self._open = ExitStack()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._address = ReceiverAddress(connector=self.name)
         self._staging: Staging | None = None
         self._peers: dict[str, ZmqPeer] = {}

@@ -31,11 +31,14 @@ from effuse.kvtransfer.messages import (
     Begin,
     PageRef,
     Pages,
+    ReceiverAddress,
     Rejected,
     decode_to_sender,
     encode,
 )
 from effuse.kvtransfer.zmq_sockets import CurveKeys, ZmqListener, ZmqPeer
+from effuse.kvtransfer.zmq_transport import ZmqTransport
+from effuse.placement.records import MOST_LINKS
 
 BOUNDARY = boundary(9)
 
@@ -200,6 +203,16 @@ def test_a_connection_is_not_cut_for_its_age(
     peer.close()
     listener.close()
     context.term()
+
+
+def test_a_transport_has_room_for_as_many_peers_as_a_fleet_has() -> None:
+    transport = ZmqTransport(PageMemory(SMALL, 1))
+    transport.open()
+    for number in range(MOST_LINKS):
+        endpoint = f"tcp://127.1.{number // 250}.{number % 250 + 1}:9"
+        address = ReceiverAddress(connector="zmq", endpoint=endpoint)
+        transport.reach(reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)]))
+    transport.close()
 
 
 def _resident_bytes() -> int:
