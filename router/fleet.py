@@ -143,7 +143,9 @@ class RoutedFleet:
 
     def place(self, need: AttemptNeeds) -> Placement | None:
         """Picks workers for an attempt; nothing is counted yet."""
-        return None if need.key in self._waiting_for else place(self.candidates(), need)
+        if self._waiting_for and need.key in self._waiting_for:
+            return None
+        return place(self.candidates(), need)
 
     def prospect(self, need: AttemptNeeds) -> Prospect:
         """What an attempt can expect.

@@ -4,7 +4,6 @@ pages are runs, as against a plain set."""
 from __future__ import annotations
 
 import random
-import time
 from itertools import permutations
 
 import pytest
@@ -124,18 +123,6 @@ def test_a_planted_leak_fails_the_audit() -> None:
     pool.audit(held=kept)
     with pytest.raises(AuditError, match=r"2 pages leaked: 0 COMMITTED, 1 COMMITTED"):
         pool.audit(held=())
-
-
-def test_a_long_prompt_that_is_shared_is_let_go_of_at_once() -> None:
-    """An engine does nothing else meanwhile: time that grows with the square would be 2 s here."""
-    pool = PagePool(1 << 14)
-    pages = pool.allocate_committed(pool.num_pages)
-    assert pages is not None
-    pool.share(pages)
-    began_at = time.perf_counter()
-    pool.release(pages)
-    assert time.perf_counter() - began_at < 0.5
-    assert pool.num_free == 0
 
 
 def test_the_audit_sees_double_stale_and_freed_holders() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -206,6 +207,8 @@ def test_a_connection_is_not_cut_for_its_age(
 
 
 def test_a_transport_has_room_for_as_many_peers_as_a_fleet_has() -> None:
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     transport = ZmqTransport(PageMemory(SMALL, 1))
     transport.open()
     for number in range(MOST_LINKS):
