@@ -5,6 +5,7 @@ given as `--keys`, which take it within a call or two.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,14 +42,24 @@ def main(argv: Sequence[str]) -> int:
         line = line_of(token, tenant)
     except ValueError:
         parser.error(f"expected a name of letters, digits, dots and hyphens, got {asked.tenant!r}")
-    print(token)
     if asked.keys is None:
+        print(token)
         print(line, file=sys.stderr)
         return 0
     try:
-        with asked.keys.open("a") as file:
-            print(line, file=file)
+        _append(asked.keys, line)
     except OSError as error:
         print(f"effuse token: {error}", file=sys.stderr)
         return 1
+    print(token)
     return 0
+
+
+def _append(keys: Path, line: str) -> None:
+    """As a line of its own, though an editor left the last one without an end."""
+    with keys.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = f"\n{line}"
+        file.write(f"{line}\n".encode())

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from effuse.cli.arguments import add_credentials, command, credentials_of, seconds, target
+from effuse.cli.arguments import add_credentials, command, credentials_of, number, target
 from effuse.cli.look import Look, cells, looks
 from effuse.cli.status import worker_lines, worker_table
 from effuse.client.options import DEFAULT_TARGET
@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("top", "Watch a fleet's workers and running requests, until Ctrl-C.")
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
-    add("--interval", type=seconds, default=0.25, metavar="S",
+    add("--interval", type=number(0.05, 60), default=0.25, metavar="S",
         help="between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
     add("--once", action="store_true", help="draw once, as where nobody sits at a terminal")
     add_credentials(parser)

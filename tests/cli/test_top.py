@@ -31,6 +31,12 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "effuse top: UNAVAILABLE" in capsys.readouterr().err
 
 
+def test_an_interval_that_no_router_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--interval", "100"])
+    assert "expected a number in [0.05, 60], got 100" in capsys.readouterr().err
+
+
 def test_looks_go_on_when_the_stream_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look, "_AGAIN_S", 0.0)
     with router() as target:

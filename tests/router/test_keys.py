@@ -90,6 +90,24 @@ def test_the_command_appends_the_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "got 'not a name'" in capsys.readouterr().err
 
 
+def test_the_command_ends_a_last_line_that_has_no_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, first = tmp_path / "keys", make_token()
+    path.write_text(line_of(first, Tenant("acme")))
+    assert command.main(["other", "--keys", str(path)]) == 0
+    keys, second = KeyRing(path), capsys.readouterr().out.strip()
+    assert (keys.find(first), keys.find(second)) == (Tenant("acme"), Tenant("other"))
+
+
+def test_the_command_prints_no_token_that_it_could_not_write_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["acme", "--keys", str(tmp_path / "missing" / "keys")]) == 1
+    told = capsys.readouterr()
+    assert not told.out and "No such file" in told.err
+
+
 def test_requests_at_once_are_limited() -> None:
     quotas, tenant = Quotas(lambda: 0.0), Tenant("a", max_requests=1)
     quotas.check(tenant)
