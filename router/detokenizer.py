@@ -11,6 +11,10 @@ from typing import Final, Protocol
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 MASK_GLYPH: Final = "\N{LIGHT SHADE}"
+MOST_BYTES: Final = 4
+"""Of one character in UTF-8: so many may still become another one, less one."""
+LONG_WINDOW: Final = 64
+"""Ids after which a window is cut although its text has no end: it is decoded at each piece."""
 
 
 class Decoder(Protocol):
@@ -38,6 +42,7 @@ class Detokenizer:
         self._settled = 0  # how many of them belong to that piece
         self._open: list[int] = []  # single bytes at the end, not yet in the window
         self._shown = 0  # characters of the window's text that were returned
+        self._most_window = LONG_WINDOW
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next ids; returns the text that they complete."""
@@ -61,13 +66,30 @@ class Detokenizer:
         self._window += self._open[:num_ids]
         del self._open[:num_ids]
         text = self._decoder.decode(self._window)
-        end = len(text.rstrip(REPLACEMENT)) if text.endswith(REPLACEMENT) else len(text)
+        num_open = len(text) - len(text.rstrip(REPLACEMENT))
+        end = len(text) - min(num_open, MOST_BYTES - 1)
         piece = text[self._shown : end]
-        if end == len(text):
+        if not num_open:
             self._slide_window()
-        else:
-            self._shown = max(self._shown, end)
+            return piece
+        self._shown = max(self._shown, end)
+        if len(self._window) >= self._most_window:
+            self._cut_window(text)
         return piece
+
+    def _cut_window(self, text: str) -> None:
+        """Drops the front of a window of bytes that are no characters, at a place where its text is
+        that of both parts; bytes that follow change neither that nor what was shown."""
+        self._most_window = 2 * len(self._window)  # where there is no such place
+        last = len(self._window) - 2 * MOST_BYTES
+        for cut in range(last, last - MOST_BYTES, -1):
+            front = self._decoder.decode(self._window[:cut])
+            whole = front + self._decoder.decode(self._window[cut:])
+            if whole == text and len(front) <= self._shown:
+                self._window, self._settled = self._window[cut:], 0
+                self._shown -= len(front)
+                self._most_window = LONG_WINDOW
+                return
 
     def _slide_window(self) -> None:
         """All is returned: what came since the last complete piece is the context of the next."""

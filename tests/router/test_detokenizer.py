@@ -11,7 +11,13 @@ from router.fake_model import ANSWER, EOS, MASK, PAD, VOCAB_SIZE, byte_tokenizer
 from tokenizers import decoders
 from tokenizers.models import BPE
 
-from effuse.router.detokenizer import AnswerText, Detokenizer, StopMatcher, draft_text
+from effuse.router.detokenizer import (
+    LONG_WINDOW,
+    AnswerText,
+    Detokenizer,
+    StopMatcher,
+    draft_text,
+)
 from effuse.router.tokenizer import Tokenizer
 
 
@@ -71,6 +77,25 @@ def test_what_never_becomes_a_character_comes_at_the_end() -> None:
     assert detokenizer.push(ids_of("a🙂")[:3]) == "a"
     assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
     assert detokenizer.flush() == ""
+
+
+def test_bytes_that_are_no_characters_are_told_and_cost_no_more_the_more_there_are() -> None:
+    """A client may have an answer of nothing else, by a bias."""
+    backend = byte_tokenizer()
+    tokenizer, draw = Tokenizer(backend), random.Random(2)
+    sound = ids_of("🙂日é")
+    starts = [sound[:length] for length in (1, 2, 3)] + [sound[1:3], sound[4:6], sound[7:8]]
+    for begin in [*starts, None]:
+        detokenizer, text, ids, longest = Detokenizer(tokenizer), "", [], 0
+        for _ in range(400):
+            piece = draw.choice(starts) if begin is None else begin
+            ids += piece
+            text += detokenizer.push(piece)
+            longest = max(longest, len(detokenizer._window))
+        whole = backend.decode(ids)
+        assert len(whole) - len(text) <= 3
+        assert text + detokenizer.flush() == whole
+        assert longest < 3 * LONG_WINDOW
 
 
 def test_special_and_unknown_ids_make_no_text() -> None:
