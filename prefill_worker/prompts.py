@@ -198,7 +198,10 @@ def push_failed(attempt: AttemptId, report: PushFailed) -> Failed:
     """The handoff did not work. Where a peer lives and what a library says of it is logged."""
     message = report.message
     if report.cause is Cause.PEER:
-        LOG.warning("the push of %s failed: %s", attempt, message)
+        LOG.warning(
+            "request %s, attempt %d: its pages could not be pushed: %s",
+            *(attempt.request_id, attempt.attempt, message),
+        )
         message = "the pages could not be pushed: the decode worker's pool is out of reach"
     return Failed(
         attempt=attempt,
