@@ -141,17 +141,19 @@ async def _bind_all(address: str, timeout_s: float) -> list[int]:
             found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, ValueError):
         return []
-    return [_bind(family, where) for family, *_, where in found]
+    binds = [_bind(family, where) for family, *_, where in found]
+    # Where our kernel has no addresses of a kind, as without IPv6, nobody has one of them.
+    return [error for error in binds if error != errno.EAFNOSUPPORT]
 
 
 def _bind(family: int, where: tuple[object, ...]) -> int:
-    with socket.socket(family) as probe:
-        # Without it, connections that have ended would look like somebody who listens.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family) as probe:
+            # Without it, connections that have ended would look like somebody who listens.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
-        except OSError as error:
-            return error.errno or errno.EINVAL
+    except OSError as error:
+        return error.errno or errno.EINVAL
     return 0
 
 

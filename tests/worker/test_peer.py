@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import itertools
 import socket
 from collections.abc import AsyncIterator
@@ -227,6 +228,35 @@ def test_a_host_of_two_addresses_has_a_free_port_once_both_have(
             monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
             assert not await peer.is_free(f"two:{port}", 20.0)
         assert await peer.is_free(f"two:{port}", 20.0)
+
+    asyncio.run(go())
+
+
+def test_a_kernel_without_ipv6_knows_of_a_name_that_stands_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = socket.socket
+
+    def without_ipv6(family: int = socket.AF_INET, *kind: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return make(family, *kind)
+
+    async def go() -> None:
+        loop = asyncio.get_running_loop()
+        found = [
+            info
+            for address in ("127.0.0.1", "::1")
+            for info in await loop.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        ]
+
+        async def getaddrinfo(host: str, port: int, **hints: int) -> object:
+            return found
+
+        monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(socket, "socket", without_ipv6)
+        assert await peer.is_free("both:0", 20.0)
+        monkeypatch.setattr(socket, "socket", make)
 
     asyncio.run(go())
 
