@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -10,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 from kvtransfer.fixtures import LARGE, SMALL, reservation
+from nixl._api import nixl_agent, nixl_agent_config
 
 from effuse.kvtransfer import nixl_peers
 from effuse.kvtransfer.connector import Cause, HandoffRefused
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import PageRef, ReceiverAddress, Reservation
-from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, Transfer
+from effuse.kvtransfer.messages import DIGEST_BYTES, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer
 from effuse.kvtransfer.nixl_peers import NixlPeers, NixlWriters
 from effuse.kvtransfer.nixl_transport import LOOKS, NixlDelivery
 
@@ -190,3 +193,30 @@ def test_a_writer_that_cannot_be_told_is_learnt_anew(
     writers.tell("life-1", b"accepted")
     writers.learn("life-1", b"prefill-1")
     assert agent.added == ["prefill-1"] * 2
+
+
+def test_a_stranger_whose_name_is_not_utf8_ends_no_agent() -> None:
+    """NIXL's own binding raises; what comes later is heard."""
+    receiver, honest = NixlAgent("receiver"), NixlAgent("honest")
+    config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    stranger = nixl_agent(b"\xff", config)
+    stranger.send_notif(stranger.add_remote_agent(receiver.metadata()[DIGEST_BYTES:]), b"hello")
+    heard, has_warned = [], []
+
+    class Warned(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            has_warned.append(record.getMessage())
+
+    logger, handler = logging.getLogger("effuse.kvtransfer.nixl_agent"), Warned()
+    logger.addHandler(handler)
+    ends_at = time.monotonic() + 20.0
+    while not has_warned and time.monotonic() < ends_at:  # each end's looking moves the bytes
+        stranger.get_new_notifs()
+        heard += receiver.notifications()
+    logger.removeHandler(handler)
+    assert "is not UTF-8" in has_warned[0] and not heard
+    honest.notify(honest.add_peer(receiver.metadata()), b"from a friend")
+    while not heard and time.monotonic() < ends_at:
+        honest.notifications()
+        heard += receiver.notifications()
+    assert heard == [("honest", b"from a friend")]

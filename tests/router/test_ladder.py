@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from router.asking import ask
 from router.fake_model import worker_record
+from router.fake_workers import raises
+from router.fakes import FakeFleet, run, until
 
 from effuse.protos import errors
 from effuse.router.failures import (
@@ -140,3 +145,23 @@ def test_nobody_waits_for_attempts_that_were_given_up() -> None:
     for _ in range(999):
         budget.give_back()
     assert budget.take(0.0) == pytest.approx(1 / RETRIES_PER_S)
+
+
+def test_who_gives_up_waiting_leaves_no_debt_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["start"] = raises(errors.Unavailable("a step failed"))
+        budget, now = fleet.router.retry_budget, fleet.router.now()
+        take = budget.take
+        monkeypatch.setattr(budget, "take", lambda _: take(now))
+        monkeypatch.setattr(budget, "add_requests", lambda *_: None)
+        while budget.take(now) < 60:
+            pass
+        before = budget.left(now)
+        for _ in range(3):
+            asking = asyncio.create_task(ask(fleet))
+            await until(lambda: fleet.is_waiting("budget"))
+            asking.cancel()
+            await fleet.idle()
+        assert budget.left(now) == before
+
+    run(body, num_prefill=0, retry_share=0.0)

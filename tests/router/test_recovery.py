@@ -209,26 +209,6 @@ def test_an_empty_budget_delays_and_fails_nobody(monkeypatch: pytest.MonkeyPatch
     run(body, num_prefill=0, retry_share=0.0)
 
 
-def test_who_gives_up_waiting_leaves_no_debt_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(fleet: FakeFleet) -> None:
-        fleet.decode[0].at["start"] = raises(errors.Unavailable("a step failed"))
-        budget, now = fleet.router.retry_budget, fleet.router.now()
-        take = budget.take
-        monkeypatch.setattr(budget, "take", lambda _: take(now))
-        monkeypatch.setattr(budget, "add_requests", lambda *_: None)
-        while budget.take(now) < 60:
-            pass
-        before = budget.left(now)
-        for _ in range(3):
-            asking = asyncio.create_task(ask(fleet))
-            await until(lambda: fleet.is_waiting("budget"))
-            asking.cancel()
-            await fleet.idle()
-        assert budget.left(now) == before
-
-    run(body, num_prefill=0, retry_share=0.0)
-
-
 # Where nobody comes.
 
 

@@ -1,0 +1,133 @@
+"""The router's own account of the fleet: what is counted where, whose turn it is, who is out."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.fake_model import worker_record
+
+from effuse.placement.records import Role, WorkerRecord
+from effuse.protos import errors
+from effuse.router.failures import Failure, FailureKind
+from effuse.router.fleet import RoutedFleet
+from effuse.router.policy import InFlight, Pair, Placement, Prospect
+
+
+def worker(worker_id: str) -> WorkerRecord:
+    role: Role = "prefill" if worker_id.startswith("p") else "decode"
+    return worker_record(worker_id, role)
+
+
+class View:
+    """Workers that never change and report nothing new."""
+
+    def __init__(self, *records: WorkerRecord) -> None:
+        self.records = records
+
+    def workers(self) -> tuple[WorkerRecord, ...]:
+        return self.records
+
+
+def test_two_workers_of_each_role_share_64_requests_evenly() -> None:
+    fleet = RoutedFleet(View(*(worker(n) for n in ("d0", "d1", "p0", "p1"))), "auto", lambda: 0.0)
+    placed: dict[str, int] = {}
+    for at in range(64):
+        placement = fleet.place(fleet.need("fake"))
+        assert placement is not None and placement.prefill is not None
+        fleet.counted(placement, 10 + 3 * (at % 7), 64).__enter__()
+        for record in (placement.decode, placement.prefill):
+            placed[record.worker_id] = placed.get(record.worker_id, 0) + 1
+    assert min(placed.values()) >= 28, placed
+
+
+def test_equal_workers_take_turns() -> None:
+    fleet = RoutedFleet(View(worker("d0"), worker("d1")), "auto", lambda: 0.0)
+    order = []
+    for _ in range(6):
+        placement = fleet.place(fleet.need("fake"))
+        assert placement is not None
+        with fleet.counted(placement, 5, 5):
+            order.append(placement.decode.worker_id)
+    assert order == ["d0", "d1"] * 3
+
+
+def test_suspicion_ends() -> None:
+    now = 0.0
+    fleet = RoutedFleet(View(worker("d0"), worker("d1")), "auto", lambda: now)
+    fleet.standing.note(Failure(FailureKind.FAILED, errors.Bug("a step failed"), worker("d0")))
+
+    def taken() -> str:
+        placement = fleet.place(fleet.need("fake"))
+        return "" if placement is None else placement.decode.worker_id
+
+    assert taken() == "d1"
+    now = 6.1
+    assert taken() == "d0"
+
+
+def test_one_attempt_at_a_time_tries_a_pair_that_failed() -> None:
+    now = 0.0
+    fleet = RoutedFleet(View(worker("d0"), worker("p0")), "remote", lambda: now)
+    pair: Pair = (("p0", "1"), ("d0", "1"))
+    failure = Failure(FailureKind.HANDOFF, errors.TransferFailed("no way"), worker("p0"), pair)
+    fleet.standing.note(failure)
+    assert fleet.place(fleet.need("fake")) is None
+    now = 100.0
+    placement = fleet.place(fleet.need("fake"))
+    assert placement is not None and not fleet.need("fake").doubtful
+    with fleet.counted(placement, 7, 9):
+        assert fleet.need("fake").doubtful == {pair}
+
+
+def test_those_that_wait_for_the_same_look_once_together() -> None:
+    """A change wakes all: a thousand looks at hundreds of workers each would block the loop."""
+
+    class CountedView(View):
+        num_reads = 0
+
+        def workers(self) -> tuple[WorkerRecord, ...]:
+            self.num_reads += 1
+            return super().workers()
+
+    view = CountedView(worker("d0"))
+    fleet = RoutedFleet(view, "remote", lambda: 0.0)
+
+    def look(waiting: int) -> int:
+        before = view.num_reads
+        for _ in range(waiting):
+            assert fleet.place(fleet.need("fake")) is None
+            assert fleet.prospect(fleet.need("fake")) is Prospect.NONE
+        return view.num_reads - before
+
+    async def go() -> None:
+        once = look(1)
+        assert look(1000) == 0 < once
+        fleet.announce_change()
+        assert look(1000) == once, "what has changed is seen"
+        await asyncio.sleep(0)
+        view.records = (worker("d0"), worker("p0"))
+        assert fleet.place(fleet.need("fake")) is not None, "and so is what nobody announced"
+
+    asyncio.run(go())
+
+
+def test_counts_come_back_to_nothing() -> None:
+    fleet = RoutedFleet(View(worker("d0"), worker("p0")), "auto", lambda: 0.0)
+    placement = fleet.place(fleet.need("fake"))
+    assert placement is not None
+    with fleet.counted(placement, 7, 9):
+        assert [c.in_flight.tokens for c in fleet.candidates()] == [16, 7]
+    assert [(c.in_flight.tokens, c.in_flight.requests) for c in fleet.candidates()] == [(0, 0)] * 2
+
+
+def test_a_prompt_that_is_shared_counts_once() -> None:
+    record = worker("d0")
+    fleet = RoutedFleet(View(record), "auto", lambda: 0.0)
+    with (
+        fleet.counted(Placement(record, None), 100, 20),
+        fleet.counted(Placement(record, None, shares_prompt=True), 100, 20),
+    ):
+        (found,) = fleet.candidates()
+        assert found.in_flight == InFlight(requests=2, tokens=140, own_prompts=100, placed=2)
+    (found,) = fleet.candidates()
+    assert found.in_flight == InFlight(placed=2)
