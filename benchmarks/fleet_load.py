@@ -30,7 +30,6 @@ TOKENS_A_FORWARD = (
     4  # of each request: what a distilled model does about, and random weights do not
 )
 TIMEOUT_S = 120.0
-_SPARE_BLOCKS = 8
 _LOOK_S = 0.05
 
 
@@ -55,13 +54,14 @@ class Steady:
     at_once: int
     first: int
     last: int
+    spare: int = 8  # blocks that one may be ahead of the last one
 
     def __str__(self) -> str:
         return f"{self.at_once} of {self.prompt}"
 
     def shape(self, block_size: int) -> Shape:
         """Whoever began first must not end before the last one is there."""
-        return Shape(self.prompt, (self.last + _SPARE_BLOCKS) * block_size)
+        return Shape(self.prompt, (self.last + self.spare) * block_size)
 
     def pace(self, blocks: Sequence[Sequence[float]], block_size: int) -> Pace:
         """blocks: when each of each request came; by now all have come as far as they are

@@ -143,7 +143,7 @@ SHORT = Plan(
 TINY = Plan(
     model="tiny",
     closed=((Shape(64, 64), 4),),
-    steady=(Steady(64, 2, 1, 5),),
+    steady=(Steady(64, 2, 1, 5, spare=80),),
     beside_arrivals=(Shape(64, 128), 2),
     alone=(Shape(64, 64),),
     served=Shape(64, 64),
