@@ -59,6 +59,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self._wrapped: dict[str, _Handler] = {}
+        self.num_calls = 0
+        """Calls that were taken in so far."""
 
     async def intercept_service(
         self,
@@ -68,6 +70,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
         """Returns the wrapped handler of the method that is called, or one that refuses it."""
+        self.num_calls += 1
         method = str(handler_call_details.method)
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)

@@ -11,10 +11,10 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
@@ -26,6 +26,11 @@ from effuse.protos.reflection import add_reflection
 from effuse.protos.tls import ServerTls
 
 MIB: Final = 1 << 20
+LAST_S: Final = 5.0
+"""What calls get that still run once a drain is over: what was said last has to reach them."""
+_SETTLE_S: Final = 0.2
+_LOOK_S: Final = 0.001
+_LOOKS: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +153,9 @@ class RpcServer:
     ) -> None:
         """tls: None is plain text. doorkeeper: who is let in; None lets in everybody."""
         gates = [] if doorkeeper is None else [Gate(doorkeeper)]
-        self.server = grpc.aio.server(
-            interceptors=[*gates, ErrorInterceptor()],
-            options=server_options(limits, keepalive, shares_port=shares_port),
-        )
+        options = server_options(limits, keepalive, shares_port=shares_port)
+        self._border = ErrorInterceptor()
+        self.server = _make_server(options, [*gates, self._border])
         self._tls = tls
         self._probed: grpc.aio.Server | None = None
         self._health = Health()
@@ -174,7 +178,7 @@ class RpcServer:
     async def start_health(self, address: str) -> int:
         """Answers health at `address` as well, in plain text and to anybody, and nothing else;
         returns the port. Raises OSError as `start` does."""
-        self._probed = grpc.aio.server(options=server_options(PROBE_LIMITS, CALLER_KEEPALIVE))
+        self._probed = _make_server(server_options(PROBE_LIMITS, CALLER_KEEPALIVE))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         port = _listen(self._probed, address, None)
         await self._probed.start()
@@ -190,11 +194,41 @@ class RpcServer:
         """Says NOT_SERVING for every service, from now on; calls are still taken."""
         self._health.drain()
 
+    async def settle(self) -> None:
+        """Returns in a moment in which no call waits to be taken in, after `_SETTLE_S` at most.
+        To be called before `stop`: the library tells those that wait then CANCELLED, which nobody
+        asks again for."""
+        looks = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLE_S):
+                while looks < _LOOKS:
+                    before = self._border.num_calls
+                    await asyncio.sleep(_LOOK_S)
+                    looks = looks + 1 if self._border.num_calls == before else 0
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets what runs end within `grace_s`, cancels what is left."""
         await self.server.stop(grace_s)
         if self._probed is not None:
             await self._probed.stop(0.0)
+
+
+def _make_server(
+    options: Options, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> grpc.aio.Server:
+    """A server that finds a call's method by its name.
+
+    Methods that are registered cost each call a look at all of them, and where the server stops in
+    the moment in which a call comes, the call is lost and hangs to its deadline (grpcio 1.85)."""
+
+    def register_none(
+        service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
+        """They are known as generic handlers already."""
+
+    server = grpc.aio.server(interceptors=interceptors, options=options)
+    server.add_registered_method_handlers = register_none  # type: ignore[method-assign]
+    return server
 
 
 def _listen(server: grpc.aio.Server, address: str, tls: ServerTls | None) -> int:
@@ -230,7 +264,8 @@ async def serve(
     closes_first: bool = False,
 ) -> None:
     """Serves until `stop` is set, then drains: unhealthy first, `on_drain`, then calls that still
-    run get what is left of `drain_s`.
+    run get what is left of `drain_s`, but `LAST_S` at most: one that came in the moment in which
+    the server stopped may be lost in the library, and nothing else ends it.
 
     `closes_first`: before `on_drain` it stops listening and tells callers to connect elsewhere
     (GOAWAY), and only calls that it has taken go on. For a server in whose place there is another
@@ -245,14 +280,21 @@ async def serve(
         until = loop.time() + drain_s
         rpc.drain()
         if closes_first:
+            await rpc.settle()
             closing = asyncio.create_task(rpc.stop(drain_s))
         if on_drain is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await on_drain()
+        if closing is None:
+            await rpc.settle()
         grace_s = max(0.0, until - loop.time())
+        if on_drain is not None:
+            grace_s = min(grace_s, LAST_S)
     finally:
-        await (rpc.stop(grace_s) if closing is None else closing)
+        await rpc.stop(grace_s)
+        if closing is not None:
+            await closing
 
 
 def write_ready_file(path: Path, address: str, **facts: str) -> None:

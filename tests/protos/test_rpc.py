@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -260,34 +259,21 @@ def test_a_drain_ends_watches_with_its_word() -> None:
     run(body)
 
 
-def test_a_server_that_closes_first_ends_what_it_has_and_takes_no_more() -> None:
-    async def main() -> None:
-        stop, go, drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+def test_methods_are_found_by_their_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[str] = []
 
-        async def slow(request: bytes, context: object) -> bytes:
-            stop.set()
-            await go.wait()
-            return b"whole"
+    def register(_self: object, service: str, _handlers: object) -> None:
+        registered.append(service)
 
-        server = rpc.RpcServer(rpc.PUBLIC_LIMITS)
-        methods = {"M": grpc.unary_unary_rpc_method_handler(slow, bytes, bytes)}
-        handler = grpc.method_handlers_generic_handler("t.T", methods)
-        server.server.add_generic_rpc_handlers((handler,))
-        address = f"127.0.0.1:{await server.start('127.0.0.1:0', [])}"
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        assert (await worker_stub(channel).GetLoad(pb.GetLoadRequest())).role == "decode"
+        assert not registered
+        del server.server.add_registered_method_handlers  # as grpcio has it
+        pb_grpc.add_WorkerServiceServicer_to_server(Worker(), server.server)
+        assert registered == [SERVICE]
 
-        async def on_drain() -> None:
-            drained.set()
-            with pytest.raises(OSError):
-                while True:  # it closes its port beside this
-                    (await asyncio.open_connection(*address.split(":")))[1].close()
-            go.set()
-
-        async with asyncio.timeout(30), rpc.connect(address, keepalive=None) as channel:
-            call = raw(channel, "/t.T/M")(b"", timeout=30)
-            await rpc.serve(server, stop, drain_s=30, on_drain=on_drain, closes_first=True)
-            assert (await call, drained.is_set()) == (b"whole", True)
-
-    asyncio.run(main())
+    monkeypatch.setattr("grpc.aio._server.Server.add_registered_method_handlers", register)
+    run(body)
 
 
 def test_servers_that_share_a_port_take_turns() -> None:
@@ -316,23 +302,6 @@ def test_a_taken_port_is_an_error() -> None:
         with pytest.raises(OSError, match="port is taken"):
             await second.start(f"127.0.0.1:{port}", [])
         await first.stop(0)
-
-    asyncio.run(main())
-
-
-def test_sigterm_drains_and_lets_calls_end() -> None:
-    async def main() -> None:
-        drained = asyncio.Event()
-
-        async def on_drain() -> None:
-            drained.set()
-
-        async with running() as (server, _), rpc.shutdown_signal() as stop:
-            serving = asyncio.create_task(rpc.serve(server, stop, drain_s=5, on_drain=on_drain))
-            os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(30):
-                await serving
-            assert drained.is_set()
 
     asyncio.run(main())
 

@@ -304,10 +304,11 @@ def test_draining_finishes_what_runs_and_what_waits_and_takes_no_more() -> None:
         await reached.wait()
         await until(lambda: fleet.router.admission.num_waiting == 1)
         fleet.stop.set()
-        while True:  # it closes its port beside the rest
+        # It closes its port beside the rest; grpcio may lose a call that comes in that moment.
+        while True:
             address = f"127.0.0.1:{fleet.router.port}"
             async with rpc.connect(address, keepalive=None) as fresh:
-                error = await failure(fresh.unary_unary(GENERATE, bytes, bytes)(b"", timeout=30))
+                error = await failure(fresh.unary_unary(GENERATE, bytes, bytes)(b"", timeout=2))
             if isinstance(error, errors.Unavailable):
                 break
         go.set()
