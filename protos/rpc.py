@@ -28,7 +28,7 @@ from effuse.protos.tls import ServerTls
 MIB: Final = 1 << 20
 LAST_S: Final = 5.0
 """What calls get that still run once a drain is over: what was said last has to reach them."""
-_SETTLE_S: Final = 0.2
+_SETTLE_S: Final = 1.0
 _LOOK_S: Final = 0.001
 _LOOKS: Final = 5
 
@@ -198,13 +198,15 @@ class RpcServer:
         """Returns in a moment in which no call waits to be taken in, after `_SETTLE_S` at most.
         To be called before `stop`: the library tells those that wait then CANCELLED, which nobody
         asks again for."""
-        looks = 0
+        looks, loop = 0, asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SETTLE_S):
                 while looks < _LOOKS:
-                    before = self._border.num_calls
+                    before, began = self._border.num_calls, loop.time()
                     await asyncio.sleep(_LOOK_S)
-                    looks = looks + 1 if self._border.num_calls == before else 0
+                    # Where this process stood still, calls came that nobody could take in.
+                    is_quiet = loop.time() - began < 3 * _LOOK_S
+                    looks = looks + 1 if is_quiet and self._border.num_calls == before else 0
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets what runs end within `grace_s`, cancels what is left."""
