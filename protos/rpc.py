@@ -196,8 +196,8 @@ class RpcServer:
 
     async def settle(self) -> None:
         """Returns in a moment in which no call waits to be taken in, after `_SETTLE_S` at most.
-        To be called before `stop`: the library tells those that wait then CANCELLED, which nobody
-        asks again for."""
+        To be called before `stop`: the library tells those that wait then CANCELLED, which no
+        client but ours asks again for."""
         looks, loop = 0, asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SETTLE_S):
