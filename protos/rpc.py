@@ -194,13 +194,13 @@ class RpcServer:
         """Says NOT_SERVING for every service, from now on; calls are still taken."""
         self._health.drain()
 
-    async def settle(self) -> None:
-        """Returns in a moment in which no call waits to be taken in, after `_SETTLE_S` at most.
-        To be called before `stop`: the library tells those that wait then CANCELLED, which no
-        client but ours asks again for."""
+    async def settle(self, until: float) -> None:
+        """Returns in a moment in which no call waits to be taken in, after `_SETTLE_S` or at `until`,
+        a time of the loop, at the latest. To be called before `stop`: the library tells those that
+        wait then CANCELLED, which no client but ours asks again for."""
         looks, loop = 0, asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SETTLE_S):
+            async with asyncio.timeout_at(min(until, loop.time() + _SETTLE_S)):
                 while looks < _LOOKS:
                     before, began = self._border.num_calls, loop.time()
                     await asyncio.sleep(_LOOK_S)
@@ -282,14 +282,14 @@ async def serve(
         until = loop.time() + drain_s
         rpc.drain()
         if closes_first:
-            await rpc.settle()
+            await rpc.settle(until)
             closing = asyncio.create_task(rpc.stop(drain_s))
         if on_drain is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await on_drain()
         if closing is None:
-            await rpc.settle()
+            await rpc.settle(until)
         grace_s = max(0.0, until - loop.time())
         if on_drain is not None:
             grace_s = min(grace_s, LAST_S)
