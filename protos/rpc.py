@@ -195,9 +195,9 @@ class RpcServer:
         self._health.drain()
 
     async def settle(self, until: float) -> None:
-        """Returns in a moment in which no call waits to be taken in, after `_SETTLE_S` or at `until`,
-        a time of the loop, at the latest. To be called before `stop`: the library tells those that
-        wait then CANCELLED, which no client but ours asks again for."""
+        """Returns in a moment in which no call waits to be taken in; after `_SETTLE_S` or at
+        `until`, a time of the loop, at the latest. To be called before `stop`: the library tells
+        those that wait then CANCELLED, which no client but ours asks again for."""
         looks, loop = 0, asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(min(until, loop.time() + _SETTLE_S)):
