@@ -7,6 +7,7 @@ once the last of them has let go.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
@@ -214,9 +215,12 @@ class FreeRuns:
     """A set of page ids kept as maximal runs; taking prefers the tightest run that fits."""
 
     def __init__(self, num_pages: int) -> None:
-        self._length_at: dict[int, int] = {0: num_pages} if num_pages else {}
-        self._start_of: dict[int, int] = {num_pages: 0} if num_pages else {}
+        self._length_at: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []  # (length, start), ascending
         self._count = num_pages
+        if num_pages:
+            self._put(0, num_pages)
 
     def __len__(self) -> int:
         return self._count
@@ -241,24 +245,22 @@ class FreeRuns:
         """Returns one id, joining it with its neighbours."""
         start, end = page_id, page_id + 1
         if page_id in self._start_of:
-            start = self._start_of.pop(page_id)
-            del self._length_at[start]
+            start = self._start_of[page_id]
+            self._remove(start)
         if end in self._length_at:
-            length = self._length_at.pop(end)
-            del self._start_of[end + length]
-            end += length
+            end += self._remove(end)
         self._put(start, end)
         self._count += 1
 
     def _best(self, count: int) -> int:
-        fitting = [(length, start) for start, length in self._length_at.items() if length >= count]
-        if fitting:
-            return min(fitting)[1]
-        return min((-length, start) for start, length in self._length_at.items())[1]
+        runs = self._by_length
+        index = bisect_left(runs, (count, 0))
+        if index == len(runs):
+            index = bisect_left(runs, (runs[-1][0], 0))
+        return runs[index][1]
 
     def _take_from(self, start: int, count: int) -> list[int]:
-        length = self._length_at.pop(start)
-        del self._start_of[start + length]
+        length = self._remove(start)
         taken = min(count, length)
         if taken < length:
             self._put(start + taken, start + length)
@@ -268,3 +270,11 @@ class FreeRuns:
     def _put(self, start: int, end: int) -> None:
         self._length_at[start] = end - start
         self._start_of[end] = start
+        insort(self._by_length, (end - start, start))
+
+    def _remove(self, start: int) -> int:
+        """Forgets the run that begins there; returns its length."""
+        length = self._length_at.pop(start)
+        del self._start_of[start + length]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        return length

@@ -4,7 +4,11 @@ pages are runs, as against a plain set."""
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
 from itertools import permutations
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -238,6 +242,34 @@ def test_what_fits_into_one_run_comes_from_one() -> None:
         runs.give(page_id)
     assert runs.take(3) == [0, 1, 2]
     assert runs.take(4) == [7, 8, 9, 10]
+
+
+def test_many_small_runs_cost_no_more_than_their_number() -> None:
+    """An engine does nothing else meanwhile: by the square a long prompt's pages took 10 s where
+    what was free lay scattered, and the engine was taken for hung."""
+    few, many = instructions_to_take(50), instructions_to_take(400)
+    assert many < 16 * few
+
+
+def instructions_to_take(count: int) -> int:
+    """What the interpreter executes for so many pages of which no two are neighbours."""
+    runs, executed = FreeRuns(4 * count), 0
+    runs.take(4 * count)
+    for page_id in range(0, 4 * count, 2):
+        runs.give(page_id)
+
+    def trace(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        nonlocal executed
+        executed += event == "opcode"
+        frame.f_trace_opcodes = True
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    taken = runs.take(count)
+    sys.settrace(before)
+    assert taken == list(range(0, 2 * count, 2))
+    return executed
 
 
 def test_no_pages_are_no_runs() -> None:
