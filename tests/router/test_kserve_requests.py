@@ -49,6 +49,17 @@ def test_the_prompt_is_the_one_element_raw_or_not(raw: bytes | None) -> None:
     assert not request.HasField("request_id")  # 1 is everybody's
 
 
+def test_what_kserves_own_client_says_of_its_bytes_over_http_means_nothing_here() -> None:
+    """`InferInput.set_data_from_numpy` notes their number, over gRPC too."""
+    prompt = text_input(parameters={"binary_data_size": param(int64_param=13)})
+    wanted = kserve.ModelInferRequest.InferRequestedOutputTensor(
+        name="text_output", parameters={"binary_data": param(bool_param=True)}
+    )
+    raw = [struct.pack("<I", 9) + TEXT]
+    request = request_of(asked(inputs=[prompt], outputs=[wanted], raw_input_contents=raw))
+    assert request == make_request("how many?", Params())
+
+
 def test_parameters_are_those_of_the_python_client() -> None:
     parameters = {
         "max_tokens": param(int64_param=9),
