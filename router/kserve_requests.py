@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 
@@ -171,8 +171,10 @@ def _settings_of(
         value = getattr(parameters[name], choice)
         if name == "stop" and isinstance(value, str):
             value = (value,)
+        # KServe's own messages, unlike Triton's, have no fractions: one comes as text there.
+        is_text = isinstance(value, str) and float in get_args(_SETTINGS[name])
         try:
-            settings[name] = msgspec.convert(value, _SETTINGS[name])
+            settings[name] = msgspec.convert(value, _SETTINGS[name], strict=not is_text)
         except msgspec.ValidationError as error:
             findings.add(where, "a value that fits", str(error))
     return settings

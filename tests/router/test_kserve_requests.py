@@ -77,6 +77,12 @@ def test_parameters_are_those_of_the_python_client() -> None:
     assert request_of(asked(parameters=parameters)) == make_request("how many?", wanted)
 
 
+def test_a_fraction_may_be_text_as_kserves_own_messages_have_no_other_way_for_it() -> None:
+    parameters = {"temperature": param(string_param="0.7"), "top_p": param(string_param="1")}
+    wanted = Params(temperature=0.7, top_p=1.0)
+    assert request_of(asked(parameters=parameters)) == make_request("how many?", wanted)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({"inputs": []}, "inputs"),
     "another input": ({"inputs": [text_input(TEXT, name="x")]}, "inputs"),
@@ -100,6 +106,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"parameters": {"logprobs": param(int64_param=1)}}, "parameters['logprobs']",
     ),
     "kind": ({"parameters": {"top_k": param(string_param="7")}}, "parameters['top_k']"),
+    "no number": ({"parameters": {"top_p": param(string_param="half")}}, "parameters['top_p']"),
     "choice": ({"parameters": {"score": param(string_param="x")}}, "parameters['score']"),
     "range": ({"parameters": {"max_tokens": param(int64_param=-1)}}, "parameters"),
 }  # fmt: skip
