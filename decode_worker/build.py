@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from effuse.config.flags import flag_of
 from effuse.decode_worker.device_buckets import bucket
 from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_step import Adjust, DeviceStep, StepBuffers
@@ -23,6 +24,7 @@ from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.receiver import HandoffReceiver, ReceiverIdentity
 from effuse.models.part import Forward
 from effuse.models.transformer import LayerKV, Transformer
+from effuse.placement.records import ModelInfo
 from effuse.worker.assembly import Assembly, assemble
 from effuse.worker.config import DecodeConfig
 from effuse.worker.engine_process import Engine, main
@@ -41,6 +43,7 @@ def build(
     pulse = pulse or Pulse()
     parts = assemble(config, incarnation, "decode", config.default_algorithm, pulse)
     limits = _limits(config, parts)
+    _check_defaults(parts.ready.model, limits)
     connector = parts.connect() if connects else None
     captures = denoises_on_device(config, parts.model.device)
     with pulse.during("capturing" if captures else "loading"):
@@ -99,6 +102,22 @@ def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
         max_window=config.max_window,
         max_stop_ids=config.max_stop_ids,
     )
+
+
+def _check_defaults(model: ModelInfo, limits: DecodeLimits) -> None:
+    """Raises ValueError where requests that leave everything to the model would be refused."""
+    window = model.defaults.settings.most_active
+    taken = {
+        "max_window": window,
+        "max_num_batched_tokens": (window + 1) * model.block_size,
+        "max_stop_ids": len(model.eos_token_ids),
+    }
+    for name, least in taken.items():
+        if (found := getattr(limits, name)) < least:
+            raise ValueError(
+                f"{flag_of(name)}: expected at least {least}, as requests take that leave it to "
+                f"the model, got {found}"
+            )
 
 
 def make_executor(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_tiny_checkpoint
+from checkpoints import EOS_TOKEN_ID, write_tiny_checkpoint
 from decoding.engines import make_request, oracle_settings
 from oracle.decode import decode
 
@@ -19,7 +19,9 @@ PROMPT = tuple(range(20, 33))
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("dream") / "model", "dream", seed=3)
+    path = tmp_path_factory.mktemp("dream") / "model"
+    ends = (EOS_TOKEN_ID, EOS_TOKEN_ID + 2)
+    return write_tiny_checkpoint(path, "dream", seed=3, eos_token_ids=ends)
 
 
 def test_a_built_engine_answers(directory: Path) -> None:
@@ -51,6 +53,10 @@ def test_ready_describes_the_model_and_its_pages(directory: Path) -> None:
     [
         pytest.param({"max_model_len": 4096}, "the model's 1024 positions", id="length"),
         pytest.param({"max_num_batched_tokens": 7}, "max_num_batched_tokens 7", id="budget"),
+        # What every request takes that leaves the window out would be refused for it.
+        pytest.param({"max_window": 3}, "max-window: expected at least 4, .* got 3", id="window"),
+        pytest.param({"max_num_batched_tokens": 19}, "expected at least 20, .* 19", id="rows"),
+        pytest.param({"max_stop_ids": 1}, "max-stop-ids: expected at least 2, .* 1", id="stops"),
     ],
 )
 def test_a_bad_config_is_named(directory: Path, changes: dict[str, int], said: str) -> None:
