@@ -29,6 +29,7 @@ _ASKS_FOR_FINAL: Final = "triton_enable_empty_final_response"  # the end is alwa
 _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _OF_HTTP: Final = {"binary_data_size", "binary_data"}
 """Of tensors, where they are bytes behind JSON. KServe's own client sets them for gRPC, too."""
+_IS_TEXT: Final = ("content_type", "str")  # of a tensor, by MLServer's codec
 # What the model is named by, what no parameter can hold, and what no tensor tells.
 _ELSEWHERE: Final = {"model", "logit_bias", "stop_token_ids", "logprobs", "echo"}
 _SETTINGS: Final[Mapping[str, Any]] = {
@@ -150,7 +151,8 @@ def _check_plain(
     where: str, parameters: Mapping[str, kserve.InferParameter], findings: Findings
 ) -> None:
     """A tensor without parameters of its own, by which others mean memory that both can see."""
-    if strange := parameters.keys() - _OF_HTTP:
+    given = ((name, value.string_param) for name, value in parameters.items())
+    if strange := [one[0] for one in given if one[0] not in _OF_HTTP and one != _IS_TEXT]:
         found = shown(min(strange))
         findings.add(f"{where}.parameters", "none, as tensors travel in the message", found)
 

@@ -60,6 +60,14 @@ def test_what_kserves_own_client_says_of_its_bytes_over_http_means_nothing_here(
     assert request == make_request("how many?", Params())
 
 
+def test_what_mlservers_codec_says_of_text_is_taken_and_of_anything_else_refused() -> None:
+    text = text_input(TEXT, parameters={"content_type": param(string_param="str")})
+    assert request_of(asked(inputs=[text])) == make_request("how many?", Params())
+    coded = text_input(b"aG93", parameters={"content_type": param(string_param="base64")})
+    with pytest.raises(InvalidRequest, match="got 'content_type'"):
+        request_of(asked(inputs=[coded]))
+
+
 def test_parameters_are_those_of_the_python_client() -> None:
     parameters = {
         "max_tokens": param(int64_param=9),
