@@ -97,6 +97,10 @@ class DecodeEngine:
             case messages.Shutdown():
                 pass  # the process's matter
 
+    def check(self, message: StartDecode) -> None:
+        """Raises RequestError for a request that could never be served here; keeps nothing."""
+        self._intake.make_request(message, arrival=0, now=self._now())
+
     def outbox(self) -> Sequence[CoreEvent]:
         """What is to be said since the last call, in order."""
         return self._outbox.drain()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -21,9 +24,11 @@ from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import Stopping
 from effuse.decode_worker.build import build
+from effuse.decode_worker.engine import DecodeEngine
+from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.messages import AttemptId
 from effuse.models.defaults import refuse_unserved
-from effuse.protos.errors import NotFound
+from effuse.protos.errors import InvalidRequest, NotFound
 from effuse.router.detokenizer import AnswerText
 from effuse.router.prompt import encode_prompt
 from effuse.router.tokenizer import Tokenizer, bundled_directory
@@ -36,6 +41,7 @@ from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished
 Progress = Callable[[int, int], None]
 """Told how many answers are done, and of how many."""
 _DEFAULTS = Params()
+Result = TypeVar("Result")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -73,14 +79,16 @@ class LLM:
         )
         self._tokenizer = Tokenizer.load(directory)
         engine = build(config, "offline", connects=False)
+        assert isinstance(engine.core, DecodeEngine), "a decode worker's engine is one"
         self._core, self.model = engine.core, engine.ready.model
         self._most = config.max_num_seqs
+        self._busy = threading.Lock()
         self._num_asked = 0
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params] = _DEFAULTS,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params | Iterable[Params] = _DEFAULTS,
         *,
         progress: Progress | None = None,
     ) -> list[Answer]:
@@ -89,14 +97,40 @@ class LLM:
 
         params: of all prompts, or one for each. Raises EffuseError for the first request that is
         wrong or fails; nothing is computed then, or goes on. Raises ValueError where there are not
-        as many params as prompts.
+        as many params as prompts, and RuntimeError while another batch is answered.
         """
         listed = _listed(prompts)
-        each = [params] * len(listed) if isinstance(params, Params) else params
+        each = [params] * len(listed) if isinstance(params, Params) else list(params)
         if len(each) != len(listed):
             raise ValueError(f"expected params for {len(listed)} prompts, got {len(each)}")
-        batch = [self._check(*pair) for pair in zip(listed, each, strict=True)]
-        whole = [one for answers in batch for one in answers]
+        with self._alone():
+            batch = [self._check(*pair) for pair in zip(listed, each, strict=True)]
+            self._compute([one for answers in batch for one in answers], progress)
+        return [_with_others([one.answer(self.model.name) for one in answers]) for answers in batch]
+
+    def close(self) -> None:
+        """Ends the tokenizer's threads and the engine; memory is freed with the object."""
+        self._tokenizer.close()
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two batches at once would take each other's events, and wait for ever."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this LLM answers another batch; one thread at a time may use it")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _compute(self, whole: Sequence[_Running], progress: Progress | None) -> None:
+        """Runs these requests to their ends."""
         waiting, running = list(reversed(whole)), dict[str, _Running]()
         num_done = 0
         try:
@@ -115,18 +149,6 @@ class LLM:
         except BaseException:
             self._abort(running.values())
             raise
-        return [_with_others([one.answer(self.model.name) for one in answers]) for answers in batch]
-
-    def close(self) -> None:
-        """Ends the tokenizer's threads and the engine; memory is freed with the object."""
-        self._tokenizer.close()
-        self._core.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _check(self, prompt: Prompt, params: Params) -> list[_Running]:
         """Its answers, each a request of the engine's."""
@@ -141,18 +163,23 @@ class LLM:
             takes_chats=self._tokenizer.has_chat_template,
             chat_end_ids=self._tokenizer.chat_end_ids,
         ).seeded(secrets.randbits(64))
-        ids = tuple(asyncio.run(encode_prompt(asked, self._tokenizer)))
+        ids = tuple(_result_of(encode_prompt(asked, self._tokenizer)))
         self._num_asked += 1
         name = f"offline-{self._num_asked}"
-        prompt_text = asyncio.run(self._tokenizer.text_of(ids)) if asked.wants_echo else ""
+        starts = [_start_of(asked, ids, name, index) for index in range(asked.num_answers)]
+        try:
+            self._core.check(starts[0])
+        except RequestError as error:
+            raise InvalidRequest.of("", str(error)) from error
+        prompt_text = _result_of(self._tokenizer.text_of(ids)) if asked.wants_echo else ""
         return [
             _Running(
                 asked,
-                _start_of(asked, ids, name, index),
+                start,
                 AnswerText(self._tokenizer, asked.stops, asked.min_tokens),
                 prompt_text,
             )
-            for index in range(asked.num_answers)
+            for start in starts
         ]
 
     def _step(self) -> None:
@@ -282,17 +309,24 @@ def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> Star
     )
 
 
+def _result_of(work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` comes to, in a thread of its own: in this one a loop may run, a notebook's."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
 def _with_others(answers: Sequence[Answer]) -> Answer:
     return replace(answers[0], others=tuple(answers[1:]))
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A text, a chat, or ids alone, are one prompt."""
     if isinstance(prompts, str | Chat):
         return [prompts]
-    ids = [one for one in prompts if isinstance(one, int)]
+    listed = list(prompts)
+    ids = [one for one in listed if isinstance(one, int)]
     if not ids:
-        return [one for one in prompts if not isinstance(one, int)]
-    if len(ids) < len(prompts):
+        return [one for one in listed if not isinstance(one, int)]
+    if len(ids) < len(listed):
         raise ValueError("expected prompts or the ids of one prompt, got both in one list")
     return [ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -114,6 +115,48 @@ def test_one_wrong_request_costs_nothing(
     with pytest.raises(InvalidRequest, match="prompt"):
         llm.generate([*QUESTIONS, ""])
     assert llm._core.load().steps == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (effuse.Params(window=9), "max_window 8, got 9"),
+        (effuse.Params(stop_token_ids=tuple(range(270, 290))), "max_stop_ids 16, got 2"),
+    ],
+)
+def test_what_the_engine_refuses_is_found_before_anything_is_computed(
+    llm: effuse.LLM, wrong: effuse.Params, words: str
+) -> None:
+    before = llm._core.load().steps
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate(QUESTIONS, [*[PARAMS[0]] * 4, wrong])
+    assert llm._core.load().steps == before
+
+
+def test_a_loop_may_run_in_the_thread_that_asks(llm: effuse.LLM) -> None:
+    async def in_a_notebook() -> list[effuse.Answer]:
+        return llm.generate(QUESTIONS[:2], PARAMS[0])
+
+    told = [answer.text for answer in asyncio.run(in_a_notebook())]
+    assert told == [answer.text for answer in llm.generate(QUESTIONS[:2], PARAMS[0])]
+
+
+def test_prompts_may_come_one_by_one(llm: effuse.LLM) -> None:
+    lengths = range(1, 4)
+    answers = llm.generate(
+        (question for question in QUESTIONS[:3]),
+        (effuse.Params(max_tokens=length, ignore_eos=True) for length in lengths),
+    )
+    assert [len(answer.token_ids) for answer in answers] == [*lengths]
+
+
+def test_a_batch_within_a_batch_is_refused(llm: effuse.LLM) -> None:
+    def ask_again(done: int, of: int) -> None:
+        llm.generate(QUESTIONS[2], PARAMS[0])
+
+    with pytest.raises(RuntimeError, match="answers another batch"):
+        llm.generate(QUESTIONS[:2], PARAMS[0], progress=ask_again)
+    assert llm.generate(QUESTIONS[2], PARAMS[0])[0].text
 
 
 def test_each_prompt_may_have_params_of_its_own(llm: effuse.LLM) -> None:
