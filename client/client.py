@@ -48,12 +48,13 @@ class Client:
         tls: TlsFiles | None = None,
         token: str | None = None,
     ) -> None:
-        """target: host:port of a router. tls: None is plain text, `TlsFiles()` trusts the system's
-        authorities. token: for routers that ask for one. Connects at the first call. Raises
-        ValueError, and OSError for certificates that cannot be used."""
+        """target: host:port of a router. timeout_s: longest that a call takes which sets none
+        itself, all of at most `max_attempts` together. tls: None is plain text, `TlsFiles()` trusts
+        the system's authorities. token: for routers that ask for one. Connects at the first call.
+        Raises ValueError, and OSError for certificates that cannot be used."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
-        self._target = target
+        self._target, self._timeout_s = target, timeout_s
         self._channel = credentials.channel(target, options.channel_arguments())
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
@@ -68,10 +69,10 @@ class Client:
         request_id: str | None = None,
     ) -> Answer:
         """The whole answer to one prompt, token ids included. Raises EffuseError."""
-        began = time.monotonic()
+        began, timeout = time.monotonic(), self._timeout_s if timeout_s is None else timeout_s
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
         with _raising(self._target):
-            response = self._generation.Generate(request, timeout=timeout_s)
+            response = self._generation.Generate(request, timeout=timeout)
         return Answer.of(response, time.monotonic() - began)
 
     def stream(
@@ -84,7 +85,8 @@ class Client:
     ) -> Stream:
         """The answer as it is written: iterate for its text, block by block."""
         request = _streamed(prompt, params, request_id)
-        return Stream(self._generation.GenerateStream(request, timeout=timeout_s), self._target)
+        timeout = self._timeout_s if timeout_s is None else timeout_s
+        return Stream(self._generation.GenerateStream(request, timeout=timeout), self._target)
 
     def cancel(self, request_id: str) -> bool:
         """Ends the request of this id, whoever asked for it; False where it did not run there.
@@ -207,7 +209,7 @@ class AsyncClient:
         """As Client's. Raises ValueError and OSError."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
-        self._target = target
+        self._target, self._timeout_s = target, timeout_s
         self._channel = credentials.aio_channel(target, options.channel_arguments())
         self._generation = generation_stub(self._channel)
         self._models = model_stub(self._channel)
@@ -221,10 +223,10 @@ class AsyncClient:
         request_id: str | None = None,
     ) -> Answer:
         """The whole answer to one prompt, token ids included. Raises EffuseError."""
-        began = time.monotonic()
+        began, timeout = time.monotonic(), self._timeout_s if timeout_s is None else timeout_s
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
         with _raising(self._target):
-            response = await self._generation.Generate(request, timeout=timeout_s)
+            response = await self._generation.Generate(request, timeout=timeout)
         return Answer.of(response, time.monotonic() - began)
 
     async def stream(
@@ -242,7 +244,8 @@ class AsyncClient:
         """
         gathering = Gathering()
         request = _streamed(prompt, params, request_id)
-        call = self._generation.GenerateStream(request, timeout=timeout_s)
+        timeout = self._timeout_s if timeout_s is None else timeout_s
+        call = self._generation.GenerateStream(request, timeout=timeout)
         try:
             with _raising(self._target):
                 async for event in call:

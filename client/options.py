@@ -10,8 +10,9 @@ import json
 from dataclasses import dataclass
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-_SERVICES = ("effuse.v1.GenerationService", "effuse.v1.ModelService")
+_GENERATION, _MODEL = "effuse.v1.GenerationService", "effuse.v1.ModelService"
 _MOST_ATTEMPTS = 5  # gRPC takes no more
+_LEAST_S, _MOST_S = 1e-9, 315_576_000_000.0  # what a service config can say
 _MESSAGE_BYTES = 64 << 20
 
 
@@ -19,12 +20,13 @@ _MESSAGE_BYTES = 64 << 20
 class Options:
     """Of one client. Raises ValueError for what gRPC would silently drop."""
 
-    timeout_s: float = 120.0  # longest that a call may take, all attempts together
+    timeout_s: float = 120.0  # longest that a call may take, all attempts together, by default
     max_attempts: int = 4  # 1 tries once
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"timeout_s: expected seconds above 0, got {self.timeout_s!r}")
+        if not _LEAST_S <= self.timeout_s <= _MOST_S:
+            form = f"seconds above 0, at most {_MOST_S:.0f}"
+            raise ValueError(f"timeout_s: expected {form}, got {self.timeout_s!r}")
         if not 1 <= self.max_attempts <= _MOST_ATTEMPTS:
             raise ValueError(
                 f"max_attempts: expected 1 to {_MOST_ATTEMPTS}, got {self.max_attempts}"
@@ -40,13 +42,19 @@ class Options:
         ]
 
     def service_config(self) -> dict[str, object]:
-        """As gRPC's service config names things."""
-        method: dict[str, object] = {
-            "name": [{"service": name} for name in _SERVICES],
-            "timeout": f"{self.timeout_s:.9f}s",
-        }
+        """As gRPC's service config names things.
+
+        Calls that are given a deadline get none here: gRPC takes the shorter of the two."""
+        given = [
+            {"service": _GENERATION, "method": method} for method in ("Generate", "GenerateStream")
+        ]
+        others = [{"service": name} for name in (_GENERATION, _MODEL)]
+        methods: list[dict[str, object]] = [
+            {"name": given},
+            {"name": others, "timeout": f"{self.timeout_s:.9f}s"},
+        ]
         if self.max_attempts > 1:
-            method["retryPolicy"] = {
+            retries = {
                 "maxAttempts": self.max_attempts,
                 "initialBackoff": "0.1s",
                 "maxBackoff": "2s",
@@ -55,4 +63,5 @@ class Options:
                 # itself cancels are over before.
                 "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
             }
-        return {"methodConfig": [method]}
+            methods = [{**method, "retryPolicy": retries} for method in methods]
+        return {"methodConfig": methods}

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class FakeRouter(
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     events: list[pb.GenerateStreamResponse] = field(default_factory=lambda: list(EVENTS))
     hangs: bool = False
+    takes_s: float = 0.0  # before a request is answered
     asked: list[pb.GenerateRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -114,6 +116,7 @@ class FakeRouter(
 
     def _note(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> None:
         self.asked.append(request)
+        time.sleep(self.takes_s)
         if len(self.asked) <= self.failures:
             context.abort(self.code, "told to fail")
         if request.sampling.top_p > 1:
@@ -296,7 +299,26 @@ def test_leaving_an_asyncio_stream_ends_it(router: FakeRouter, target: str) -> N
     assert router.cancelled.wait(10)
 
 
+def test_a_call_may_take_longer_than_the_clients_own_deadline(
+    router: FakeRouter, target: str
+) -> None:
+    router.takes_s = 0.5
+
+    async def ask() -> list[str | effuse.Answer]:
+        async with effuse.AsyncClient(target, timeout_s=0.1) as client:
+            assert (await client.generate("hello", timeout_s=60.0)).text == "abc"
+            return [piece async for piece in client.stream("hello", timeout_s=60.0)]
+
+    with effuse.Client(target, timeout_s=0.1) as client:
+        assert client.generate("hello", timeout_s=60.0).text == "abc"
+        assert client.stream("hello", timeout_s=60.0).answer.text == "abc"
+        with pytest.raises(DeadlineExceeded):
+            client.generate("hello")
+    assert asyncio.run(ask())[:2] == ["ab", "c"]
+
+
 @pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": float("nan")},
+                                   {"timeout_s": 1e-10}, {"timeout_s": 4e11},
                                    {"max_attempts": 0}, {"max_attempts": 6}])  # fmt: skip
 def test_options_that_grpc_would_drop(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
