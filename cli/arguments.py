@@ -149,9 +149,9 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
         if speaks_tls:
             files.check()
         token = read_token(found.token_file)
-    except OSError as error:
+        return Credentials(tls=files if speaks_tls else None, token=token)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
-    return Credentials(tls=files if speaks_tls else None, token=token)
 
 
 def with_hint(code: grpc.StatusCode, told: str) -> str:

@@ -25,10 +25,17 @@ Arguments = Sequence[tuple[str, str | int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Of one client. Without `tls` all goes in plain text, the token too: for loopback alone."""
+    """Of one client. Without `tls` all goes in plain text, the token too: for loopback alone.
+
+    Raises ValueError for a token that no call can carry.
+    """
 
     tls: TlsFiles | None = None  # none of its files given: the system's authorities
     token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise ValueError("token: expected printable ASCII on one line")  # and says it to nobody
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What each call carries."""
@@ -75,8 +82,11 @@ class _Shower(
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token in a file, else in the environment's EFFUSE_TOKEN; None without either. Raises
-    OSError."""
+    """The token in a file, else in the environment's EFFUSE_TOKEN; None without either. Space
+    around it is none of it. Raises OSError, and ValueError for a file that is no text."""
     if path is not None:
-        return path.read_text().strip()
-    return os.environ.get(TOKEN_VARIABLE) or None
+        try:
+            return path.read_text().strip()
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: expected a token, found no text") from None
+    return os.environ.get(TOKEN_VARIABLE, "").strip() or None

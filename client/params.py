@@ -114,8 +114,10 @@ def make_request(
     token_ids: bool = False,
     drafts: bool = False,
 ) -> pb.GenerateRequest:
-    """The request for one prompt. Raises ValueError for a name that is none of those known, and
-    for a template argument that JSON cannot express."""
+    """The request for one prompt. Raises ValueError for a name that is none of those known, for a
+    template argument that JSON cannot express, and for a stop string that stands alone."""
+    if isinstance(params.stop, str):  # as many strings as it has letters, to protobuf
+        raise ValueError(f"stop: expected a tuple of strings, got the string {params.stop!r}")
     ids = None if isinstance(prompt, str | Chat) else pb.TokenIds(ids=prompt)
     return pb.GenerateRequest(
         request_id=request_id,

@@ -66,3 +66,34 @@ def test_flags_must_be_written_out(capsys: pytest.CaptureFixture[str]) -> None:
         parser.parse_args(["--win", "2"])
     assert ended.value.code == 2
     assert "unrecognized arguments: --win" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\x80\x81", "expected a token, found no text"), (b"two\nlines", "printable ASCII")],
+)
+def test_a_token_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+) -> None:
+    (tmp_path / "token").write_bytes(content)
+    parser = arguments.command("x", "about")
+    arguments.add_credentials(parser)
+    found = parser.parse_args(["--token-file", str(tmp_path / "token")])
+    with pytest.raises(SystemExit) as ended:
+        arguments.credentials_of(parser, found)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_space_around_a_token_is_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("of a file\n")
+    monkeypatch.setenv("EFFUSE_TOKEN", "of the environment\n")
+    parser = arguments.command("x", "about")
+    arguments.add_credentials(parser)
+    for typed, token in (
+        ([], "of the environment"),
+        (["--token-file", str(tmp_path / "token")], "of a file"),
+    ):
+        assert arguments.credentials_of(parser, parser.parse_args(typed)).token == token

@@ -330,6 +330,18 @@ def test_a_name_that_is_unknown_is_refused_here() -> None:
         make_request("x", effuse.Params(algorithm="ddim"))  # type: ignore[arg-type]
 
 
+def test_a_stop_string_is_not_taken_letter_by_letter() -> None:
+    with pytest.raises(ValueError, match="stop: expected a tuple of strings, got the string 'END'"):
+        make_request("x", effuse.Params(stop="END"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", ["of a file\n", "t\u00f6ken"])
+def test_a_token_that_no_call_can_carry_is_refused_and_not_shown(token: str) -> None:
+    for kind in (effuse.Client, effuse.AsyncClient):
+        with pytest.raises(ValueError, match=r"^token: expected printable ASCII on one line$"):
+            kind("127.0.0.1:1", token=token)
+
+
 def test_importing_it_is_cheap_and_clients_need_no_torch() -> None:
     code = (
         "import sys, effuse; assert 'grpc' not in sys.modules;"
