@@ -328,6 +328,14 @@ def check_tensors(directory: Path, files: TensorFiles, expected: Mapping[str, Sh
         )
 
 
+def without_tied_head(config: ModelConfig, files: TensorFiles) -> TensorFiles:
+    """A tied model may store its head as well; that it is the embedding only its values tell."""
+    head = f"{module_names(config).head}.weight"
+    if not config.tie_embeddings:
+        return files
+    return TensorFiles({name: at for name, at in files.locations.items() if name != head})
+
+
 def check_index(directory: Path, files: TensorFiles) -> None:
     """Raise CheckpointError naming a tensor that is not in the shard that the index says."""
     if (directory / SINGLE_FILE).exists():

@@ -6,8 +6,13 @@ Knows JSON and nothing of models, except how releases spell the rotary base.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+_MOST_INTEGER: Final = 2**31 - 1
+_MOST_NUMBER: Final = sys.float_info.max
 
 
 class CheckpointError(ValueError):
@@ -32,18 +37,22 @@ class ConfigKeys:
         return CheckpointError(f"{self.path}: {key}: {problem}")
 
     def integer(self, key: str, *, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+        """A whole number of at least `least`, of 32 bits."""
         value = self._value(key, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"expected an integer of at least {least}, found {value!r}")
+        if value > _MOST_INTEGER:
+            form = f"an integer of at least {least}, at most {_MOST_INTEGER}"
+            raise self.error(key, f"expected {form}, found {value!r}")
         return value
 
     def number(self, key: str, *, default: float | None = None) -> float:
-        """A number above zero."""
+        """A finite number above zero."""
         value = self._value(key, default, "a number")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(key, f"expected a number above 0, found {value!r}")
-        return float(value)
+        is_number = not isinstance(value, bool)
+        if is_number and isinstance(value, int | float) and 0 < value <= _MOST_NUMBER:
+            return float(value)
+        raise self.error(key, f"expected a number above 0, found {value!r}")
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
         """true or false."""
@@ -86,7 +95,9 @@ class ConfigKeys:
     def every(self, key: str, accepted: str) -> None:
         """Refuse a list that holds anything but `accepted`; the key may be missing."""
         value = self.values.get(key)
-        if value is not None and (not isinstance(value, list) or set(value) - {accepted}):
+        if value is None:
+            return
+        if not isinstance(value, list) or any(one != accepted for one in value):
             raise self.error(key, f"{value!r} is not supported; accepted: only {accepted!r}")
 
     def rope_theta(self) -> float:
@@ -119,7 +130,9 @@ def read_json_object(path: Path) -> dict[str, object]:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits included
         raise CheckpointError(f"{path}: not JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(parsed).__name__}")

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from effuse.models.adapter import open_adapter
 from effuse.models.checkpoint import (
-    TensorFiles,
     check_index,
     check_tensors,
     dtype_name,
-    module_names,
     open_tensors,
     tensor_shapes,
     weight_files,
+    without_tied_head,
 )
 from effuse.models.config import ModelConfig
 
@@ -34,18 +33,10 @@ def check_checkpoint(
     shapes = tensor_shapes(config)
     with open_tensors(weight_files(directory), None) as files:
         check_index(directory, files)
-        check_tensors(directory, _without_tied_head(config, files), shapes)
+        check_tensors(directory, without_tied_head(config, files), shapes)
         for name in files.locations:
             files.check_dtype(name)
     if adapter is not None:
         with open_adapter(adapter, shapes, None) as opened:
             for name in opened.files.locations:
                 opened.files.check_dtype(name)
-
-
-def _without_tied_head(config: ModelConfig, files: TensorFiles) -> TensorFiles:
-    """A tied model may store its head as well; that it is the embedding only its values tell."""
-    head = f"{module_names(config).head}.weight"
-    if not config.tie_embeddings:
-        return files
-    return TensorFiles({name: at for name, at in files.locations.items() if name != head})

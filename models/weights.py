@@ -32,6 +32,7 @@ from effuse.models.checkpoint import (
     open_tensors,
     tensor_shapes,
     weight_files,
+    without_tied_head,
 )
 from effuse.models.config import ModelConfig
 from effuse.models.config_keys import CheckpointError
@@ -64,8 +65,10 @@ def load_model(
     with ExitStack() as stack:
         files = stack.enter_context(open_tensors(weight_files(directory), device))
         check_index(directory, files)
-        files = _drop_tied_head(directory, config, files)
-        check_tensors(directory, files, shapes)
+        untied = without_tied_head(config, files)
+        check_tensors(directory, untied, shapes)
+        _check_tied_head(directory, config, files)
+        files = untied
         merged = None
         if adapter is not None:
             merged = stack.enter_context(open_adapter(Path(adapter), shapes, device))
@@ -196,18 +199,17 @@ class _Loader:
         return tensor
 
 
-def _drop_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -> TensorFiles:
+def _check_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -> None:
     """Some releases of tied models store the head as well; it may stay if it is the embedding."""
     names = module_names(config)
     head = f"{names.head}.weight"
     if not config.tie_embeddings or head not in files.locations:
-        return files
+        return
     if not torch.equal(files.take(head), files.take(f"{names.embedding}.weight")):
         raise CheckpointError(
             f"{directory}: tensor {head} differs from {names.embedding}.weight, "
             "though the configuration ties them"
         )
-    return TensorFiles({name: at for name, at in files.locations.items() if name != head})
 
 
 def _directories(path: Path | str, adapter: Path | str | None) -> Iterator[tuple[Path, str]]:

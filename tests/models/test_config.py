@@ -145,6 +145,10 @@ def test_newer_spelling_of_the_rotary_base(tmp_path: Path) -> None:
         ("sdar", "quantization_config", {"bits": 4}, "accepted: missing"),
         ("sdar", "num_hidden_layers", 0, "expected an integer of at least 1, found 0"),
         ("sdar", "num_hidden_layers", True, "found True"),
+        ("sdar", "block_size", 2**31, "expected an integer of at least 1, at most 2147483647"),
+        ("sdar", "layer_types", [["full_attention"]], "only 'full_attention'"),
+        ("sdar", "rms_norm_eps", float("inf"), "expected a number above 0, found inf"),
+        ("sdar", "rope_theta", 10**400, "expected a number above 0, found 1000"),
         ("sdar", "rms_norm_eps", "tiny", "expected a number above 0, found 'tiny'"),
         ("sdar", "tie_word_embeddings", "yes", "expected true or false"),
         ("sdar", "eos_token_id", ["a"], "expected a token id or a list of them"),
@@ -206,7 +210,13 @@ def test_numbers_that_do_not_fit(tmp_path: Path, changes: dict[str, object], mes
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"[1]", "expected a JSON object, found list"), (b"{", "not JSON"), (b"\xff", "not JSON")],
+    [
+        (b"[1]", "expected a JSON object, found list"),
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"n": ' + b"1" * 5000 + b"}", "not JSON"),
+    ],
 )
 def test_files_that_hold_no_object(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
@@ -217,6 +227,12 @@ def test_files_that_hold_no_object(tmp_path: Path, content: bytes, message: str)
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
         ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json: Is a directory"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"safetensors/config\.json: Not a directory"):
+        ModelConfig.from_dir(tmp_path / "model.safetensors")
 
 
 def test_a_llama_that_names_no_class_is_nobodys(tmp_path: Path) -> None:
