@@ -12,6 +12,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from effuse.config.decoding import (
+    CANVAS_ALGORITHMS,
     MAX_TOKENS,
     TEMPERATURE,
     THRESHOLD,
@@ -25,7 +26,7 @@ from effuse.config.decoding import (
     plain_settings,
 )
 from effuse.models.config import ModelConfig
-from effuse.models.config_keys import ConfigKeys
+from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import GENERATION_CONFIG, stated_end_ids
 from effuse.models.families import family_of
 
@@ -50,7 +51,7 @@ def read_defaults(
 
     `algorithm` is one that somebody asked for, `adapted` whether an adapter is merged into the
     weights. Raises CheckpointError for a value of generation_config.json that cannot be used,
-    naming its key.
+    naming its key, and for an algorithm that the model cannot be decoded with.
     """
     path = directory / GENERATION_CONFIG
     keys = ConfigKeys.read(path) if path.exists() else ConfigKeys(path, {})
@@ -84,8 +85,12 @@ def _settings(
     own, source = family.algorithm, family.origin
     if asked is not None:
         own, source = asked, "--default-algorithm"
+        if unfit := _unfit(own, config):
+            raise CheckpointError(f"{source}: {unfit}")
     elif keys.values.get("algorithm") is not None:
         own, source = _algorithm(keys), GENERATION_CONFIG
+        if unfit := _unfit(own, config):
+            raise keys.error("algorithm", unfit)
     elif adapted:
         own, source = family.adapted_algorithm, "the adapter"
     sources["algorithm"] = source
@@ -120,6 +125,17 @@ def _algorithm(keys: ConfigKeys) -> Algorithm:
             return known
     accepted = ", ".join(_ALGORITHMS)
     raise keys.error("algorithm", f"expected one of {accepted}, found {stated!r}")
+
+
+def _unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
+    """Why every request that names no algorithm would be refused; None where none would."""
+    if algorithm == "fast_dllm_v2" and config.architecture != "fast_dllm_v2":
+        wanted = "that was tuned for it"
+    elif algorithm in CANVAS_ALGORITHMS and config.prompt_attention != "bidirectional":
+        wanted = "whose prompt attends to all of itself"
+    else:
+        return None
+    return f"{algorithm} needs a model {wanted}, which {config.architecture} is not"
 
 
 def _sampling(keys: ConfigKeys) -> dict[str, Any]:

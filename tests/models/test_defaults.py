@@ -155,6 +155,22 @@ def test_what_cannot_be_used_is_named(
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("dream", "dream needs a model whose prompt attends to all of itself, which sdar is not"),
+        ("fast_dllm_v2", "fast_dllm_v2 needs a model that was tuned for it, which sdar is not"),
+    ],
+)
+def test_an_algorithm_that_would_have_every_request_refused(
+    tmp_path: Path, algorithm: Algorithm, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"{GENERATION}: algorithm: {message}"):
+        defaults(tmp_path, "sdar", {"algorithm": algorithm})
+    with pytest.raises(CheckpointError, match=rf"^--default-algorithm: {message}"):
+        defaults(tmp_path, "sdar", {}, algorithm=algorithm)
+
+
 def test_a_block_size_that_is_not_stated_is_told(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, "sdar", block_size=8)
     config = json.loads((tmp_path / "config.json").read_text())
