@@ -41,6 +41,7 @@ from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished
 Progress = Callable[[int, int], None]
 """Told how many answers are done, and of how many."""
 _DEFAULTS = Params()
+_MOST_REQUEST_S = 1e9  # who asked for a batch waits for it, for days on a slow machine
 Result = TypeVar("Result")
 
 
@@ -75,7 +76,10 @@ class LLM:
         directory = bundled_directory() if model is None else Path(model)
         refuse_unserved(directory, options.get("block_size"))
         config = DecodeConfig(
-            model=directory, adapter=None if adapter is None else Path(adapter), **options
+            model=directory,
+            adapter=None if adapter is None else Path(adapter),
+            max_request_s=_MOST_REQUEST_S,
+            **options,
         )
         self._tokenizer = Tokenizer.load(directory)
         engine = build(config, "offline", connects=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from checkpoints import Architecture
@@ -148,6 +149,15 @@ def test_prompts_may_come_one_by_one(llm: effuse.LLM) -> None:
         (effuse.Params(max_tokens=length, ignore_eos=True) for length in lengths),
     )
     assert [len(answer.token_ids) for answer in answers] == [*lengths]
+
+
+def test_a_batch_may_take_longer_than_a_fleets_request(
+    llm: effuse.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = count(0.0, 3600.0)  # each time that the engine looks
+    monkeypatch.setattr(llm._core, "_now", lambda: next(hours))
+    (answer,) = llm.generate(QUESTIONS[0], PARAMS[0])
+    assert answer.text and next(hours) > 10 * 3600.0
 
 
 def test_a_batch_within_a_batch_is_refused(llm: effuse.LLM) -> None:
