@@ -37,9 +37,8 @@ class Chat:
     @classmethod
     def of(cls, messages: Iterable[Mapping[str, str]], **template_arguments: object) -> Chat:
         """The conversation of such messages as `{"role": "user", "content": ".."}`. Raises
-        KeyError where one lacks either."""
-        told = tuple(Message(one["role"], one["content"]) for one in messages)
-        return cls(told, template_arguments)
+        KeyError where one lacks either, and ValueError where one says more than that."""
+        return cls(tuple(map(_message, messages)), template_arguments)
 
     def system(self, content: str) -> Chat:
         """This, and an instruction."""
@@ -85,6 +84,16 @@ class Chat:
 
     def _with(self, role: str, content: str) -> Chat:
         return replace(self, messages=(*self.messages, Message(role, content)))
+
+
+def _message(said: Mapping[str, str]) -> Message:
+    for name, value in said.items():
+        if name not in Message._fields and value:
+            raise ValueError(f"{name}: expected messages of role and content alone")
+    for name in Message._fields:
+        if not isinstance(said[name], str):
+            raise ValueError(f"{name}: expected a string, got {said[name]!r}")
+    return Message(said["role"], said["content"])
 
 
 def _fields(struct: struct_pb2.Struct) -> dict[str, Any]:

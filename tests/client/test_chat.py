@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import effuse
@@ -30,6 +32,21 @@ def test_a_chat_of_messages_as_others_write_them() -> None:
     assert effuse.Chat.of(listed, tools=[]).template_arguments == {"tools": []}
     with pytest.raises(KeyError, match="content"):
         effuse.Chat.of([{"role": "user"}])
+    unsaid: dict[str, Any] = {"refusal": None, "annotations": []}
+    assert effuse.Chat.of([{"role": "user", "content": "hi", **unsaid}]) == HI
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tool_calls": [{"id": "1"}]}, "tool_calls: expected messages of role and content alone"),
+        ({"content": None}, "content: expected a string, got None"),
+        ({"content": [{"type": "text", "text": "hi"}]}, "content: expected a string, got"),
+    ],
+)
+def test_nothing_of_a_message_is_left_out_in_silence(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        effuse.Chat.of([{"role": "assistant", "content": "hi", **more}])
 
 
 @pytest.mark.parametrize(
