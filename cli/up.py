@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import cast
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, redis_url, whole
@@ -26,6 +27,7 @@ from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_port
 from effuse.cli.process import LogFollower
+from effuse.config.decoding import Algorithm
 from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
 from effuse.models.defaults import refuse_unserved
@@ -107,14 +109,16 @@ def refuse_early(config: FleetConfig) -> None:
     port that is taken, before any process is started. Needs no torch, so it takes no second."""
     directory, flags = config.model or bundled_directory(), config.worker_flags
     block_size = value_of(flags, "--block-size")
+    blocks = int(block_size) if block_size else None
+    algorithm = value_of(config.decode_flags, "--default-algorithm")
     check_checkpoint(
         directory,
         adapter=config.adapter,
         # On a CPU weights are computed in float32, whatever they are stored as.
         dtype=value_of(flags, "--dtype") or "auto" if config.assignments() else "float32",
-        block_size=int(block_size) if block_size else None,
+        block_size=blocks,
     )
-    refuse_unserved(directory)
+    refuse_unserved(directory, blocks, cast("Algorithm | None", algorithm))  # flags were checked
     read_backend(directory)
     check_port(config.host, config.port)
     metrics_host = value_of(config.router_flags, "--metrics-host") or RouterConfig().metrics_host

@@ -34,10 +34,14 @@ _ALGORITHMS: Final[tuple[Algorithm, ...]] = get_args(Algorithm)
 _SAMPLING: Final = {"temperature": TEMPERATURE, "top_p": TOP_P, "top_k": TOP_K}
 
 
-def refuse_unserved(directory: Path, block_size: int | None = None) -> None:
-    """Raises CheckpointError for a checkpoint that cannot be served, by its JSON files alone: in
-    milliseconds and without torch, so that whoever starts processes can ask first."""
-    read_defaults(directory, ModelConfig.from_dir(directory, block_size=block_size))
+def refuse_unserved(
+    directory: Path, block_size: int | None = None, algorithm: Algorithm | None = None
+) -> None:
+    """Raises CheckpointError for a checkpoint that cannot be served, or not with the `algorithm`
+    that somebody asked for, by its JSON files alone: in milliseconds and without torch, so that
+    whoever starts processes can ask first."""
+    config = ModelConfig.from_dir(directory, block_size=block_size)
+    read_defaults(directory, config, algorithm=algorithm)
 
 
 def read_defaults(

@@ -28,7 +28,7 @@ from effuse.telemetry.traces import TracesUnavailable
 from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker.attempts import Attempts
-from effuse.worker.config import END_S, STOP_S, WorkerConfig
+from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
 from effuse.worker.service import WorkerServicer
 from effuse.worker.shell import Shell, WorkerIdentity
 from effuse.worker.supervisor import GaveUp, Supervisor, new_incarnation
@@ -63,7 +63,8 @@ def run(config: WorkerConfig, role: Role) -> int:
     status = 0
     try:
         if config.model is not None:
-            refuse_unserved(config.model, config.block_size)
+            algorithm = config.default_algorithm if isinstance(config, DecodeConfig) else None
+            refuse_unserved(config.model, config.block_size, algorithm)
         asyncio.run(_run(config, role))
     except* (CheckpointError, GaveUp, Superseded, OSError, TracesUnavailable) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))

@@ -312,6 +312,8 @@ def test_files_that_cannot_be_served_are_told_before_anything_starts(
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("effuse up: ") and told in line
         (path / "model.safetensors").unlink(missing_ok=True)
+    assert main(["--port", "0", "--default-algorithm", "fast_dllm_v2"]) == 2
+    assert "fast_dllm_v2 needs a model that was tuned for it" in capsys.readouterr().err
 
 
 def test_the_end_of_a_log_that_is_shown_anyhow_is_not_told_again() -> None:
