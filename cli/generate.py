@@ -245,7 +245,7 @@ async def ask(
     ):
         on_event(event)
         gathering.take(event)
-    return gathering.answer(request.request_id)
+    return gathering.answer()
 
 
 def _of_first(show: Callable[[Event], None]) -> Callable[[Event], None]:

@@ -145,18 +145,20 @@ class Gathering:
         self._now = now
         self._began = now()
         self._parts: dict[int, _Part] = {}
+        self._request_id = ""
 
     def take(self, event: Event) -> str:
         """Takes an event in; the text that it adds to the first answer."""
+        self._request_id = event.request_id or self._request_id
         part = self._parts.setdefault(event.answer_index, _Part())
         part.take(event, self._now() - self._began)
         return "" if event.answer_index else event.commit.text
 
-    def answer(self, request_id: str = "") -> Answer:
+    def answer(self) -> Answer:
         """The answer, once the stream is over, with those beside it. Raises StreamBroken."""
         parts = [part for _, part in sorted(self._parts.items())]
         if not parts or any(part.finished is None for part in parts):
-            raise StreamBroken(f"request {request_id!r}: the stream ended without Finished")
+            raise StreamBroken(f"request {self._request_id!r}: the stream ended without Finished")
         first, *others = (part.answer(self._now() - self._began) for part in parts)
         return replace(first, others=tuple(others))
 

@@ -6,6 +6,7 @@ Unavailable with the time to wait, DeadlineExceeded, PeerLost where nobody answe
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
@@ -20,7 +21,7 @@ from effuse.client.chat import Chat
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
 from effuse.client.params import Params, Prompt, make_request, make_tokenize_request
-from effuse.protos.errors import from_rpc_error
+from effuse.protos.errors import Cancelled, from_rpc_error
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.protos.tls import TlsFiles
 from effuse.v1 import (
@@ -323,3 +324,9 @@ def _raising(target: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(cast("grpc.aio.AioRpcError", error), target) from error
+    except asyncio.CancelledError as error:
+        # A channel that is closed says of its calls what asyncio says of a task that is cancelled.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Cancelled(f"the call to {target} was cancelled, as its client was closed") from error

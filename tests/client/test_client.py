@@ -14,11 +14,12 @@ from datetime import timedelta
 
 import grpc
 import pytest
+from eventually import eventually
 
 import effuse
 from effuse.client.options import Options
 from effuse.client.params import make_request
-from effuse.protos.errors import DeadlineExceeded, InvalidRequest, PeerLost, to_status
+from effuse.protos.errors import Cancelled, DeadlineExceeded, InvalidRequest, PeerLost, to_status
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
 
@@ -264,8 +265,8 @@ def test_what_is_wrong_is_told_by_field(target: str) -> None:
 
 
 def test_a_stream_without_its_end_is_no_answer(router: FakeRouter, target: str) -> None:
-    router.events.pop()
-    with effuse.Client(target) as client, pytest.raises(effuse.StreamBroken):
+    router.events[-1] = pb.GenerateStreamResponse(request_id="r")
+    with effuse.Client(target) as client, pytest.raises(effuse.StreamBroken, match="request 'r'"):
         list(client.stream("hello"))
 
 
@@ -315,6 +316,23 @@ def test_a_call_may_take_longer_than_the_clients_own_deadline(
         with pytest.raises(DeadlineExceeded):
             client.generate("hello")
     assert asyncio.run(ask())[:2] == ["ab", "c"]
+
+
+def test_closing_an_asyncio_client_cancels_nobodys_task(router: FakeRouter, target: str) -> None:
+    router.takes_s = 0.5
+
+    async def ask() -> None:
+        client = effuse.AsyncClient(target)
+        tasks = [asyncio.create_task(client.generate("hello")) for _ in range(2)]
+        await eventually(lambda: len(router.asked) == 2)
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1], timeout=10)
+        await client.close()
+        await asyncio.wait(tasks, timeout=10)
+        assert tasks[0].cancelled()
+        assert not tasks[1].cancelled() and isinstance(tasks[1].exception(), Cancelled)
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": float("nan")},
