@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -60,7 +59,8 @@ class FakeRouter(
     code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     events: list[pb.GenerateStreamResponse] = field(default_factory=lambda: list(EVENTS))
     hangs: bool = False
-    takes_s: float = 0.0  # before a request is answered
+    takes_s: float = 0.0  # before a request is answered, or until the end of the test
+    over: threading.Event = field(default_factory=threading.Event)
     asked: list[pb.GenerateRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -117,7 +117,7 @@ class FakeRouter(
 
     def _note(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> None:
         self.asked.append(request)
-        time.sleep(self.takes_s)
+        self.over.wait(self.takes_s)
         if len(self.asked) <= self.failures:
             context.abort(self.code, "told to fail")
         if request.sampling.top_p > 1:
@@ -141,6 +141,7 @@ def target(router: FakeRouter) -> Iterator[str]:
     server.start()
     yield f"127.0.0.1:{port}"
     router.cancelled.set()
+    router.over.set()
     server.stop(0).wait(10)
 
 
@@ -319,7 +320,7 @@ def test_a_call_may_take_longer_than_the_clients_own_deadline(
 
 
 def test_closing_an_asyncio_client_cancels_nobodys_task(router: FakeRouter, target: str) -> None:
-    router.takes_s = 0.5
+    router.takes_s = 60.0
 
     async def ask() -> None:
         client = effuse.AsyncClient(target)
