@@ -33,6 +33,7 @@ from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.placement.store import RedisAccess
+from effuse.protos.rpc import NO_PROXY
 
 Role = Literal["redis", "router", "prefill", "decode"]
 
@@ -269,7 +270,7 @@ class Fleet:
 
     def channel(self) -> grpc.Channel:
         """A new channel to the router; the caller closes it."""
-        return grpc.insecure_channel(self.address)
+        return grpc.insecure_channel(self.address, [NO_PROXY])
 
     def wait_for_workers(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait until every router can choose among this many live workers. Raises FleetError."""

@@ -14,7 +14,9 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from effuse.config.checks import is_loopback
 from effuse.protos.channels import MetadataChannel
+from effuse.protos.rpc import NO_PROXY
 from effuse.protos.tls import ChannelTls, TlsFiles
 
 AUTHORIZATION: Final = "authorization"
@@ -44,6 +46,7 @@ class Credentials:
     def channel(self, target: str, arguments: Arguments) -> grpc.Channel:
         """A blocking channel, whose calls carry `metadata`. Raises OSError for certificates that
         cannot be used."""
+        arguments = _near(target, arguments)
         if self.tls is None:
             channel = grpc.insecure_channel(target, arguments)
         else:
@@ -53,6 +56,7 @@ class Credentials:
 
     def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
         """The same for asyncio; its calls carry `metadata`. Raises OSError."""
+        arguments = _near(target, arguments)
         if self.tls is None:
             channel = grpc.aio.insecure_channel(target, arguments)
         else:
@@ -79,6 +83,12 @@ class _Shower(
 
     def _with_metadata(self, details: Any) -> Any:
         return details._replace(metadata=(*(details.metadata or ()), *self._shown))
+
+
+def _near(target: str, arguments: Arguments) -> Arguments:
+    """`arguments`, and no proxy of the environment's where the router is on this machine."""
+    is_near = is_loopback(target.rpartition(":")[0])
+    return [*arguments, NO_PROXY] if is_near else arguments
 
 
 def read_token(path: Path | None) -> str | None:

@@ -75,6 +75,10 @@ CALLER_KEEPALIVE: Final = Keepalive(time_s=20.0, timeout_s=20.0, ping_timeout_s=
 
 Options = list[tuple[str, int]]
 
+NO_PROXY: Final = ("grpc.enable_http_proxy", 0)
+"""Of a channel within a fleet or a machine: else gRPC goes by way of the proxy for the web that the
+environment names (http_proxy), even to loopback, and tells it all."""
+
 
 def server_options(
     limits: MessageLimits, keepalive: Keepalive, *, shares_port: bool = False
@@ -133,7 +137,8 @@ def connect(
     max_message_bytes: int = FLEET_LIMITS.max_message_bytes,
 ) -> grpc.aio.Channel:
     """Returns a channel to `address` ("host:port"); it connects at the first call."""
-    return grpc.aio.insecure_channel(address, channel_options(keepalive, max_message_bytes))
+    options = [*channel_options(keepalive, max_message_bytes), NO_PROXY]
+    return grpc.aio.insecure_channel(address, options)
 
 
 class RpcServer:

@@ -256,6 +256,21 @@ def test_others_are_not(
     assert len(router.asked) == calls
 
 
+def test_no_proxy_of_the_environment_stands_before_a_router_of_this_machine(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # where nobody listens
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def ask() -> str:
+        async with effuse.AsyncClient(target, max_attempts=1) as client:
+            return (await client.generate("hello")).text
+
+    with effuse.Client(target, max_attempts=1) as client:
+        assert client.generate("hello").text == asyncio.run(ask()) == "abc"
+
+
 def test_what_is_wrong_is_told_by_field(target: str) -> None:
     with (
         effuse.Client(target) as client,

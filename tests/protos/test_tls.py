@@ -67,6 +67,22 @@ def test_a_fleet_answers_its_own_certificates_alone(ours: Authority, theirs: Aut
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+def test_no_proxy_of_the_environment_stands_between_a_fleets_processes(
+    ours: Authority, sealed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # where nobody listens
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    access = FleetAccess(ours.sign("sealed", FLEET_NAME) if sealed else None)
+
+    async def main() -> None:
+        async with serving(access) as address:
+            assert await status(access.connect(address)) is grpc.StatusCode.OK
+
+    asyncio.run(main())
+
+
 def test_a_stranger_at_a_workers_address_is_told_nothing(
     ours: Authority, theirs: Authority
 ) -> None:
