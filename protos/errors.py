@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import grpc
 import grpc.aio
@@ -104,6 +104,10 @@ class InvalidRequest(CallerError):
         )
         super().__init__(text, labels=labels)
         self.violations: tuple[FieldViolation, ...] = tuple(violations)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle would make one of the text, and a pool of processes breaks at what it cannot."""
+        return type(self), (self.violations,), vars(self)
 
     @classmethod
     def of(cls, field: str, description: str) -> InvalidRequest:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+
 import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 
 from effuse.protos import errors
-from effuse.protos.errors import DETAILS_KEY, EffuseError, InvalidRequest, to_status
+from effuse.protos.errors import (
+    DETAILS_KEY,
+    EffuseError,
+    FieldViolation,
+    InvalidRequest,
+    to_status,
+)
 
 KINDS = [
     (errors.NotFound, grpc.StatusCode.NOT_FOUND, False),
@@ -55,6 +63,20 @@ def test_every_kind_comes_back_as_itself(
         1.5,
     )
     assert back.retryable is retryable
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _, _ in KINDS])
+def test_it_comes_back_from_a_pool_of_processes(kind: type[EffuseError]) -> None:
+    sent = kind("page 7 is gone", retry_after_s=1.5, labels={"worker": "d0"}, retryable=True)
+    back = pickle.loads(pickle.dumps(sent))  # noqa: S301 - as concurrent.futures has it
+    assert type(back) is kind and vars(back) == vars(sent) and str(back) == str(sent)
+
+
+def test_what_is_wrong_with_a_request_comes_back_from_a_pool_of_processes() -> None:
+    wrong = [FieldViolation("a", "no"), FieldViolation("", "neither")]
+    sent = InvalidRequest(wrong, labels={"x": "y"})
+    back = pickle.loads(pickle.dumps(sent))  # noqa: S301
+    assert type(back) is InvalidRequest and vars(back) == vars(sent) and str(back) == str(sent)
 
 
 def test_every_reason_is_used_once() -> None:
