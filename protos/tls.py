@@ -7,6 +7,7 @@ are unreadable or do not belong together, as in the midst of a renewal.
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,20 @@ class ChannelTls:
 
     def _read_all(self) -> grpc.ChannelCredentials:
         files = self._files
-        return grpc.ssl_channel_credentials(_read(files.ca), _read(files.key), _read(files.cert))
+        trusted = _system_authorities() if files.ca is None else _read(files.ca)
+        return grpc.ssl_channel_credentials(trusted, _read(files.key), _read(files.cert))
+
+
+def _system_authorities() -> bytes | None:
+    """PEM certificates of those that this system trusts, where OpenSSL looks for them. None, for
+    those that gRPC brings along, where there are none, or where gRPC's own variable names some."""
+    paths = ssl.get_default_verify_paths()
+    if os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"):
+        return None
+    if paths.cafile is not None:
+        return Path(paths.cafile).read_bytes() or None
+    hashed = sorted(Path(paths.capath).glob("[0-9a-f]*.[0-9]")) if paths.capath else []
+    return b"\n".join(path.read_bytes() for path in hashed) or None
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -12,6 +12,7 @@ import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from effuse.client.credentials import Credentials
 from effuse.protos import rpc
 from effuse.protos.channels import FLEET_NAME, FleetAccess
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
@@ -125,6 +126,41 @@ def test_new_files_count_without_a_restart(tmp_path: Path) -> None:
             assert await status(behind.connect(address)) is UNAVAILABLE
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "SSL_CERT_DIR"])
+def test_without_a_file_of_theirs_the_systems_authorities_are_trusted(
+    ours: Authority, theirs: Authority, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenSSL finds them. By itself gRPC trusts those that it brings along."""
+    signed = ours.sign("router", "localhost")
+
+    async def main() -> None:
+        server = rpc.RpcServer(
+            rpc.PUBLIC_LIMITS, tls=ServerTls(TlsFiles(cert=signed.cert, key=signed.key))
+        )
+        address = f"127.0.0.1:{await server.start('127.0.0.1:0', [])}"
+        try:
+            for authority, expected in ((ours, grpc.StatusCode.OK), (theirs, UNAVAILABLE)):
+                _trust(authority, variable, monkeypatch)
+                channel = Credentials(tls=TlsFiles()).aio_channel(address, ())
+                assert await status(channel) is expected
+        finally:
+            await server.stop(0)
+
+    asyncio.run(main())
+
+
+def _trust(authority: Authority, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it the only one of this system, in a file or in a directory of hashed names."""
+    monkeypatch.delenv("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", raising=False)
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.setenv(name, str(authority.home / "none"))
+    hashed = authority.home / "hashed"
+    hashed.mkdir(exist_ok=True)
+    (hashed / "5ed36f99.0").write_bytes(authority.cert.read_bytes())
+    where = authority.cert if variable == "SSL_CERT_FILE" else hashed
+    monkeypatch.setenv(variable, str(where))
 
 
 def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
