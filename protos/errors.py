@@ -106,7 +106,7 @@ class InvalidRequest(CallerError):
         self.violations: tuple[FieldViolation, ...] = tuple(violations)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle would make one of the text, and a pool of processes breaks at what it cannot."""
+        """A pool of processes would make one of the text, and break at what it cannot make."""
         return type(self), (self.violations,), vars(self)
 
     @classmethod
