@@ -55,7 +55,7 @@ class Client:
         Raises ValueError, and OSError for certificates that cannot be used."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
-        self._target, self._timeout_s = target, timeout_s
+        self._target, self._options = target, options
         self._channel = credentials.channel(target, options.channel_arguments())
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
@@ -70,7 +70,7 @@ class Client:
         request_id: str | None = None,
     ) -> Answer:
         """The whole answer to one prompt, token ids included. Raises EffuseError."""
-        began, timeout = time.monotonic(), self._timeout_s if timeout_s is None else timeout_s
+        began, timeout = time.monotonic(), self._options.deadline_s(timeout_s)
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
         with _raising(self._target):
             response = self._generation.Generate(request, timeout=timeout)
@@ -86,7 +86,7 @@ class Client:
     ) -> Stream:
         """The answer as it is written: iterate for its text, block by block."""
         request = _streamed(prompt, params, request_id)
-        timeout = self._timeout_s if timeout_s is None else timeout_s
+        timeout = self._options.deadline_s(timeout_s)
         return Stream(self._generation.GenerateStream(request, timeout=timeout), self._target)
 
     def cancel(self, request_id: str) -> bool:
@@ -210,7 +210,7 @@ class AsyncClient:
         """As Client's. Raises ValueError and OSError."""
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts)
         credentials = Credentials(tls=tls, token=token)
-        self._target, self._timeout_s = target, timeout_s
+        self._target, self._options = target, options
         self._channel = credentials.aio_channel(target, options.channel_arguments())
         self._generation = generation_stub(self._channel)
         self._models = model_stub(self._channel)
@@ -224,7 +224,7 @@ class AsyncClient:
         request_id: str | None = None,
     ) -> Answer:
         """The whole answer to one prompt, token ids included. Raises EffuseError."""
-        began, timeout = time.monotonic(), self._timeout_s if timeout_s is None else timeout_s
+        began, timeout = time.monotonic(), self._options.deadline_s(timeout_s)
         request = make_request(prompt, params, request_id=request_id, token_ids=True)
         with _raising(self._target):
             response = await self._generation.Generate(request, timeout=timeout)
@@ -245,7 +245,7 @@ class AsyncClient:
         """
         gathering = Gathering()
         request = _streamed(prompt, params, request_id)
-        timeout = self._timeout_s if timeout_s is None else timeout_s
+        timeout = self._options.deadline_s(timeout_s)
         call = self._generation.GenerateStream(request, timeout=timeout)
         try:
             with _raising(self._target):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 DEFAULT_TARGET = "127.0.0.1:50051"
 _GENERATION, _MODEL = "effuse.v1.GenerationService", "effuse.v1.ModelService"
 _MOST_ATTEMPTS = 5  # gRPC takes no more
-_LEAST_S, _MOST_S = 1e-9, 315_576_000_000.0  # what a service config can say
+_LEAST_S, _MOST_S = 1e-9, 1e9  # gRPC counts time in nanoseconds, of 64 bits
 _MESSAGE_BYTES = 64 << 20
 
 
@@ -25,12 +25,20 @@ class Options:
 
     def __post_init__(self) -> None:
         if not _LEAST_S <= self.timeout_s <= _MOST_S:
-            form = f"seconds above 0, at most {_MOST_S:.0f}"
-            raise ValueError(f"timeout_s: expected {form}, got {self.timeout_s!r}")
+            raise _no_time(self.timeout_s)
         if not 1 <= self.max_attempts <= _MOST_ATTEMPTS:
             raise ValueError(
                 f"max_attempts: expected 1 to {_MOST_ATTEMPTS}, got {self.max_attempts}"
             )
+
+    def deadline_s(self, asked_s: float | None) -> float:
+        """How long a call may take that asks for so long, or for nothing: what is left of a longer
+        time may be none. Raises ValueError for more than gRPC can count."""
+        if asked_s is None:
+            return self.timeout_s
+        if not asked_s <= _MOST_S:
+            raise _no_time(asked_s)
+        return asked_s
 
     def channel_arguments(self) -> list[tuple[str, str | int]]:
         """For grpc.insecure_channel and its asyncio twin."""
@@ -65,3 +73,8 @@ class Options:
             }
             methods = [{**method, "retryPolicy": retries} for method in methods]
         return {"methodConfig": methods}
+
+
+def _no_time(found: float) -> ValueError:
+    form = f"seconds above 0, at most {_MOST_S:.0f}"
+    return ValueError(f"timeout_s: expected {form}, got {found!r}")
