@@ -24,11 +24,19 @@ Stamp = tuple[tuple[int, int, int], ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
     """PEM files of one end of a connection. `ca` signs the other end: None trusts, of a client, the
-    system's authorities, and asks, of a server, no certificate of clients."""
+    system's authorities, and asks, of a server, no certificate of clients.
+
+    Raises ValueError for a certificate without a key, or a key without one; a file may hold both.
+    """
 
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):  # gRPC ends the process at that
+            found = "cert" if self.key is None else "key"
+            raise ValueError(f"expected cert and key, or neither, got {found} alone")
 
     def stamp(self) -> Stamp:
         """Changes with the files. Raises OSError where one is missing."""
@@ -40,12 +48,16 @@ class TlsFiles:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             if self.cert is not None:
-                context.load_cert_chain(self.cert, self.key)
+                context.load_cert_chain(self.cert, self.key, _no_password)
             if self.ca is not None:
                 context.load_verify_locations(self.ca)
         except OSError as error:  # ssl.SSLError is one
             named = ", ".join(str(one) for one in (self.cert, self.key, self.ca) if one)
             raise OSError(f"certificates ({named}) cannot be used: {error}") from error
+
+
+def _no_password() -> str:
+    raise OSError("the key is encrypted; expected one without a password")
 
 
 class Renewal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -126,6 +127,29 @@ def test_new_files_count_without_a_restart(tmp_path: Path) -> None:
             assert await status(behind.connect(address)) is UNAVAILABLE
 
     asyncio.run(main())
+
+
+def test_a_certificate_without_its_key_is_refused(ours: Authority) -> None:
+    """gRPC would end the whole process, even where the certificate's file holds the key, too."""
+    files = ours.sign("one")
+    assert files.cert is not None and files.key is not None
+    both = ours.home / "both.pem"
+    both.write_bytes(files.cert.read_bytes() + files.key.read_bytes())
+    for half in ({"cert": both}, {"key": files.key}):
+        with pytest.raises(ValueError, match="expected cert and key, or neither"):
+            TlsFiles(**half)
+    assert ChannelTls(TlsFiles(cert=both, key=both)).version == 0
+
+
+def test_nobody_is_asked_for_the_password_of_a_key(ours: Authority) -> None:
+    """OpenSSL would ask at the terminal, for as long as it takes, and gRPC takes no such key."""
+    files = ours.sign("locked")
+    assert files.key is not None
+    locked = ours.home / "locked.encrypted"
+    words = ("pkcs8", "-topk8", "-passout", "pass:secret", "-in", files.key, "-out", locked)
+    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True, timeout=30)
+    with pytest.raises(OSError, match=r"locked\.encrypted.* the key is encrypted"):
+        ChannelTls(TlsFiles(cert=files.cert, key=locked))
 
 
 @pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "SSL_CERT_DIR"])
