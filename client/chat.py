@@ -30,7 +30,7 @@ class Chat:
     """
 
     messages: tuple[Message, ...] = ()
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_last: bool = False
 

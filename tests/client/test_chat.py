@@ -24,6 +24,7 @@ def test_a_chat_grows_and_is_not_changed() -> None:
 def test_what_is_said_later_keeps_what_the_template_is_told() -> None:
     chat = effuse.Chat(template_arguments={"enable_thinking": False}).user("hi")
     assert chat.template_arguments == {"enable_thinking": False}
+    assert len({chat, HI, effuse.Chat().user("hi")}) == 2  # a value may be a key
 
 
 def test_a_chat_of_messages_as_others_write_them() -> None:
