@@ -196,7 +196,8 @@ class _Loader:
     def read(self, name: str) -> Tensor:
         tensor = self.files.take(name)
         self.progress.add(tensor.nbytes)
-        return tensor
+        # On the host it is the file itself, mapped: who rewrites that would change it, or end us.
+        return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
 def _check_tied_head(directory: Path, config: ModelConfig, files: TensorFiles) -> None:

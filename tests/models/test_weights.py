@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, Architecture, write_tensors, write_tiny_checkpoint
+from expert_checkpoints import write_expert_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,6 +28,12 @@ def all_tensors(weights: ModelWeights) -> list[Tensor]:
         for tensor in (layer.attn_norm, layer.qkv, layer.attn_out, layer.gate_up, layer.down)
     ]
     return [weights.embedding, weights.norm, weights.head, *layers]
+
+
+def every_tensor(weights: ModelWeights) -> list[Tensor]:
+    layers = [getattr(layer, one.name) for layer in weights.layers for one in fields(layer)]
+    found = [weights.embedding, weights.norm, weights.head, *layers]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
@@ -134,6 +142,22 @@ def test_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
     rewrite(path, lambda tensors: {k: v for k, v in tensors.items() if k != embedding})
     with pytest.raises(CheckpointError, match=rf"tensor {embedding} of shape .* is missing"):
         load_model(path)
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_what_was_loaded_does_not_change_with_its_file(tmp_path: Path, has_experts: bool) -> None:
+    """Who writes a checkpoint anew into its directory would change what is served, or end it."""
+    if has_experts:
+        write_expert_checkpoint(tmp_path, "llada2_moe")
+    else:
+        write_tiny_checkpoint(tmp_path, "sdar")
+    weights = load_model(tmp_path).weights
+    kept = every_tensor(weights)
+    before = [tensor.clone() for tensor in kept]
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(b"\xff" * file.stat().st_size)
+    assert len(kept) > 20 and all(map(torch.equal, before, kept))
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
