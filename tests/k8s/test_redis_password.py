@@ -7,7 +7,7 @@ from pathlib import Path
 
 from k8s.composed import K8S, deployments
 
-RIGHTS = "-@all +@read +@write +@scripting +@connection"
+from effuse.placement.store import RIGHTS
 
 
 def test_redis_and_the_fleet_find_the_files_that_the_readme_makes() -> None:
@@ -30,4 +30,4 @@ def test_redis_and_the_fleet_find_the_files_that_the_readme_makes() -> None:
     told = (K8S / "README.md").read_text()
     assert set(re.findall(r"--from-literal=([a-z.]+)=", told)) == set(found.values())
     security = (K8S.parent / "docs" / "security.md").read_text()
-    assert RIGHTS in told and RIGHTS in security
+    assert f"~effuse:* {RIGHTS}\n" in told and f":* {RIGHTS}`" in security
