@@ -21,16 +21,18 @@ def overlays() -> list[str]:
     return sorted(path.name for path in (K8S / "overlays").iterdir())
 
 
-def overlay(name: str) -> Documents:
-    """Every document of an overlay."""
+def overlay(name: str, *components: str) -> Documents:
+    """Every document of an overlay, which takes these components, too."""
     found: Documents = {}
     _build(K8S / "overlays" / name, found)
+    for component in components:
+        _build(K8S / "components" / component, found)
     return found
 
 
-def deployments(name: str) -> dict[str, Document]:
-    """An overlay's Deployments by their names."""
-    found = overlay(name).items()
+def deployments(name: str, *components: str) -> dict[str, Document]:
+    """Its Deployments by their names."""
+    found = overlay(name, *components).items()
     return {name: document for (kind, name), document in found if kind == "Deployment"}
 
 

@@ -146,8 +146,8 @@ def _role(container: Document) -> str:
     return name[1]
 
 
-def _pods(name: str) -> list[Document]:
-    return [_pod_of(deployment) for deployment in deployments(name).values()]
+def _pods(name: str, *components: str) -> list[Document]:
+    return [_pod_of(deployment) for deployment in deployments(name, *components).values()]
 
 
 def _workers(name: str) -> list[tuple[Document, Document, Document]]:
@@ -237,12 +237,17 @@ def _config(container: Document, files: Path) -> Access:
     return parse(kinds[_role(container)], words, prog="container", about="")
 
 
-@pytest.mark.parametrize("name", overlays())
-def test_every_process_takes_its_flags(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "components"),
+    [*((name, ()) for name in overlays()), ("1p1d", ("tls", "monitoring", "redis-password"))],
+)
+def test_every_process_takes_its_flags(
+    name: str, components: tuple[str, ...], tmp_path: Path
+) -> None:
     """What is refused at the start, as plain text that nobody allowed is, is never ready."""
     for file in ("tls.crt", "tls.key", "ca.crt", "credentials"):
         (tmp_path / file).touch()
-    containers = [one for pod in _pods(name) for one in pod["containers"]]
+    containers = [one for pod in _pods(name, *components) for one in pod["containers"]]
     configs = [_config(one, tmp_path) for one in containers if _role(one) != "redis"]
     assert len(configs) == 3
     assert {one.host for one in configs} == {"0.0.0.0"}
@@ -258,10 +263,13 @@ def test_with_tls_nothing_is_called_in_plain_text_but_health(tmp_path: Path) -> 
             continue
         config = _config(container, tmp_path)
         assert config.fleet_cert is not None
+        assert config.metrics_host == "127.0.0.1"
         allowed[role] = config.allow_plaintext
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[probe]["grpc"]["port"] == config.health_port
-    assert allowed == {"router": "none", "prefill": "pages", "decode": "pages"}
+    assert allowed == dict.fromkeys(("router", "prefill", "decode"), "pages")
+    (port,) = overlay("tls-1p1d")["Service", "router"]["spec"]["ports"]
+    assert port["appProtocol"] == "https"  # h2c has gateways speak plain text to it
 
 
 @pytest.mark.parametrize("name", GPU_OVERLAYS)
