@@ -351,9 +351,14 @@ def stop(fleet: Fleet) -> None:
 
 
 def _say(lines: Sequence[str]) -> None:
-    """In one piece: where output is not buffered, a log line would come before the end of ours."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
+    """In one piece: where output is not buffered, a log line would come before the end of ours.
+
+    Where nobody reads any more, the fleet goes on, and ends in order."""
+    try:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+    except OSError:  # Python would try again at its end, and fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

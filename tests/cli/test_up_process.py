@@ -166,6 +166,29 @@ def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Pat
     assert not fleet.log_dir.exists()
 
 
+@pytest.mark.parametrize("logs", ["read", "unread"])
+def test_it_ends_in_order_though_nobody_reads_any_more(
+    logs: str, model: Path, tmp_path: Path
+) -> None:
+    """As in `effuse up | tee log`: Ctrl-C ends the reader, too."""
+    command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
+    read, write = os.pipe()
+    child = subprocess.Popen(
+        [*command, "--model", str(model), "--num-pages", "64"],
+        stdout=write,
+        stderr=write if logs == "unread" else None,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert any("effuse is ready on" in line for line in iter(said.readline, ""))
+    processes = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(DEADLINE_S) == 0
+    assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
+    assert not list(tmp_path.iterdir()), "its secrets are gone"
+
+
 def test_told_to_end_twice_it_does_not_wait_for_what_runs(up: Up) -> None:
     up.wait_for("effuse is ready on")
     processes = up.processes()
