@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     config, view = parse(argv)
     try:
-        refuse_early(config)
+        refuse_early(config, view)
     except (ValueError, TokenizerError, OSError) as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 2
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         return run(fleet, view)
 
 
-def refuse_early(config: FleetConfig) -> None:
+def refuse_early(config: FleetConfig, view: UpView) -> None:
     """Raises ValueError or TokenizerError for a checkpoint that cannot be served, and OSError for a
     port that is taken, before any process is started. Needs no torch, so it takes no second."""
     directory, flags = config.model or bundled_directory(), config.worker_flags
@@ -123,6 +123,7 @@ def refuse_early(config: FleetConfig) -> None:
     check_port(config.host, config.port)
     metrics_host = value_of(config.router_flags, "--metrics-host") or RouterConfig().metrics_host
     check_port(metrics_host, int(value_of(config.router_flags, "--metrics-port") or 0))
+    check_port(page.HOST, view.page_port or 0)
 
 
 def make_parser() -> argparse.ArgumentParser:

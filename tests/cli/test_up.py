@@ -290,7 +290,7 @@ def test_a_port_that_somebody_has_is_refused() -> None:
             fleet.start()
 
 
-@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--page-port"])
 def test_a_port_that_is_taken_is_told_before_anything_starts(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
