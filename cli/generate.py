@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -194,10 +195,14 @@ def _read_line() -> str:
     """Blocks; nothing else has to go on meanwhile. Empty at the end."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
+    # asyncio's handler would have the task end at its next await, which a read is not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return sys.stdin.readline()
     except UnicodeDecodeError:
         return "\udcff"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def _show_answer(

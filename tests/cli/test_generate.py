@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -130,3 +134,19 @@ def test_several_answers_stand_one_behind_the_other(
     assert told.out.endswith("\nfour\nnone\n") and "the answer is three" in told.out
     assert (told.out == "the answer is three\nfour\nnone\n") == (not watch)
     assert len(told.err.splitlines()) == 3, "the figures of each"
+
+
+def test_ctrl_c_leaves_a_chat_that_waits_for_what_the_user_says() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-P", "-m", "effuse.cli", "generate", "--chat"]
+    child = subprocess.Popen(command, stdin=theirs, stderr=subprocess.PIPE)
+    try:
+        assert child.stderr is not None
+        assert child.stderr.read(2) == b"> "
+        child.send_signal(signal.SIGINT)
+        assert child.wait(30) == 130
+    finally:
+        child.kill()
+        child.communicate()
+        os.close(ours)
+        os.close(theirs)
