@@ -355,6 +355,8 @@ class Store:
     ) -> object:
         if circuit.is_open:
             raise StoreUnavailable("Redis did not answer a moment ago")
+        task = asyncio.current_task()
+        cancelled = task.cancelling() if task else 0
         try:
             # Twice the socket's timeout: an unknown script is loaded and asked again.
             async with asyncio.timeout(2 * self._timeout_s):
@@ -366,6 +368,9 @@ class Store:
             circuit.failed()
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
         circuit.succeeded()
+        if task and task.cancelling() > cancelled:
+            # redis-py writes by asyncio.wait_for, in which Python 3.11 may lose it.
+            raise asyncio.CancelledError
         return answer
 
 
