@@ -140,7 +140,11 @@ async def _start(router: Router) -> RpcServer:
     router.port = await server.start(f"{config.host}:{config.port}", SERVICES)
     server.set_serving(MONITOR, True)
     if config.health_port is not None:
-        health_port = await server.start_health(f"{config.host}:{config.health_port}")
+        try:
+            health_port = await server.start_health(f"{config.host}:{config.health_port}")
+        except OSError:
+            await server.stop(0.0)
+            raise
         LOG.info("health alone is on %s:%d", config.host, health_port)
     for role in ROLES:
         server.set_serving(role, False)

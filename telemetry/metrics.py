@@ -92,10 +92,14 @@ class ProcessMetrics(Collector):
 
     @contextmanager
     def served(self, host: str, port: int) -> Iterator[int]:
-        """Serves the text at `host`; port 0 takes a free one. Gives the port. Raises OSError."""
+        """Serves the text at `host`; port 0 takes a free one. Gives the port. Raises OSError,
+        naming host and port."""
         everything = CollectorRegistry()
         everything.register(self)
-        server, thread = start_http_server(port, host, everything)
+        try:
+            server, thread = start_http_server(port, host, everything)
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         try:
             yield server.server_port
         finally:

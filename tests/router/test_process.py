@@ -74,11 +74,13 @@ def test_a_bad_start_is_one_line(flags: list[str], status: int, text: str, tmp_p
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--port", "--health-port", "--metrics-port"])
+def test_a_port_that_is_taken_is_one_line(flag: str, tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken, redis_server.running() as redis:
         port = str(taken.getsockname()[1])
-        flags = ["--port", port, "--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1"]
+        flags = ["--port", "0", "--model", str(tmp_path), "--redis-url", redis.connection_url]
+        flags += [flag, port]
         done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
