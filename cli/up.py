@@ -39,7 +39,7 @@ from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
-_ROUTERS_ALONE = {"metrics_port", "metrics_host"}
+_ROUTERS_ALONE = {"metrics_port", "metrics_host", "health_port"}
 
 Config = WorkerConfig | RouterConfig
 
@@ -123,6 +123,7 @@ def refuse_early(config: FleetConfig, view: UpView) -> None:
     check_port(config.host, config.port)
     metrics_host = value_of(config.router_flags, "--metrics-host") or RouterConfig().metrics_host
     check_port(metrics_host, int(value_of(config.router_flags, "--metrics-port") or 0))
+    check_port(config.host, int(value_of(config.router_flags, "--health-port") or 0))
     check_port(page.HOST, view.page_port or 0)
 
 

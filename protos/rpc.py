@@ -161,7 +161,7 @@ class RpcServer:
         options = server_options(limits, keepalive, shares_port=shares_port)
         self._border = ErrorInterceptor()
         self.server = _make_server(options, [*gates, self._border])
-        self._tls = tls
+        self._tls, self._shares_port = tls, shares_port
         self._probed: grpc.aio.Server | None = None
         self._health = Health()
         self._serving: dict[str, bool] = {}
@@ -182,8 +182,9 @@ class RpcServer:
 
     async def start_health(self, address: str) -> int:
         """Answers health at `address` as well, in plain text and to anybody, and nothing else;
-        returns the port. Raises OSError as `start` does."""
-        self._probed = _make_server(server_options(PROBE_LIMITS, CALLER_KEEPALIVE))
+        returns the port, which is shared where that of `start` is. Raises OSError as that does."""
+        options = server_options(PROBE_LIMITS, CALLER_KEEPALIVE, shares_port=self._shares_port)
+        self._probed = _make_server(options)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         port = _listen(self._probed, address, None)
         await self._probed.start()

@@ -84,11 +84,12 @@ def test_the_routers_flags_go_to_the_router() -> None:
     config, _ = parse(
         [
             *("--max-concurrent-requests", "4", "--max-queue=0", "--num-pages", "64"),
-            *("--metrics-port", "9090"),
+            *("--metrics-port", "9090", "--health-port", "9091"),
         ]
     )
     assert config.router_flags == (
         *("--max-concurrent-requests", "4", "--max-queue=0", "--metrics-port", "9090"),
+        *("--health-port", "9091"),
     )
     assert config.worker_flags == ("--num-pages", "64")
     assert router_config(config.router_flags).max_concurrent_requests == 4
@@ -290,7 +291,7 @@ def test_a_port_that_somebody_has_is_refused() -> None:
             fleet.start()
 
 
-@pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--page-port"])
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--health-port", "--page-port"])
 def test_a_port_that_is_taken_is_told_before_anything_starts(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

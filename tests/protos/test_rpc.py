@@ -285,6 +285,10 @@ def test_servers_that_share_a_port_take_turns() -> None:
         assert await second.start(f"127.0.0.1:{port}", []) == port
         with pytest.raises(OSError, match="port is taken"):
             await third.start(f"127.0.0.1:{port}", [])
+        health_port = await first.start_health("127.0.0.1:0")
+        assert await second.start_health(f"127.0.0.1:{health_port}") == health_port
+        with pytest.raises(OSError, match="port is taken"):
+            await third.start_health(f"127.0.0.1:{health_port}")
         await first.stop(0)
         async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
             assert await health_pb2_grpc.HealthStub(channel).Check(
