@@ -4,14 +4,14 @@
 the benchmarks use. Nothing is left behind: no process, no file, unless starting failed.
 """
 
-import contextlib
+import logging
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 import grpc
 import redis
@@ -34,6 +34,8 @@ from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.placement.store import RedisAccess
 from effuse.protos.rpc import NO_PROXY
+
+LOG: Final = logging.getLogger(__name__)
 
 Role = Literal["redis", "router", "prefill", "decode"]
 
@@ -93,6 +95,11 @@ class FleetConfig:
                 raise ValueError(f"{name} must be {least} or more, got {count}")
         if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
             raise ValueError("--metrics-port: several routers on one machine can only take 0")
+        if self.redis_url is None and value_of(self.router_flags, "--redis-credentials"):
+            raise ValueError(
+                "--redis-credentials: expected --redis-url beside it; one that is started here has "
+                "a user of its own"
+            )
         if self.assignments() and self._names_cpu():
             raise ValueError("--device cpu: workers that compute on the CPU are given no GPU")
 
@@ -257,7 +264,7 @@ class Fleet:
         """Whether a process that was started again is ready; where it listens is known then."""
         if name == "redis":
             with self._redis() as client:
-                return _answers(client)
+                return not _why_silent(client)
         ready = self._home.ready_file(name)
         if not ready.exists():
             return False
@@ -343,9 +350,18 @@ class Fleet:
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
 
     def _await_redis(self, deadline: float, only: str | None = None) -> None:
+        why = ""
+
+        def answers() -> bool:
+            nonlocal why
+            before, why = why, _why_silent(client)
+            if why and not before and self.config.redis_url:
+                LOG.warning("no Redis answers at %s yet: %s", self.redis_url, why)
+            return not why
+
         with self._redis() as client:
-            if not self._wait(deadline, lambda: _answers(client), only):
-                raise FleetError(f"no Redis answers at {self.redis_url}")
+            if not self._wait(deadline, answers, only):
+                raise FleetError(f"no Redis answers at {self.redis_url}: {why}")
 
     def _hold_port(self) -> socket.socket:
         try:
@@ -369,7 +385,10 @@ def _role_of(name: str) -> str:
     return name.split("-")[0]
 
 
-def _answers(client: redis.Redis) -> bool:
-    with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
-        return bool(client.ping())
-    return False
+def _why_silent(client: redis.Redis) -> str:
+    """Why Redis does not answer us; empty where it does."""
+    try:
+        client.ping()
+    except redis.RedisError as error:
+        return str(error) or type(error).__name__
+    return ""

@@ -1,0 +1,89 @@
+"""A fleet that is told of a Redis: why that does not answer is said at once, and at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+
+import pytest
+import redis
+import redis_server
+
+from effuse.cli.fleet import Fleet, FleetConfig, FleetError
+from effuse.cli.ports import free_port
+
+WORD = "not-its-password"
+
+
+@contextmanager
+def nobody() -> Iterator[int]:
+    yield free_port()
+
+
+class Refusal(BaseRequestHandler):
+    def handle(self) -> None:
+        while self.request.recv(4096):
+            self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+@contextmanager
+def a_web_server() -> Iterator[int]:
+    with ThreadingTCPServer(("127.0.0.1", 0), Refusal) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@contextmanager
+def one_with_a_password() -> Iterator[int]:
+    with redis_server.running() as server:
+        with redis.Redis(port=server.port) as admin:
+            admin.config_set("requirepass", "its-password")
+        yield server.port
+
+
+@contextmanager
+def one_that_allows_nothing() -> Iterator[int]:
+    with redis_server.running() as server:
+        with redis.Redis(port=server.port) as admin:
+            admin.acl_setuser("default", enabled=True, passwords=[f"+{WORD}"], commands=["-@all"])
+        yield server.port
+
+
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        (nobody, "Connection refused"),
+        (a_web_server, "Protocol Error"),
+        (one_with_a_password, "invalid username-password pair"),
+        (one_that_allows_nothing, "no permissions to run the 'ping' command"),
+    ],
+)
+def test_a_redis_that_does_not_answer_is_told_at_once_and_why(
+    there: Callable[[], AbstractContextManager[int]],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("effuse.cli.fleet._REDIS_S", 0.5)
+    (tmp_path / "credentials").write_text(WORD)
+    flags = ("--redis-credentials", str(tmp_path / "credentials"))
+    with there() as port:
+        url = f"redis://127.0.0.1:{port}/0"
+        fleet = Fleet(FleetConfig(redis_url=url, router_flags=flags))
+        with pytest.raises(FleetError) as failed:
+            fleet.start()
+    assert f"no Redis answers at {url}: " in str(failed.value) and why in str(failed.value)
+    (told,) = caplog.messages
+    assert f"no Redis answers at {url} yet: " in told and why in told
+    assert WORD not in f"{failed.value}{told}"
+
+
+def test_credentials_for_a_redis_of_its_own_are_refused() -> None:
+    """It has a user of its own, and who shows another one's password is refused there."""
+    with pytest.raises(ValueError, match="--redis-credentials: expected --redis-url beside it"):
+        FleetConfig(router_flags=("--redis-credentials", "file"))
