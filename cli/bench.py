@@ -79,7 +79,8 @@ class BaselineError(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status: 1 where a request failed, 130 where it was broken off."""
+    """Run the command; its exit status: 1 where a request failed, or a file could not be written,
+    130 where it was broken off."""
     try:
         job = parse(argv)
         rivals = load_baseline(job) if job.baseline else None
@@ -93,21 +94,31 @@ def main(argv: Sequence[str]) -> int:
         if rivals is not None:
             run_baseline(rivals, progress, runs)
         is_whole = True
+    is_saved = save(job, runs)
     tell(job, runs)
     if not is_whole:
         print("effuse bench: broken off; the figures are those until then", file=sys.stderr)
         return 130
-    return 1 if any(run.failed for run in runs) else 0
+    return 1 if any(run.failed for run in runs) or not is_saved else 0
+
+
+def save(job: BenchJob, runs: Sequence[Run]) -> bool:
+    """Writes the files that were asked for; False where one could not be, which it tells."""
+    try:
+        if job.json is not None:
+            job.json.write_text(json.dumps(as_json(runs), indent=1) + "\n")
+        if job.plot is not None:
+            from effuse.cli.plots import plot  # brings matplotlib
+
+            plot(runs, job.plot)
+    except OSError as error:
+        print(f"effuse bench: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def tell(job: BenchJob, runs: Sequence[Run]) -> None:
-    """Writes the files that were asked for, and prints the figures."""
-    if job.json is not None:
-        job.json.write_text(json.dumps(as_json(runs), indent=1) + "\n")
-    if job.plot is not None:
-        from effuse.cli.plots import plot  # brings matplotlib
-
-        plot(runs, job.plot)
+    """Prints the figures."""
     print(table(runs))
     how = f"{job.concurrency} at a time" if job.rate is None else "as they arrive"
     print(f"{len(job.traffic.prompts)} prompts, {how}; {RULE}")

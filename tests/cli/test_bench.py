@@ -142,6 +142,19 @@ def test_what_is_broken_off_is_told_as_far_as_it_came(
     assert drawn.read_text().startswith("<?xml")
 
 
+def test_figures_are_told_though_their_file_cannot_be_written(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def send(traffic: object, concurrency: int, tally: Tally) -> None:
+        tally.add(Sample(4, 2, 0.1, 0.2, (0.1,)))
+
+    monkeypatch.setattr(bench, "send_in_turn", send)
+    assert bench.main(["--dataset", str(dataset), "--json", "/dev/full"]) == 1
+    told = capsys.readouterr()
+    assert "tokens/s" in told.out and bench.RULE in told.out
+    assert "effuse bench: [Errno 28] No space left on device" in told.err
+
+
 def test_a_plot_of_one_way_beside_another(tmp_path: Path) -> None:
     from effuse.cli.plots import plot
 
