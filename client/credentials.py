@@ -92,11 +92,11 @@ def _near(target: str, arguments: Arguments) -> Arguments:
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token in a file, else in the environment's EFFUSE_TOKEN; None without either. Space
-    around it is none of it. Raises OSError, and ValueError for a file that is no text."""
-    if path is not None:
-        try:
-            return path.read_text().strip()
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}: expected a token, found no text") from None
-    return os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    """The token in a file, else in the environment's EFFUSE_TOKEN; None without either. Raises
+    OSError, for what can be no token, too."""
+    where = TOKEN_VARIABLE if path is None else str(path)
+    given = os.environ.get(TOKEN_VARIABLE, "") if path is None else path.read_text(errors="replace")
+    token = given.strip()
+    if not all("!" <= character <= "~" for character in token) or (path and not token):
+        raise OSError(f"{where}: expected one token, of ASCII characters without spaces")
+    return token or None

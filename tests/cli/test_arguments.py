@@ -68,32 +68,30 @@ def test_flags_must_be_written_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unrecognized arguments: --win" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"\x80\x81", "expected a token, found no text"), (b"two\nlines", "printable ASCII")],
-)
-def test_a_token_that_is_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
-) -> None:
-    (tmp_path / "token").write_bytes(content)
+def _token(flags: list[str]) -> str | None:
     parser = arguments.command("x", "about")
     arguments.add_credentials(parser)
-    found = parser.parse_args(["--token-file", str(tmp_path / "token")])
+    return arguments.credentials_of(parser, parser.parse_args(flags)).token
+
+
+def test_a_token_has_no_end_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Secret has that was made of a file."""
+    (tmp_path / "token").write_text("effuse-file\n")
+    monkeypatch.setenv("EFFUSE_TOKEN", "effuse-environment\n")
+    assert _token(["--token-file", str(tmp_path / "token")]) == "effuse-file"
+    assert _token([]) == "effuse-environment"
+    monkeypatch.setenv("EFFUSE_TOKEN", "\n")
+    assert _token([]) is None
+
+
+@pytest.mark.parametrize("held", [b"", b"effuse-a\neffuse-b\n", b"effuse-\x8c", "é".encode()])
+def test_what_is_no_token_is_not_sent_and_not_told(
+    held: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(held)
     with pytest.raises(SystemExit) as ended:
-        arguments.credentials_of(parser, found)
+        _token(["--token-file", str(path)])
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_space_around_a_token_is_none_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "token").write_text("of a file\n")
-    monkeypatch.setenv("EFFUSE_TOKEN", "of the environment\n")
-    parser = arguments.command("x", "about")
-    arguments.add_credentials(parser)
-    for typed, token in (
-        ([], "of the environment"),
-        (["--token-file", str(tmp_path / "token")], "of a file"),
-    ):
-        assert arguments.credentials_of(parser, parser.parse_args(typed)).token == token
+    told = capsys.readouterr().err
+    assert f"{path}: expected one token" in told and "effuse-" not in told
