@@ -14,7 +14,7 @@ def free_port() -> int:
 def check_port(host: str, port: int) -> None:
     """Raises OSError, naming host and port, where nobody can listen there."""
     try:
-        socket.create_server((host, port), family=_family(host)).close()
+        socket.create_server(_bare(host, port), family=_family(host)).close()
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error
 
@@ -26,7 +26,7 @@ def hold_port(host: str, port: int) -> socket.socket:
     Raises OSError, naming host and port, where somebody has it."""
     holder = socket.socket(_family(host))
     try:
-        with socket.create_server((host, port), family=_family(host)) as alone:
+        with socket.create_server(_bare(host, port), family=_family(host)) as alone:
             address = alone.getsockname()
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of an earlier fleet
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -36,6 +36,10 @@ def hold_port(host: str, port: int) -> socket.socket:
         holder.close()
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     return holder
+
+
+def _bare(host: str, port: int) -> tuple[str, int]:
+    return host.strip("[]"), port
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -63,3 +63,9 @@ class Access:
         least: Plaintext = "all" if what == "calls" else "pages"
         if self.allow_plaintext not in ("all", least):
             checks.loopback(name, host, f"{what} go in plain text", f"--allow-plaintext {least}")
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As host:port; an IPv6 address stands in brackets, whether it was given in them or not."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{host}:{port}"

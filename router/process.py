@@ -21,6 +21,7 @@ from effuse.compat import (
     vllm_engine_pb2,
     vllm_engine_pb2_grpc,
 )
+from effuse.config.access import host_and_port
 from effuse.placement.store import RedisAccess, Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
@@ -137,11 +138,11 @@ async def _start(router: Router) -> RpcServer:
         limits, shares_port=config.share_port, tls=_tls(config), doorkeeper=router.keys
     )
     _add_services(router, server.server)
-    router.port = await server.start(f"{config.host}:{config.port}", SERVICES)
+    router.port = await server.start(host_and_port(config.host, config.port), SERVICES)
     server.set_serving(MONITOR, True)
     if config.health_port is not None:
         try:
-            health_port = await server.start_health(f"{config.host}:{config.health_port}")
+            health_port = await server.start_health(host_and_port(config.host, config.health_port))
         except OSError:
             await server.stop(0.0)
             raise
@@ -166,7 +167,7 @@ def _ready_facts(router: Router, prefill: int = 0, decode: int = 0) -> dict[str,
     """What the ready file says beside the address."""
     facts = {"prefill": str(prefill), "decode": str(decode)}
     if router.metrics_port:
-        facts["metrics"] = f"{router.config.metrics_host}:{router.metrics_port}"
+        facts["metrics"] = host_and_port(router.config.metrics_host, router.metrics_port)
     return facts
 
 
@@ -234,7 +235,7 @@ def _tell_workers(router: Router, told: tuple[int, int]) -> tuple[int, int]:
 
 
 def _address(router: Router) -> str:
-    return f"{router.config.host}:{router.port}"
+    return host_and_port(router.config.host, router.port)
 
 
 async def _ask_absent(router: Router) -> None:

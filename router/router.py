@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from effuse.client.answer import Stats
+from effuse.config.access import host_and_port
 from effuse.placement.fleet import FleetView
 from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
@@ -106,7 +107,7 @@ class Router:
         """Tells the other routers what runs and waits here, and hears the same of them, of which
         follows what may run here."""
         port = self.port or self.config.port
-        address = f"{self.config.host}:{port}" if port else ""  # not known yet
+        address = host_and_port(self.config.host, port) if port else ""  # not known yet
         own = RouterRecord(
             router_id=self.id, address=address, waiting=self.admission.num_waiting,
             loads=self.fleet.loads(),

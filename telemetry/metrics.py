@@ -97,7 +97,7 @@ class ProcessMetrics(Collector):
         everything = CollectorRegistry()
         everything.register(self)
         try:
-            server, thread = start_http_server(port, host, everything)
+            server, thread = start_http_server(port, host.strip("[]"), everything)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from effuse.config.access import host_and_port
 from effuse.models.config_keys import CheckpointError
 from effuse.models.defaults import refuse_unserved
 from effuse.placement import records
@@ -154,7 +155,7 @@ class Front:
         worker = WorkerServicer(self.shell, self.drain, self.undrain)
         add_WorkerServiceServicer_to_server(worker, self.server.server)
         port = await self.server.start(
-            f"{config.host}:{config.port}", [role.service, _WORKER_SERVICE]
+            host_and_port(config.host, config.port), [role.service, _WORKER_SERVICE]
         )
         stack.push_async_callback(self.server.stop, 0.0)
         self.shell.identity = _identity(config, role, port)
@@ -162,11 +163,11 @@ class Front:
         self.server.set_serving(_WORKER_SERVICE, True)
         LOG.info("%s listens on %s:%d", self.shell.identity.worker_id, config.host, port)
         if config.health_port is not None:
-            port = await self.server.start_health(f"{config.host}:{config.health_port}")
+            port = await self.server.start_health(host_and_port(config.host, config.health_port))
             LOG.info("health alone is on %s:%d", config.host, port)
         if config.metrics:
             served = self.shell.metrics.served(config.metrics_host, config.metrics_port)
-            self._facts["metrics"] = f"{config.metrics_host}:{stack.enter_context(served)}"
+            self._facts["metrics"] = host_and_port(config.metrics_host, stack.enter_context(served))
             LOG.info("metrics are on %s", self._facts["metrics"])
 
     async def _announce(self, stack: contextlib.AsyncExitStack) -> list[asyncio.Task[None]]:
@@ -249,5 +250,5 @@ def _identity(config: WorkerConfig, role: Role, port: int) -> WorkerIdentity:
     worker_id = config.worker_id or f"{role.name}-{socket.gethostname()}-{port}"
     return WorkerIdentity(
         worker_id=worker_id,
-        address=f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}",
+        address=host_and_port(host, port),
     )

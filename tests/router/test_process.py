@@ -13,6 +13,11 @@ import pytest
 import redis_server
 from router.fake_model import byte_tokenizer
 
+try:
+    socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    LOOPBACKS = ["127.0.0.1", "::1", "[::1]"]
+except OSError:  # a kernel without IPv6
+    LOOPBACKS = ["127.0.0.1"]
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
 
 FOOTPRINT = """
@@ -37,16 +42,21 @@ def test_the_router_imports_nothing_heavy() -> None:
     assert found["rss_kib"] < 200 * 1024
 
 
-def test_it_starts_without_redis_and_ends_on_sigterm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_it_starts_without_redis_and_ends_on_sigterm(host: str, tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     ready = tmp_path / "ready"
     flags = ["--port", "0", "--model", str(tmp_path), "--ready-file", str(ready)]
-    flags += ["--redis-url", "redis://127.0.0.1:1"]
+    flags += ["--redis-url", "redis://127.0.0.1:1", "--host", host, "--metrics-host", host]
+    flags += ["--health-port", "0"]
     with subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             line = next(line for line in process.stderr if "listening on" in line)
-            assert json.loads(ready.read_text())["address"] in line
+            told = json.loads(ready.read_text())
+            assert told["address"] in line
+            hosts = {told[name].rpartition(":")[0] for name in ("address", "metrics")}
+            assert hosts == {"127.0.0.1" if host == "127.0.0.1" else "[::1]"}
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
             assert process.wait(30) == 0, rest
