@@ -176,9 +176,12 @@ class LogFollower:
         """Copy every whole line that was added since the last time."""
         for log in sorted(self._directory.glob(self._logs)):
             with log.open("rb") as file:
-                file.seek(self._read.get(log, 0))
+                begin = self._read.get(log, 0)
+                if file.seek(0, os.SEEK_END) < begin:  # it was emptied
+                    begin = 0
+                file.seek(begin)
                 whole, newline, _ = file.read().rpartition(b"\n")
-            self._read[log] = self._read.get(log, 0) + len(whole) + len(newline)
+            self._read[log] = begin + len(whole) + len(newline)
             if newline:
                 for line in whole.decode(errors="replace").split("\n"):
                     # With its end in one piece: others write here, too.

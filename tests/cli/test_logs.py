@@ -37,6 +37,16 @@ def test_what_an_earlier_fleet_left_is_not_shown(tmp_path: Path) -> None:
     assert out.getvalue() == "router     | news\n"
 
 
+def test_a_log_that_was_emptied_is_shown_from_its_begin(tmp_path: Path) -> None:
+    """As who has no room left on a disk does, or logrotate's copytruncate."""
+    log, out = tmp_path / "router.log", io.StringIO()
+    log.write_text("a long story\n")
+    follower = LogFollower(tmp_path, out)
+    log.write_text("news\n")
+    follower.copy_new()
+    assert out.getvalue() == "router     | news\n"
+
+
 def test_a_line_is_written_in_one_piece(tmp_path: Path) -> None:
     """Others write to the same place, and what is not buffered leaves piece by piece."""
 
