@@ -97,7 +97,8 @@ def as_json(workers: Sequence[model_pb2.Worker]) -> str:
 def as_text(workers: Sequence[model_pb2.Worker], models: Sequence[model_pb2.Model] = ()) -> str:
     """A table, a line for each link and each quarantine, what models took as their defaults, and
     how many workers there are of each kind."""
-    console = Console(width=max(Console().width, 160))
+    width = max(Console().width, 160)
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as drawn:
         console.print(worker_table(workers))
     lines = [line.rstrip() for line in drawn.get().splitlines()]

@@ -25,7 +25,7 @@ _HEADINGS = ("request", "state", "on", "try", "age", "tokens", "blocks")
 def main(argv: Sequence[str]) -> int:
     """Run the command; 1 where it drew once and no router answered."""
     asked = parse(argv)
-    console = Console(markup=False, highlight=False)
+    console = Console(markup=False, emoji=False, highlight=False)
     if asked.once or not console.is_terminal:
         look = next(looks(asked.target, asked.interval, asked.credentials))
         if look.error:

@@ -46,6 +46,14 @@ def test_a_line_for_each_worker() -> None:
     assert summary == "1 prefill and 1 decode workers are ready"
 
 
+def test_names_are_shown_as_they_are() -> None:
+    """A model has that of its directory, which may look like what rich reads as markup."""
+    worker = pb.Worker()
+    worker.CopyFrom(DECODE)
+    worker.model = "m[bold]:smile:[/b]"
+    assert "m[bold]:smile:[/b]" in as_text([worker])
+
+
 def test_a_fleet_that_cannot_answer_says_so() -> None:
     draining = pb.Worker()
     draining.CopyFrom(DECODE)
