@@ -21,6 +21,7 @@ _TAIL_BYTES = 1 << 16
 _LINE_BYTES = 256
 _POLL_S = 0.1
 _LOOK_S = 0.02
+_KILLED_S = 10.0  # the longest that the kernel may take to end what is killed
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
 # option 1), and exits if the parent died before that was asked.
 _LAUNCH = """
@@ -65,13 +66,14 @@ class Process:
 
     def clear(self) -> None:
         """Kill it and whatever it started that is still there; once, as its id may be another's
-        later."""
+        later. What waits for a device in the kernel may outlive that."""
         if self._is_cleared:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._child.wait(10)
         self._is_cleared = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_KILLED_S)
 
     def tail(self, lines: int = 20) -> str:
         """The last lines of its log, for an error message."""

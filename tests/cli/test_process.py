@@ -100,6 +100,26 @@ def test_the_tail_of_a_log_that_no_memory_holds(spawner: Spawner, tmp_path: Path
     process.clear()
 
 
+def test_what_not_even_a_kill_ends_keeps_nobody_else_alive(
+    spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a driver's call that does not return: such a process ends when that does, if ever."""
+    stuck, other = (_start(spawner, tmp_path / name, STUBBORN) for name in "ab")
+    kill = os.killpg
+
+    def kill_others(group: int, number: int) -> None:
+        if group != stuck.pid:
+            kill(group, number)
+
+    monkeypatch.setattr(os, "killpg", kill_others)
+    monkeypatch.setattr("effuse.cli.process._KILLED_S", 0.1)
+    stop_all([stuck, other], 0.0, lambda: True)
+    assert other.wait(10) == -signal.SIGKILL
+    assert stuck.returncode is None
+    kill(stuck.pid, signal.SIGKILL)
+    assert stuck.wait(10) == -signal.SIGKILL
+
+
 def test_stop_ends_the_obedient_and_kills_the_stubborn(spawner: Spawner, tmp_path: Path) -> None:
     obedient = _start(spawner, tmp_path / "one", OBEDIENT)
     stubborn = _start(spawner, tmp_path / "two", STUBBORN)
