@@ -14,6 +14,7 @@ from effuse.client.credentials import Credentials, read_token
 from effuse.config.checks import is_redis_url
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.flags import add_switch, make_parser
+from effuse.placement.keys import check_name
 from effuse.protos.tls import TlsFiles
 
 
@@ -92,6 +93,14 @@ def redis_url(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).partition(": ")[2]) from None
     return text
+
+
+def fleet_name(given: str) -> str:
+    """A fleet's name."""
+    try:
+        return check_name("fleet", given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def text(given: str) -> str:

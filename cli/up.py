@@ -1,4 +1,4 @@
-"""`effuse up`: a whole fleet on this machine until Ctrl-C or SIGTERM.
+"""`effuse up`: a whole fleet on this machine until Ctrl-C, SIGTERM or SIGHUP.
 
 Flags that are not its own are those of the processes it starts (their `config.py`), checked here
 and passed on to whichever takes them.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from effuse.cli import page
-from effuse.cli.arguments import command, directory, redis_url, whole
+from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
 from effuse.cli.commands import LOOPBACK, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
@@ -84,8 +84,11 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, TokenizerError, OSError) as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 2
-    # SIGTERM ends the fleet exactly as Ctrl-C does, also while it starts.
+    # These end the fleet exactly as Ctrl-C does, also while it starts; SIGHUP comes where the
+    # terminal is closed, and nohup has it ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     with ExitStack() as stack:
         config = keep_logs(config, stack)
         try:
@@ -225,7 +228,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="the routers' port; 0 is any free one (default: 50051)")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
         help="a running Redis (default: an embedded one is started)")  # fmt: skip
-    add("--fleet", metavar="NAME", help="namespace in Redis (default: a new one)")
+    add("--fleet", type=fleet_name, metavar="NAME", help="namespace in Redis (default: a new one)")
     add(
         "--log-dir",
         type=Path,
@@ -348,6 +351,7 @@ def stop(fleet: Fleet) -> None:
     is_told_again = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_told_again.set())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a shell passes it on that had it itself
     _say(["effuse up: ends once what runs is answered, or at once if told again"])
     fleet.stop(is_told_again.is_set)
 

@@ -149,6 +149,7 @@ def _help() -> str:
             ["--worker-id=mine"],
             "--worker-id=mine: not a flag of `effuse up`, which sets it for each process",
         ),
+        (["--fleet", "a b"], "--fleet: fleet 'a b' is not a name: expected 1 to 128 letters"),
         (["--routers", "0"], "expected 1 to 16, got 0"),
         (["--routers", "2", "--metrics-port", "9"], "several routers on one machine can only"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
@@ -274,11 +275,12 @@ def test_a_log_directory_that_cannot_be_is_one_line(
 ) -> None:
     (tmp_path / "taken").touch()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    before = signal.getsignal(signal.SIGTERM)
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
     try:
         assert main(["--port", "0", "--log-dir", str(tmp_path / "taken")]) == 2
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert "File exists" in capsys.readouterr().err
     assert [left.name for left in tmp_path.iterdir()] == ["taken"]
 

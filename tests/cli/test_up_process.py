@@ -166,11 +166,12 @@ def test_a_worker_that_cannot_start_ends_the_fleet_with_its_reason(tmp_path: Pat
     assert not fleet.log_dir.exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("logs", ["read", "unread"])
 def test_it_ends_in_order_though_nobody_reads_any_more(
-    logs: str, model: Path, tmp_path: Path
+    logs: str, number: signal.Signals, model: Path, tmp_path: Path
 ) -> None:
-    """As in `effuse up | tee log`: Ctrl-C ends the reader, too."""
+    """As in `effuse up | tee log`, whose reader Ctrl-C ends, too, or where a terminal is closed."""
     command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
     read, write = os.pipe()
     child = subprocess.Popen(
@@ -183,7 +184,7 @@ def test_it_ends_in_order_though_nobody_reads_any_more(
     with os.fdopen(read) as said:
         assert any("effuse is ready on" in line for line in iter(said.readline, ""))
     processes = psutil.Process(child.pid).children(recursive=True)
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     assert child.wait(DEADLINE_S) == 0
     assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
     assert not list(tmp_path.iterdir()), "its secrets are gone"
