@@ -8,10 +8,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
+import re
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 from effuse.config.flags import flag_of
+
+MODEL_NAME_FORM: Final = "1 to 256 characters of A-Z a-z 0-9 . _ : / + @ -, without '..' or '//'"
+_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
 
 
 def whole(name: str, value: int | None, least: int, most: int | None = None) -> None:
@@ -81,3 +86,14 @@ def is_redis_url(url: str) -> bool:
         _ = urlsplit(url).port
         return url.startswith(("redis://", "rediss://", "unix://"))
     return False
+
+
+def model_name(name: str, value: str | None) -> None:
+    """Refuses a model's name, where there is one, that no client may ask for."""
+    if value is not None and not is_model_name(value):
+        raise ValueError(f"{flag_of(name)}: expected {MODEL_NAME_FORM}, got {value!r}")
+
+
+def is_model_name(text: str) -> bool:
+    """Whether it is a model's name as `MODEL_NAME_FORM` has it."""
+    return bool(_MODEL_NAME.fullmatch(text)) and ".." not in text and "//" not in text

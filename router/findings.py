@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from effuse.client.chat import ROLES
+from effuse.config.checks import MODEL_NAME_FORM, is_model_name
 from effuse.config.decoding import Bounds
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import FieldViolation, InvalidRequest
@@ -21,8 +22,6 @@ from effuse.v1 import generation_pb2 as pb
 
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
-MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
-MODEL_NAME_FORM: Final = "1 to 256 characters of A-Z a-z 0-9 . _ : / + @ -, without '..' or '//'"
 MAX_BYTES_PER_TOKEN: Final = 16
 """No prose comes near it; text above it cannot fit the context and is refused before it costs."""
 
@@ -76,7 +75,7 @@ def check_request_id(request_id: str, findings: Findings) -> None:
 
 def check_model_name(name: str, field_name: str, findings: Findings) -> None:
     """A model name in the accepted form; whether there is such a model is another question."""
-    if not MODEL_NAME.fullmatch(name) or ".." in name or "//" in name:
+    if not is_model_name(name):
         findings.add(field_name, MODEL_NAME_FORM, shown(name))
 
 

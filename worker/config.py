@@ -125,6 +125,7 @@ class WorkerConfig(Access):
             raise ValueError(
                 f"--attention flex: expected --kv-layout unified, got {self.kv_layout}"
             )
+        checks.model_name("served_model_name", self.served_model_name)
         checks.redis_url("redis_url", self.redis_url)
         check_name("fleet", self.fleet)
         if self.worker_id is not None:

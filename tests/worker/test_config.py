@@ -44,6 +44,13 @@ def test_bad_values_name_their_flag(changes: dict[str, object], told: str) -> No
         WorkerConfig(**changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["Dream 7B", "", "../m", "_m", "a//b"])
+def test_a_name_that_no_client_may_ask_for_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="--served-model-name: expected 1 to 256 characters of"):
+        WorkerConfig(served_model_name=name)
+    assert WorkerConfig(served_model_name="Dream-org/Dream-7B").served_model_name
+
+
 def test_roles_check_their_own() -> None:
     with pytest.raises(ValueError, match="--handoff-lease-s"):
         DecodeConfig(handoff_lease_s=0.0)
