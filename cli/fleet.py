@@ -4,6 +4,7 @@
 the benchmarks use. Nothing is left behind: no process, no file, unless starting failed.
 """
 
+import contextlib
 import logging
 import signal
 import socket
@@ -164,9 +165,13 @@ class Fleet:
 
     def metrics(self) -> dict[str, str]:
         """Where processes serve metrics now, host:port by name."""
-        return {
-            name: told["metrics"] for name, told in self._told.copy().items() if "metrics" in told
-        }
+        found: dict[str, str] = {}
+        for name, told in self._told.copy().items():
+            with contextlib.suppress(FileNotFoundError):  # it is being started again
+                told = self._home.told(name)
+            if "metrics" in told:
+                found[name] = told["metrics"]
+        return found
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""

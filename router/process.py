@@ -207,6 +207,7 @@ async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> N
     LOG.info("port %s has another router's metrics; ours follow", router.config.metrics_port)
     while not _serve_metrics(router, stack):  # noqa: ASYNC110  # no port tells that it is free
         await asyncio.sleep(METRICS_S)
+    _update_ready_file(router)
 
 
 async def _follow_fleet(router: Router, server: RpcServer) -> None:
@@ -227,11 +228,17 @@ def _tell_workers(router: Router, told: tuple[int, int]) -> tuple[int, int]:
     """Tells who waits for the ready file how many prefill and decode workers live, if that is not
     what it was told; returns the numbers."""
     prefill, decode = (len(role) for role in live_workers(router.fleet.candidates()))
+    if (prefill, decode) != told:
+        _update_ready_file(router)
+    return prefill, decode
+
+
+def _update_ready_file(router: Router) -> None:
+    prefill, decode = (len(role) for role in live_workers(router.fleet.candidates()))
     path = router.config.ready_file
-    if path is not None and (prefill, decode) != told:
+    if path is not None:
         facts = _ready_facts(router, prefill, decode)
         rpc.update_ready_file(path, _address(router), **facts)
-    return prefill, decode
 
 
 def _address(router: Router) -> str:

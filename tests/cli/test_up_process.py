@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
@@ -17,9 +19,11 @@ import grpc
 import psutil
 import pytest
 from checkpoints import write_tiny_checkpoint
+from eventually import eventually
 
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.logs import main as logs
+from effuse.cli.ports import free_port
 
 DEADLINE_S = 90
 GREETING = "effuse is ready on|look at it on|metrics are on|took |effuse up: ends once"
@@ -118,6 +122,29 @@ def test_what_is_replaced_and_what_dies_is_started_again(
     assert logs(["decode-0", "--lines", "100000"]) == 0
     kept = capsys.readouterr().out
     assert kept.count("weights: all ") == 3  # once in each life
+
+
+def test_a_router_that_takes_anothers_place_is_scraped_where_that_was(model: Path) -> None:
+    """Its metrics follow once the port is free, which is after it was ready."""
+    port = free_port()
+    up = Up(model, "--metrics-port", str(port))
+    try:
+        page = up.wait_for(r"look at it on (http://127\.0\.0\.1:\d+/)")[1]
+        before = _targets(page)
+        assert before["router"] == f"127.0.0.1:{port}"
+        up.child.send_signal(signal.SIGUSR1)
+        up.wait_for("effuse up: all were replaced")
+        asyncio.run(eventually(lambda: _targets(page).get("router") == before["router"]))
+        assert _targets(page).keys() == before.keys()
+    finally:
+        assert up.end() == 0
+
+
+def _targets(page: str) -> dict[str, str]:
+    """Where processes are scraped, as Prometheus is told."""
+    with urllib.request.urlopen(f"{page}targets.json", timeout=DEADLINE_S) as answer:
+        told = json.load(answer)
+    return {one["labels"]["process"]: one["targets"][0] for one in told}
 
 
 def test_every_gpu_of_the_machine_is_used(
