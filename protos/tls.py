@@ -66,21 +66,25 @@ class Renewal:
     def __init__(self, files: TlsFiles) -> None:
         """Raises OSError where they cannot be used now."""
         self._files = files
+        self._trouble = ""  # with the files, as it was told
         self._stamp = files.stamp()
         files.check()
 
     def has_come(self) -> bool:
-        """True once for each change to files that can be used; others are logged, and looked at
-        again."""
+        """True once for each change to files that can be used; others are logged, once, and looked
+        at again."""
         try:
             stamp = self._files.stamp()
             if stamp == self._stamp:
+                self._trouble = ""
                 return False
             self._files.check()
         except OSError as error:
-            LOG.warning("keeping the certificates that were read before: %s", error)
+            if str(error) != self._trouble:  # not at each look
+                LOG.warning("keeping the certificates that were read before: %s", error)
+            self._trouble = str(error)
             return False
-        self._stamp = stamp
+        self._stamp, self._trouble = stamp, ""
         LOG.info("took new certificates from %s", self._files.cert or self._files.ca)
         return True
 

@@ -104,6 +104,7 @@ class KeyRing:
     def __init__(self, path: Path) -> None:
         """Raises OSError where the file cannot be used."""
         self._path = path
+        self._trouble = ""  # with the file, as it was told
         self._stamp = self._look()
         try:
             self._tenants = parse_keys(path.read_text())
@@ -139,11 +140,14 @@ class KeyRing:
         try:
             stamp = self._look()
             if stamp == self._stamp:
+                self._trouble = ""
                 return
             self._stamp = stamp
             self._tenants = parse_keys(self._path.read_text())
         except (OSError, ValueError) as error:
-            LOG.warning("keeping the keys that were read before: %s", error)
+            if str(error) != self._trouble:  # not at each call
+                LOG.warning("keeping the keys that were read before: %s", error)
+            self._trouble = str(error)
         else:
             LOG.info("took %d keys from %s", len(self._tenants), self._path)
 

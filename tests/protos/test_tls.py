@@ -187,6 +187,21 @@ def _trust(authority: Authority, variable: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(variable, str(where))
 
 
+def test_files_that_are_gone_are_told_once_and_not_at_each_look(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Authority.make(tmp_path / "ca").sign("member", FLEET_NAME)
+    member = FleetAccess(files)
+    assert files.key is not None
+    kept = files.key.rename(tmp_path / "kept")
+    for times in (1, 2):
+        assert [member.look() for _ in range(3)] == [0, 0, 0]
+        assert caplog.text.count("keeping the certificates that were read before") == times
+        kept.rename(files.key)
+        assert member.look() == 0
+        files.key.rename(kept)
+
+
 def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
     ours = Authority.make(tmp_path / "ca")
     one, two = ours.sign("one"), ours.sign("two")

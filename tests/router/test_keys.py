@@ -68,6 +68,20 @@ def test_the_file_is_read_again_when_it_changes(ring: tuple[KeyRing, Path, str])
     assert keys.find(new) == Tenant("other")
 
 
+def test_a_file_that_is_gone_is_told_once_and_not_at_each_call(
+    ring: tuple[KeyRing, Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, path, token = ring
+    kept = path.rename(path.with_name("kept"))
+    for times in (1, 2):
+        for _ in range(3):
+            assert keys.find(token) == Tenant("acme", 2, 600)
+        assert caplog.text.count("keeping the keys that were read before") == times
+        kept.rename(path)
+        assert keys.find(token) == Tenant("acme", 2, 600)
+        path.rename(kept)
+
+
 def test_calls_show_their_token(ring: tuple[KeyRing, Path, str]) -> None:
     keys, _, token = ring
     for shown in ({}, {"authorization": token}, {"authorization": "Basic x"},
