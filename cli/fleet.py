@@ -323,6 +323,7 @@ class Fleet:
 
     def _spawn(self, name: str) -> None:
         self._home.ready_file(name).unlink(missing_ok=True)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         log, env = self.log_dir / f"{name}.log", {**_QUIET, **self.config.env}
         if gpu := self.gpus.get(name):
             env[VARIABLE] = gpu.gpu

@@ -97,8 +97,13 @@ def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> N
                 process.clear()  # now: after the pause its id may be another's process
                 _report(process, pause_s, "" if shows_logs else process.tail())
         for name in restarts.due(now):
-            fleet.begin_restart(name)
-            starting.add(name)
+            try:
+                fleet.begin_restart(name)
+            except OSError as error:  # no memory for it, or no room for its log
+                pause_s = restarts.ended(name, now)
+                LOG.warning("%s cannot be started: %s; once more in %.0f s", name, error, pause_s)
+            else:
+                starting.add(name)
         for name in sorted(name for name in starting if fleet.is_back(name)):
             starting.discard(name)
             restarts.back(name, now)

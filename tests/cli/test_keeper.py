@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from effuse.cli.keeper import Restarts
+import errno
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.keeper import Restarts, Rolling, watch_over
+from effuse.cli.process import Spawner
 
 
 def test_a_process_is_started_again_at_once_and_then_ever_more_slowly() -> None:
@@ -39,3 +51,51 @@ def test_each_process_is_judged_by_itself() -> None:
         restarts.due(100.0)
     assert restarts.ended("decode-1", 0.0) == 0
     assert restarts.due(0.0) == ["decode-1"]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """One process, which says that it is ready and ends the first time."""
+    fleet = Fleet(FleetConfig(log_dir=tmp_path / "logs"))
+    ready = fleet._home.ready_file("decode-0")
+    code = (
+        "import pathlib, sys, time; pathlib.Path(sys.argv[2]).exists() or sys.exit(1);"
+        ' new = pathlib.Path(sys.argv[1] + ".new"); new.write_text(\'{"address": "a:1"}\');'
+        " new.rename(sys.argv[1]); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(ready), str(tmp_path / "again")]
+    fleet._commands["decode-0"] = command
+    fleet._spawn("decode-0")
+    assert fleet.processes["decode-0"].wait(20) == 1
+    (tmp_path / "again").touch()
+    yield fleet
+    fleet.stop(lambda: True)
+
+
+def test_what_cannot_be_started_again_is_tried_once_more_and_the_others_go_on(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For want of memory, say; and a directory of logs that somebody removed is made again."""
+    caplog.set_level("INFO")
+    start, refusals = Spawner.start, [OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
+
+    def start_with_luck(*given: object, **named: object) -> object:
+        if refusals:
+            raise refusals.pop()
+        return start(*given, **named)  # type: ignore[arg-type]
+
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+        def sleep(self, seconds: float) -> None:
+            if "is back" in caplog.text:
+                raise KeyboardInterrupt
+            time.sleep(0.01)
+
+    shutil.rmtree(fleet.log_dir)
+    monkeypatch.setattr(Spawner, "start", start_with_luck)
+    monkeypatch.setattr("effuse.cli.keeper.time", Clock())
+    with pytest.raises(KeyboardInterrupt):
+        watch_over(fleet, Rolling(fleet))
+    assert "decode-0 cannot be started: [Errno 12] Cannot allocate memory" in caplog.text
+    assert "decode-0 is back" in caplog.text
