@@ -191,9 +191,11 @@ class LogFollower:
         self._out.flush()
 
     def _run(self) -> None:
-        while not self._over.wait(_POLL_S):
-            self.copy_new()
-        self.copy_new()
+        is_over = False
+        while not is_over:
+            is_over = self._over.wait(_POLL_S)
+            with contextlib.suppress(OSError):  # a full disk, or nobody reads: files have it all
+                self.copy_new()
 
 
 def with_name(name: str, line: str) -> str:

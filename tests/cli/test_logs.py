@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import threading
 from pathlib import Path
 
 from effuse.cli.process import LogFollower
@@ -45,6 +47,25 @@ def test_a_log_that_was_emptied_is_shown_from_its_begin(tmp_path: Path) -> None:
     log.write_text("news\n")
     follower.copy_new()
     assert out.getvalue() == "router     | news\n"
+
+
+def test_what_cannot_be_shown_is_left_out_and_the_rest_is_shown(tmp_path: Path) -> None:
+    """As where a disk was full for a moment."""
+    refused = threading.Event()
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            if refused.is_set():
+                return super().write(text)
+            refused.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = Full()
+    with LogFollower(tmp_path, out):
+        (tmp_path / "router.log").write_text("lost\n")
+        assert refused.wait(20)
+        (tmp_path / "decode-0.log").write_text("news\n")
+    assert out.getvalue() == "decode-0   | news\n"
 
 
 def test_a_line_is_written_in_one_piece(tmp_path: Path) -> None:
