@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from effuse.client.credentials import Credentials, read_token
-from effuse.config.checks import is_redis_url
+from effuse.config.checks import is_redis_url, without_password
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.flags import add_switch, make_parser
 from effuse.placement.keys import check_name
@@ -87,7 +87,8 @@ def new_file(text: str) -> Path:
 def redis_url(text: str) -> str:
     """A Redis's address, without a password."""
     if not is_redis_url(text):
-        raise argparse.ArgumentTypeError(f"expected redis://HOST:PORT/DB, got {text!r}")
+        shown = without_password(text)
+        raise argparse.ArgumentTypeError(f"expected redis://HOST:PORT/DB, got {shown!r}")
     try:
         check_redis_url("redis_url", text)
     except ValueError as error:

@@ -11,7 +11,7 @@ import math
 import re
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from effuse.config.flags import flag_of
 
@@ -75,9 +75,21 @@ def redis_url(name: str, url: str | None) -> None:
     """Refuses an address, where there is one, that is not a Redis's, and one with a password: what
     stands on a command line is read by every user of the machine."""
     if url is not None and not is_redis_url(url):
-        raise ValueError(f"{flag_of(name)}: expected redis://host:port/db, got {url!r}")
-    if url is not None and urlsplit(url).password is not None:
+        form = "expected redis://host:port/db"
+        raise ValueError(f"{flag_of(name)}: {form}, got {without_password(url)!r}")
+    if url is not None and _has_password(url):
         raise ValueError(f"{flag_of(name)}: expected no password; --redis-credentials names a file")
+
+
+def _has_password(url: str) -> bool:
+    """Where a client of Redis looks for one: beside the host, and among parameters."""
+    parts = urlsplit(url)
+    return parts.password is not None or "password" in parse_qs(parts.query)
+
+
+def without_password(url: str) -> str:
+    """As it may be shown, however broken it is: of one that may hold a password its begin alone."""
+    return f"{url.partition('/')[0]}//.." if "@" in url or "?" in url else url
 
 
 def is_redis_url(url: str) -> bool:

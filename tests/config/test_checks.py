@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 
+from effuse.cli.arguments import redis_url
 from effuse.config import checks
 
 
@@ -60,6 +62,30 @@ def test_a_redis_without_its_scheme() -> None:
             checks.redis_url("redis_url", broken)
 
 
-def test_a_redis_with_a_password_that_all_would_read() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:hidden@host:1/0",
+        "redis://host:1/0?password=hidden",
+        "unix://s?password=hidden",
+    ],
+)
+def test_a_redis_with_a_password_that_all_would_read(url: str) -> None:
     with pytest.raises(ValueError, match=r"^--redis-url: expected no password; .*file$"):
-        checks.redis_url("redis_url", "redis://user:hidden@host:1/0")
+        checks.redis_url("redis_url", url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "rediss//user:hidden@host:1",
+        "redis://:hid/hidden?hidden@host:1",
+        "redis://h:x/?password=hidden",
+    ],
+)
+def test_a_password_in_what_is_no_redis_is_not_told(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^--redis-url: expected redis://host") as refused:
+        checks.redis_url("redis_url", url)
+    with pytest.raises(ArgumentTypeError, match="expected redis://HOST") as of_up:
+        redis_url(url)
+    assert "hidden" not in f"{refused.value}{of_up.value}"
