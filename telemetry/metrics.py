@@ -9,9 +9,10 @@ somebody scrapes. Not here: what a router and a worker count (`router/metrics.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from socket import SHUT_RDWR
 from typing import Final
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import (
     CollectorRegistry,
@@ -38,6 +39,20 @@ LATENCY_S: Final = (
 TOKENS_PER_FORWARD: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 
 Read = Callable[[], float]
+
+
+class ScrapeHandler(WSGIRequestHandler):
+    """Answers one connection, and waits for no more than `timeout` seconds for what it says."""
+
+    timeout = 10.0
+
+    def handle(self) -> None:
+        """One request; who says nothing or goes away is left without a word."""
+        with suppress(OSError):
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: who scrapes does so all the time."""
 
 
 class ProcessMetrics(Collector):
@@ -100,6 +115,7 @@ class ProcessMetrics(Collector):
             server, thread = start_http_server(port, host.strip("[]"), everything)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        server.RequestHandlerClass = ScrapeHandler
         try:
             yield server.server_port
         finally:
