@@ -61,6 +61,11 @@ class PageHandler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S
     server_version, sys_version = "effuse", ""
 
+    def handle(self) -> None:
+        """Until the browser goes away, however it does."""
+        with suppress(OSError):
+            super().handle()
+
     def do_GET(self) -> None:
         """The page, its events, and what programs read."""
         if not _is_ours(self.headers.get("Host", "")):
@@ -106,9 +111,8 @@ class PageHandler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
             self.close_connection = True
-            with suppress(OSError):
-                for look in looks(self.source.target, _INTERVAL_S):
-                    self.wfile.write(f"data: {as_json(look)}\n\n".encode())
+            for look in looks(self.source.target, _INTERVAL_S):
+                self.wfile.write(f"data: {as_json(look)}\n\n".encode())
         finally:
             self.source.viewers.release()
 

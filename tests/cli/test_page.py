@@ -8,7 +8,10 @@ import http.client
 import json
 import re
 import socket
+import struct
+import threading
 from collections.abc import Iterator, Mapping
+from http.server import ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import pytest
@@ -115,3 +118,23 @@ def test_its_port_is_free_afterwards() -> None:
         assert port
     with socket.create_server(("127.0.0.1", port)):
         pass
+
+
+def test_who_goes_away_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the terminal of who runs the fleet, where no page is meant."""
+    told: list[object] = []
+    over = threading.Event()
+    end = ThreadingHTTPServer.shutdown_request
+
+    def end_and_say(self: ThreadingHTTPServer, request: socket.socket) -> None:
+        end(self, request)
+        over.set()
+
+    monkeypatch.setattr(ThreadingHTTPServer, "shutdown_request", end_and_say)
+    monkeypatch.setattr(ThreadingHTTPServer, "handle_error", lambda *given: told.append(given))
+    with served(PageSource("127.0.0.1:1", dict), 0) as address:
+        client = socket.create_connection(("127.0.0.1", urlsplit(address).port or 0))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # by a reset
+        assert over.wait(20)
+    assert not told
