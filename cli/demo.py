@@ -19,6 +19,7 @@ from effuse.cli.arguments import add_credentials, command, credentials_of, targe
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.generate import ask, explain
 from effuse.cli.gpus import gpus_here
+from effuse.cli.process import end_as_by_ctrl_c
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Stats, StreamBroken
 from effuse.client.credentials import Credentials
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     demo = parse(argv)
     console = Console(highlight=False)
+    end_as_by_ctrl_c()
     try:
         with _fleet(console, demo) as address:
             right = asyncio.run(solve(console, address, demo))

@@ -150,6 +150,14 @@ def stop_all(
         process.clear()
 
 
+def end_as_by_ctrl_c() -> None:
+    """Has SIGTERM end this process exactly as Ctrl-C does, and SIGHUP, which comes where its
+    terminal is closed and which nohup has ignored."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+
+
 class LogFollower:
     """Copies what is appended to logs in a directory to `out`, until the context ends; each line is
     led by its process's name or, `as_json`, an object that says it."""

@@ -26,7 +26,7 @@ from effuse.cli.greeting import asks_who_calls, greeting, scraped, taken
 from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import keep_logs
 from effuse.cli.ports import check_port
-from effuse.cli.process import LogFollower
+from effuse.cli.process import LogFollower, end_as_by_ctrl_c
 from effuse.config.decoding import Algorithm
 from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
@@ -84,11 +84,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, TokenizerError, OSError) as error:
         print(f"effuse up: {error}", file=sys.stderr)
         return 2
-    # These end the fleet exactly as Ctrl-C does, also while it starts; SIGHUP comes where the
-    # terminal is closed, and nohup has it ignored.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    end_as_by_ctrl_c()  # the fleet, also while it starts
     with ExitStack() as stack:
         config = keep_logs(config, stack)
         try:

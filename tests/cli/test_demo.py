@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 
 from effuse.cli.demo import explain_errors, fleet_of, parse
 from effuse.cli.fleet import Fleet, FleetConfig
@@ -102,3 +105,17 @@ def test_bad_flags(flags: list[str], told: str, capsys: pytest.CaptureFixture[st
         parse(flags)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_that_is_told_to_end_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "effuse.cli", "demo"]
+    child = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        asyncio.run(eventually(lambda: any(tmp_path.glob("effuse-*/redis.credentials"))))
+        child.send_signal(number)
+        assert child.wait(60) == 130
+    finally:
+        child.kill()
+        child.wait(10)
+    assert not list(tmp_path.iterdir()), "its secrets are gone"
