@@ -57,7 +57,8 @@ class Announcer:
         self._wake.set()
 
     async def run(self) -> None:
-        """Announces until cancelled; raises `Superseded` once a later process has the lease."""
+        """Announces until the lease is given back; raises `Superseded` once a later process has
+        it."""
         while self._lease.action is not Action.STOP:
             record = self._describe()
             if record is None:
@@ -67,7 +68,8 @@ class Announcer:
                 if self.state is not LeaseState.RELEASED:
                     await self._announce(record)
             await self._wait_for_change(self._lease.wait_s(self._now()))
-        raise Superseded("another process announces itself under this worker's id")
+        if self.state is LeaseState.SUPERSEDED:
+            raise Superseded("another process announces itself under this worker's id")
 
     async def release(self) -> None:
         """Says that this worker is gone, so that nobody waits for its lease to run out."""

@@ -199,17 +199,20 @@ def test_the_port_of_a_worker_that_ends_outlives_its_engine(
 ) -> None:
     monkeypatch.setattr(front, "END_S", 0.2)
     monkeypatch.setattr(supervisor, "_STOP_GRACE_S", 1.0)
-    config = dataclasses.replace(CONFIG, hang_timeout_s=60.0, drain_s=0.2)
 
-    async def go() -> None:
+    async def go(url: str) -> None:
+        config = dataclasses.replace(CONFIG, hang_timeout_s=60.0, drain_s=0.2, redis_url=url)
         async with running(make_role(), config, tmp_path) as one:
             hung, engine = await hang(one)
             one.stop.set()
             await until_refused(one)
             assert not psutil.pid_exists(engine)
             assert isinstance(await fronts.failure_of(hung), Draining)
+        # Its lease was given back long before, and nobody has taken it.
+        assert one.done.exception() is None
 
-    asyncio.run(go())
+    with redis_server.running() as server:
+        asyncio.run(go(server.connection_url))
 
 
 def test_the_port_of_a_worker_that_is_superseded_outlives_its_engine(
