@@ -184,7 +184,7 @@ class RpcServer:
         """Answers health at `address` as well, in plain text and to anybody, and nothing else;
         returns the port, which is shared where that of `start` is. Raises OSError as that does."""
         options = server_options(PROBE_LIMITS, CALLER_KEEPALIVE, shares_port=self._shares_port)
-        self._probed = _make_server(options)
+        self._probed = _make_server(options, [ErrorInterceptor()])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         port = _listen(self._probed, address, None)
         await self._probed.start()

@@ -240,6 +240,26 @@ def test_health_lists_every_service() -> None:
     run(body)
 
 
+def test_a_port_for_health_alone_answers_and_refuses_as_the_other_one_does() -> None:
+    async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
+        port = await server.start_health("127.0.0.1:0")
+        async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as probed:
+            check = health_pb2_grpc.HealthStub(probed).Check
+            told = await check(health_pb2.HealthCheckRequest(service=SERVICE))
+            assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            nobody = await failure(check(health_pb2.HealthCheckRequest(service="nobody")))
+            broken = await failure(raw(probed, "/grpc.health.v1.Health/Check")(b"\xff"))
+            other = await failure(worker_stub(probed).GetLoad(pb.GetLoadRequest()))
+        assert (nobody.code(), nobody.details()) == (
+            grpc.StatusCode.NOT_FOUND,
+            "there is no service 'nobody' here",
+        )
+        assert broken.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert other.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    run(body)
+
+
 def test_a_drain_ends_watches_with_its_word() -> None:
     """One that stays open would keep the server from stopping."""
 
