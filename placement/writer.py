@@ -65,6 +65,7 @@ class PlacementWriter:
         self._answers: dict[str, KeptAnswer] = {}  # of pending records
         self._answer_bytes = 0
         self._renew_at: dict[str, tuple[float, PlacementRecord]] = {}
+        self._writing: set[str] = set()  # ids of records under way, less those that were put again
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -75,6 +76,7 @@ class PlacementWriter:
 
     def put(self, record: PlacementRecord) -> None:
         """Writes `record` soon, instead of what still waits for the same request."""
+        self._writing.discard(record.request_id)
         self._renew_at.pop(record.request_id, None)
         self._pending.pop(record.request_id, None)
         self._pending[record.request_id] = record
@@ -104,7 +106,6 @@ class PlacementWriter:
     async def run(self) -> None:
         """Writes until cancelled."""
         while True:
-            self._queue_renewals()
             if await self._write_all():
                 await self._wait_for_work(self._until_renewal())
             else:
@@ -120,16 +121,18 @@ class PlacementWriter:
         return True
 
     def _queue_renewals(self) -> None:
-        now = self._now()
-        for request_id, (due, record) in list(self._renew_at.items()):
-            if due > now:
+        while self._renew_at:
+            request_id, (due, record) = next(iter(self._renew_at.items()))
+            if due > self._now():
                 return  # kept in the order of their due times
             del self._renew_at[request_id]
             self._pending.setdefault(request_id, record)
 
     async def _write_all(self) -> bool:
+        self._queue_renewals()
         while self._pending:
             records = list(islice(self._pending.values(), MOST_TOGETHER))
+            self._writing = {record.request_id for record in records}
             try:
                 for record in records:
                     await self._write_answer(record.request_id)
@@ -144,6 +147,7 @@ class PlacementWriter:
                 self.is_full = False
             for record, answer in zip(records, told, strict=True):
                 self._note_answer(record, answer)
+            self._queue_renewals()
         self._empty.set()
         return True
 
@@ -173,7 +177,7 @@ class PlacementWriter:
         if answer != "placed":
             self.refused += 1
             LOG.warning("placement of %s is %s", record.request_id, answer)
-        elif record.state == "running" and record.request_id not in self._pending:
+        elif record.state == "running" and record.request_id in self._writing:
             self._renew_at[record.request_id] = (self._now() + self.times.renew_s, record)
 
     def _lifetime_s(self, record: PlacementRecord) -> float:

@@ -87,6 +87,30 @@ def test_running_records_are_renewed_before_they_expire() -> None:
     asyncio.run(go())
 
 
+def test_records_that_keep_coming_hold_no_renewal_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Redis takes longer for an answer than it takes until the next request ends."""
+
+    async def go() -> None:
+        times = WriterTimes(renew_s=0.01, linger_s=0.0)
+        async with writing(times) as (writer, store, _):
+            place, written = store.place, list[str]()
+
+            async def note(placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+                written.extend(record.request_id for record, _ in placements)
+                if len(written) < 200:
+                    name = f"another-{len(written)}"
+                    writer.put(redis_server.placement(request_id=name, state="finished"))
+                await asyncio.sleep(0.002)
+                return await place(placements)
+
+            monkeypatch.setattr(store, "place", note)
+            writer.put(redis_server.PLACED)
+            await eventually(lambda: len(written) >= 200)
+            assert written[:200].count("r1") > 1
+
+    asyncio.run(go())
+
+
 def test_a_full_queue_drops_the_oldest_and_counts_it() -> None:
     async def go() -> None:
         with redis_server.running() as server:
@@ -99,6 +123,42 @@ def test_a_full_queue_drops_the_oldest_and_counts_it() -> None:
                 assert await writer.flush(20)
                 found = sorted(decode_placement(v).request_id for v in await store.running())
                 assert found == ["b", "c"]
+                task.cancel()
+                await asyncio.wait({task}, timeout=20)
+
+    asyncio.run(go())
+
+
+def test_a_record_that_was_dropped_while_an_older_one_was_written_ends_its_renewals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of a request, of whom Redis is told right then that it runs."""
+
+    async def go() -> None:
+        with redis_server.running() as server:
+            async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
+                times = WriterTimes(renew_s=0.01, linger_s=0.0)
+                writer = PlacementWriter(store, times=times, most_pending=2)
+                place, written = store.place, list[str]()
+
+                async def note(records: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+                    is_first = not written
+                    written.extend(record.request_id for record, _ in records)
+                    if is_first:
+                        writer.put(redis_server.placement(state="finished"))
+                        for name in ("a", "b"):
+                            writer.put(redis_server.placement(request_id=name, state="finished"))
+                    return await place(records)
+
+                monkeypatch.setattr(store, "place", note)
+                writer.put(redis_server.PLACED)
+                task = asyncio.ensure_future(writer.run())
+                await eventually(lambda: writer.dropped == 1)
+                for name in ("x", "y", "z"):  # turns of the writer, each as long as a renewal waits
+                    await asyncio.sleep(0.02)
+                    writer.put(redis_server.placement(request_id=name, state="finished"))
+                    assert await writer.flush(20)
+                assert written == ["r1", "a", "b", "x", "y", "z"]
                 task.cancel()
                 await asyncio.wait({task}, timeout=20)
 
