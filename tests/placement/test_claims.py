@@ -119,6 +119,27 @@ def test_kept_answers_are_bounded_in_number_and_bytes(
     run(server, body)
 
 
+@pytest.mark.parametrize("evicted", ["answers", "answer_sizes"])
+def test_a_redis_that_evicts_a_list_of_answers_still_keeps_answers(
+    evicted: str, server: ValkeyServer, plain: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both lists have a duration, so that a `volatile-` policy may drop either."""
+    monkeypatch.setattr(placement_store, "MOST_ANSWER_BYTES", 30)
+
+    async def body(store: Store) -> None:
+        for number in range(3):
+            await store.keep_answer(f"r{number}", "digest", b"ten bytes.", LONG_S)
+        assert plain.delete(getattr(store.keys, evicted)) == 1
+        for number in range(3, 9):
+            await store.keep_answer(f"r{number}", "digest", b"ten bytes.", LONG_S + number)
+        found = [await store.answer(f"r{number}", "digest") for number in range(6, 9)]
+        assert None not in found
+        assert plain.hget(store.keys.answer_sizes, "") == b"30"
+        assert plain.zcard(store.keys.answers) == 3
+
+    run(server, body)
+
+
 def test_routers_see_each_other_for_as_long_as_they_live(
     server: ValkeyServer, plain: redis.Redis
 ) -> None:
