@@ -8,6 +8,7 @@ each connection, so that a password changes without a restart.
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.credentials import CredentialProvider
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 
 from effuse.placement.keys import Keys
 from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
@@ -366,12 +367,21 @@ class Store:
             raise StoreFull(f"Redis is full: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
             circuit.failed()
+            if isinstance(error, ReadOnlyError):
+                await self._let_go()
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
         circuit.succeeded()
         if task and task.cancelling() > cancelled:
             # redis-py writes by asyncio.wait_for, in which Python 3.11 may lose it.
             raise asyncio.CancelledError
         return answer
+
+    async def _let_go(self) -> None:
+        """Ends connections to a replica, which was the master when they were made: its address may
+        lead elsewhere by now."""
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await self._redis.connection_pool.disconnect(inuse_connections=False)
 
 
 def _ms(seconds: float) -> int:

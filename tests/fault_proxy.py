@@ -36,9 +36,9 @@ class FaultProxy:
     """Listens while it is entered. All methods may be called from any thread."""
 
     def __init__(self, target: str = "") -> None:
-        """`target`: host:port of all connections; empty where they name it."""
+        """`target`: host:port of all connections, from now on; empty where they name it."""
         self.address = ""  # host:port, once it is entered
-        self._target = target
+        self.target = target
         self._harms: dict[str, Harm] = {}
         self._harmed: Counter[str] = Counter()
         self._open: dict[asyncio.StreamWriter, str] = {}
@@ -99,7 +99,7 @@ class FaultProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its beginning to its end."""
         with contextlib.suppress(OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            target = self._target or await self._named(reader, writer)
+            target = self.target or await self._named(reader, writer)
             if self._harms.get(target) is Harm.CUT:
                 self._harmed[target] += 1
             else:

