@@ -32,7 +32,7 @@ from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
 from effuse.worker.service import WorkerServicer
 from effuse.worker.shell import Shell, WorkerIdentity
-from effuse.worker.supervisor import GaveUp, Supervisor, new_incarnation
+from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarnation
 
 LOG = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class Role:
 def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
-    0 after a drain; 1 if the checkpoint is not served, no engine starts, the port is taken,
-    certificates or the secret cannot be used, or another process has its worker id.
+    0 after a drain; 1 if the checkpoint is not served, no engine starts or one does not die, the
+    port is taken, certificates or the secret cannot be used, or another process has its worker id.
     """
     logs.set_up(role.name, config.log_level, config.log_format)
     status = 0
@@ -67,7 +67,7 @@ def run(config: WorkerConfig, role: Role) -> int:
             algorithm = config.default_algorithm if isinstance(config, DecodeConfig) else None
             refuse_unserved(config.model, config.block_size, algorithm)
         asyncio.run(_run(config, role))
-    except* (CheckpointError, GaveUp, Superseded, OSError, TracesUnavailable) as failed:
+    except* (CheckpointError, EngineGone, GaveUp, Superseded, OSError, TracesUnavailable) as failed:
         LOG.error("%s", "; ".join(str(error) for error in failed.exceptions))
         status = 1
     return status

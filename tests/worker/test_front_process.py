@@ -45,12 +45,12 @@ def has_ended(process: psutil.Process) -> bool:
 
 @contextmanager
 def started(
-    tmp_path: Path, *others: str
+    tmp_path: Path, *others: str, launch: str = LAUNCH
 ) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
     """A worker in a process of its own, ready, and its engine."""
     ready = tmp_path / "ready.json"
     flags = ["--ready-file", str(ready), "--log-level", "error", *others]
-    command = [sys.executable, "-P", "-c", LAUNCH, *flags]
+    command = [sys.executable, "-P", "-c", launch, *flags]
     log = tmp_path / "log"
     with log.open("wb") as told, subprocess.Popen(command, env=ENVIRONMENT, stderr=told) as process:
         try:
@@ -194,6 +194,17 @@ def test_a_stopped_engine_is_noticed_killed_and_replaced(tmp_path: Path) -> None
         assert f"engine {before} is lost: the engine hangs: its loop has not turned" in lost
         (successor,) = psutil.Process(process.pid).children()
         assert successor.pid != engine.pid
+
+
+def test_an_engine_that_cannot_be_killed_ends_the_worker_with_a_line(tmp_path: Path) -> None:
+    """As one that its kernel holds in a device's driver; here nobody waits for its end."""
+    impatient = "import effuse.worker.supervisor as one\none._KILL_TIMEOUT_S = 0.0\n" + LAUNCH
+    with started(tmp_path, "--hang-timeout-s", "1", launch=impatient) as (process, engine):
+        engine.suspend()
+        assert process.wait(30) == 1
+    lost, told = (tmp_path / "log").read_text().splitlines()
+    assert "the engine hangs" in lost
+    assert told.endswith(f"engine process {engine.pid} does not die")
 
 
 def test_an_engine_that_hangs_after_that_is_replaced(tmp_path: Path) -> None:
