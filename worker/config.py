@@ -28,6 +28,7 @@ END_S: Final = 10.0
 """What attempts that are cut off at the end have to leave the engine."""
 STOP_S: Final = 20.0
 """What an engine that they do not leave has to end, killed if need be."""
+_LEAST_HANG_S: Final = 1.0
 _MOST_STOP_IDS = 128  # more than a router lets through; a GPU keeps room for them in every slot
 
 
@@ -116,6 +117,11 @@ class WorkerConfig(Access):
         checks.whole("port", self.port, 0, 65535)
         for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
             checks.seconds(name, getattr(self, name))
+        if self.hang_timeout_s < _LEAST_HANG_S:
+            raise ValueError(
+                f"--hang-timeout-s: expected {_LEAST_HANG_S:g} s or more, as an engine "
+                f"without work shows twice a second that it lives, got {self.hang_timeout_s:g}"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"--gpu-memory-utilization: expected a share in (0, 1], "

@@ -30,6 +30,7 @@ NAN = float("nan")
         ({"gpu_memory_utilization": NAN}, "--gpu-memory-utilization"),
         ({"drain_s": -1.0}, "--drain-s: expected seconds above 0, got -1"),
         ({"hang_timeout_s": float("inf")}, "--hang-timeout-s: expected seconds above 0, got inf"),
+        ({"hang_timeout_s": 0.4}, "--hang-timeout-s: expected 1 s or more, as .* got 0.4"),
         (
             {"attention": "flex", "kv_layout": "distinct"},
             "--attention flex: expected --kv-layout unified, got distinct",
