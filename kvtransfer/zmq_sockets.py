@@ -151,6 +151,7 @@ class ZmqListener:
         self._num_added = 0 if keys is None else FRAME_BYTES
         self.socket.setsockopt(zmq.MAXMSGSIZE, message_bytes + self._num_added)
         self.monitor = self.socket.get_monitor_socket(_LISTENER_EVENTS)
+        self.socket.setsockopt(zmq.IPV6, "[" in bind)
         self.socket.bind(bind)
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._most_waiting = (queued + 1) * message_bytes + SLACK_BYTES
@@ -254,6 +255,7 @@ class ZmqPeer:
         self.socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+        self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.monitor = self.socket.get_monitor_socket(_PEER_EVENTS)
         try:
             self.socket.connect(endpoint)

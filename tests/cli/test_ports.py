@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from router.test_process import LOOPBACKS
+from loopbacks import LOOPBACKS
 
 from effuse.cli.ports import check_port, hold_port
 

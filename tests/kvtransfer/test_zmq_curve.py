@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 import zmq
 from kvtransfer.fixtures import SMALL, boundary, filled, next_event, print_of, reservation
+from loopbacks import LOOPBACKS
 from zmq.utils.monitor import recv_monitor_message
 
 from effuse.kvtransfer.connector import (
@@ -34,8 +35,11 @@ OURS, THEIRS = CurveKeys.of(b"o" * 32), CurveKeys.of(b"t" * 32)
 
 
 @contextmanager
-def connector(memory: PageMemory, name: str, keys: CurveKeys | None) -> Iterator[Connector]:
-    made = ThreadConnector(ZmqTransport(memory, keys=keys), memory, name, print_of(memory.layout))
+def connector(
+    memory: PageMemory, name: str, keys: CurveKeys | None, host: str = "127.0.0.1"
+) -> Iterator[Connector]:
+    transport = ZmqTransport(memory, host=host, keys=keys)
+    made = ThreadConnector(transport, memory, name, print_of(memory.layout))
     made.start()
     try:
         yield made
@@ -43,12 +47,14 @@ def connector(memory: PageMemory, name: str, keys: CurveKeys | None) -> Iterator
         made.close()
 
 
-def push(sender_keys: CurveKeys | None, receiver_keys: CurveKeys | None) -> list[ConnectorEvent]:
+def push(
+    sender_keys: CurveKeys | None, receiver_keys: CurveKeys | None, host: str = "127.0.0.1"
+) -> list[ConnectorEvent]:
     """What comes of a push at its sender and, where it arrives, at its receiver."""
     source, target = filled(SMALL, 2), PageMemory(SMALL, 4)
     with (
-        connector(target, "decode-1", receiver_keys) as receiver,
-        connector(source, "prefill-1", sender_keys) as sender,
+        connector(target, "decode-1", receiver_keys, host) as receiver,
+        connector(source, "prefill-1", sender_keys, host) as sender,
     ):
         reserved = reservation(target, receiver.describe(), (PageRef(1, 1),), number=1)
         receiver.expect(reserved, "prefill-1")
@@ -65,6 +71,11 @@ def push(sender_keys: CurveKeys | None, receiver_keys: CurveKeys | None) -> list
 
 def test_pages_pass_between_who_has_the_keys() -> None:
     assert isinstance(push(OURS, OURS)[-1], Arrived)
+
+
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_pages_pass_over_either_protocol_of_the_internet(host: str) -> None:
+    assert isinstance(push(None, None, host)[-1], Arrived)
 
 
 @pytest.mark.parametrize("keys", [None, OURS], ids=["plain", "encrypted"])

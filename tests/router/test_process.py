@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 import redis_server
+from loopbacks import LOOPBACKS
 from router.fake_model import byte_tokenizer
 
-try:
-    socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    LOOPBACKS = ["127.0.0.1", "::1", "[::1]"]
-except OSError:  # a kernel without IPv6
-    LOOPBACKS = ["127.0.0.1"]
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
 
 FOOTPRINT = """

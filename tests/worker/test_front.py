@@ -10,6 +10,7 @@ import signal
 import urllib.request
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import fake_engine
 import fronts
@@ -22,6 +23,7 @@ import redis_server
 from eventually import eventually
 from fronts import decode_request, event_of, running
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopbacks import LOOPBACKS
 
 from effuse.decode_worker.server import make_role
 from effuse.placement.announcer import Announcer, Superseded
@@ -84,6 +86,21 @@ def test_ready_means_that_a_request_is_served(tmp_path: Path) -> None:
             events = await answer(one, decode_request("a", one.incarnation))
             assert events == ["reservation", "verified", *["commit"] * 3, "finished"]
             await one.until_free()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_it_is_reached_at_what_it_announces(host: str, tmp_path: Path) -> None:
+    async def go() -> None:
+        config = dataclasses.replace(CONFIG, host=host, metrics_host=host, health_port=0)
+        async with running(make_role(), config, tmp_path) as one:
+            assert await answer(one, decode_request("a", one.incarnation))
+            address = (await one.load()).worker.address
+            facts = json.loads(one.ready_file.read_text())
+            assert facts["address"] == address
+            for told in (address, facts["metrics"]):
+                assert urlsplit(f"//{told}").hostname == host.strip("[]")
 
     asyncio.run(go())
 
