@@ -6,10 +6,13 @@ Not here: what workers report themselves.
 from __future__ import annotations
 
 from collections import Counter as Counts
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import get_args
+from typing import Final, get_args
+
+from prometheus_client import Counter
 
 from effuse.client.answer import Stats
 from effuse.placement.records import Role
@@ -19,6 +22,8 @@ from effuse.router.request import Request
 from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics
 
 MODEL = "model_name"
+MOST_SERIES: Final = 4096
+"""Of workers, each by what it failed with."""
 
 
 class RouterMetrics(ProcessMetrics):
@@ -31,6 +36,8 @@ class RouterMetrics(ProcessMetrics):
         self.refusals = self.counter(
             "worker_refusals", "Attempts that were not begun, by worker", "worker", "reason"
         )
+        # Of both, those that were counted last behind the others.
+        self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()
         self.workers = self.gauge(
             "workers", "Workers by what they do and how they are", "worker_role", "state"
         )
@@ -115,7 +122,17 @@ class RouterMetrics(ProcessMetrics):
         """An attempt that failed, where another one may follow."""
         if failure.outcome is not FailureKind.FINAL:
             counter = self.refusals if failure.outcome in REFUSALS else self.losses
-            counter.labels(failure.worker.worker_id, failure.error.reason).inc()
+            self._count_of_worker(counter, failure.worker.worker_id, failure.error.reason)
+
+    def _count_of_worker(self, counter: Counter, worker_id: str, reason: str) -> None:
+        """Workers are replaced under other names for as long as this router lives, so beyond
+        `MOST_SERIES` the one that was counted longest ago goes."""
+        counter.labels(worker_id, reason).inc()
+        self._series[counter, worker_id, reason] = None
+        self._series.move_to_end((counter, worker_id, reason))
+        if len(self._series) > MOST_SERIES:
+            (counter, worker_id, reason), _ = self._series.popitem(last=False)
+            counter.remove(worker_id, reason)
 
     def show_workers(self, candidates: Sequence[Candidate]) -> None:
         """How the workers are now."""

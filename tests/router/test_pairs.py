@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import redis_server
 from router.asking import ask
 from router.fake_workers import FakeDecode, Point, ends_its_engine, once, raises
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
 from effuse.router import attempt
+from effuse.router import metrics as router_metrics
+from effuse.router.failures import Failure, FailureKind
 
 TEXT = "the answer is three"
 
@@ -69,6 +72,27 @@ def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills(
         assert fleet.metric("effuse_retries_total") == 1
 
     run(body, num_decode=2, prefill="remote")
+
+
+def test_of_workers_that_were_replaced_the_latest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods have a name of their own each; what all of them did is no thing for each scrape."""
+    monkeypatch.setattr(router_metrics, "MOST_SERIES", 3)
+    told = router_metrics.RouterMetrics()
+
+    def fail(name: str, kind: FailureKind = FailureKind.LOST) -> None:
+        error, worker = errors.EngineLost("it died"), redis_server.worker(worker_id=name)
+        told.count_failure(Failure(kind, error, worker))
+
+    for number in range(100):
+        fail("d0")
+        fail(f"gone-{number}")
+        fail(f"gone-{number}", FailureKind.UNREADY)
+    lost, refused = (
+        {sample.labels["worker"]: sample.value for f in one.collect() for sample in f.samples}
+        for one in (told.losses, told.refusals)
+    )
+    assert lost == {"d0": 100, "gone-99": 1}
+    assert refused == {"gone-99": 1}
 
 
 def test_a_pair_that_hands_over_again_is_trusted_again() -> None:
