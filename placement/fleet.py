@@ -43,6 +43,7 @@ class Snapshot:
     is_current: bool  # the last poll was answered
     malformed: int = 0  # records ignored so far because they broke their schema
     heard_at: float = float("-inf")  # when the last poll that was answered was asked
+    faults: frozenset[str] = frozenset()  # what is wrong with the records ignored in its answer
 
     def is_deaf(self, now: float) -> bool:
         """Whether it cannot know who is gone: Redis does not answer, or we did not ask in time."""
@@ -66,13 +67,15 @@ def merge(
     has released its lease goes at once.
     """
     found: dict[str, Sighting] = {}
-    malformed = before.malformed
+    malformed, faults = before.malformed, set[str]()
     for value, left_s in answer:
         try:
             record = decode_worker(value)
         except MalformedRecord as error:
             malformed += 1
-            LOG.warning("ignored a %s", error)
+            if (fault := str(error)) not in before.faults | faults:
+                LOG.warning("ignored a %s", fault)
+            faults.add(fault)
             continue
         found[record.worker_id] = Sighting(record, asked_at + left_s)
     missing = {k: s for k, s in before.sightings.items() if k not in found}
@@ -80,7 +83,8 @@ def merge(
         missing = {k: _pardon(s, now) for k, s in missing.items()}
     kept = {k: s for k, s in missing.items() if s.expires_at > now}
     here = {k: s for k, s in found.items() if s.record.state != "released"}
-    return Snapshot(dict(sorted({**kept, **here}.items())), True, malformed, asked_at)
+    sightings = dict(sorted({**kept, **here}.items()))
+    return Snapshot(sightings, True, malformed, asked_at, frozenset(faults))
 
 
 def _pardon(sighting: Sighting, now: float) -> Sighting:
