@@ -43,6 +43,7 @@ class Announcer:
         self._holder = holder
         self._now = now
         self._lease = Lease(times or LeaseTimes())
+        self._is_heard = True  # as far as the log has told
         self._wake = asyncio.Event()
         # A release waits for the announcement under way: its answer would undo the release.
         self._turn = asyncio.Lock()
@@ -91,8 +92,14 @@ class Announcer:
         try:
             event = await self._ask(record)
         except StoreUnavailable as error:
-            LOG.debug("not announced: %s", error)
+            if self._is_heard:
+                LOG.warning("%s is not announced: %s", record.worker_id, error)
+            self._is_heard = False
             event = LeaseEvent.UNREACHABLE
+        else:
+            if not self._is_heard:
+                LOG.info("%s is announced", record.worker_id)
+            self._is_heard = True
         self._lease = advance(before, event, self._now())
         if self._lease.state is not before.state:
             LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)

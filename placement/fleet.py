@@ -152,3 +152,5 @@ class FleetView:
         if self._snapshot.is_current:
             LOG.warning("keeping the last known view of the fleet: %s", error)
             self._snapshot = replace(self._snapshot, is_current=False)
+        elif not self._polled.is_set():
+            LOG.warning("nobody of the fleet is known yet: %s", error)

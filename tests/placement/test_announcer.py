@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -183,7 +184,9 @@ def test_a_redis_that_went_back_to_an_earlier_process_is_told_the_present_one() 
     asyncio.run(go())
 
 
-def test_without_a_server_it_keeps_trying_and_finds_it() -> None:
+def test_without_a_server_it_says_so_once_keeps_trying_and_finds_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def go() -> None:
         with redis_server.running() as server:
             port = server.port
@@ -195,6 +198,8 @@ def test_without_a_server_it_keeps_trying_and_finds_it() -> None:
                 await worker.announcer.release()  # says nothing, raises nothing
                 task.cancel()
                 await asyncio.wait({task}, timeout=20)
+                (told,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
+                assert "decode-0 is not announced: Redis: ConnectionError" in told.getMessage()
                 task = asyncio.ensure_future(Worker(store).announcer.run())
                 with redis_server.running(port):
                     await eventually(lambda: not store.circuit.failures)

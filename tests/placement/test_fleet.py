@@ -175,6 +175,18 @@ def test_a_lease_that_runs_out_between_polls_is_noticed() -> None:
     asyncio.run(go())
 
 
+def test_a_server_that_never_was_there_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        async with Store("redis://127.0.0.1:1", "blue", timeout_s=20.0) as store:
+            view = FleetView(store)
+            for _ in range(3):
+                await view.poll()
+
+    asyncio.run(go())
+    (told,) = caplog.messages
+    assert told.startswith("nobody of the fleet is known yet: Redis: ConnectionError")
+
+
 def test_run_polls_until_it_is_cancelled() -> None:
     async def go() -> None:
         with redis_server.running() as server:
