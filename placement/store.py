@@ -70,7 +70,11 @@ class _Credentials(CredentialProvider):
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """Raises OSError, which counts as no answer of Redis's."""
-        given = os.environ[CREDENTIALS_VARIABLE] if self._path is None else self._path.read_text()
+        path, named = self._path, os.environb.get(CREDENTIALS_VARIABLE.encode(), b"")
+        try:
+            given = (named if path is None else path.read_bytes()).decode()
+        except UnicodeDecodeError:  # whose text has a byte of the password
+            raise OSError("Redis's credentials: expected UTF-8") from None
         user, colon, password = given.strip().partition(":")
         return (user, password) if colon else (user,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -51,6 +52,18 @@ def test_a_file_or_the_environment_names_the_user(
     monkeypatch.setenv(CREDENTIALS_VARIABLE, "fleet:pass:word")
     assert asyncio.run(workers(url, RedisAccess())) == []
     assert not caplog.records, "redis-py warns of nothing"
+
+
+def test_credentials_of_random_bytes_are_no_end_of_a_process(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "credentials"
+    path.write_bytes(b"fleet:\xe4\xff")
+    with pytest.raises(StoreUnavailable, match="credentials: expected UTF-8"):
+        asyncio.run(workers(url, RedisAccess(credentials=path)))
+    monkeypatch.setenv(CREDENTIALS_VARIABLE, os.fsdecode(path.read_bytes()))
+    with pytest.raises(StoreUnavailable, match="credentials: expected UTF-8"):
+        asyncio.run(workers(url, RedisAccess()))
 
 
 def test_a_user_of_the_fleet_may_do_all_that_is_asked(url: str, tmp_path: Path) -> None:
