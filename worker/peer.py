@@ -23,11 +23,10 @@ import grpc.aio
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import MOST_QUARANTINES, Quarantine
-from effuse.protos.channels import OPEN, FleetAccess
-from effuse.protos.errors import TransferFailed
+from effuse.protos.channels import OPEN, FleetAccess, FleetChannel
+from effuse.protos.errors import PeerLost, TransferFailed
 from effuse.protos.stubs import worker_stub
 from effuse.v1 import worker_pb2 as pb
-from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
 from effuse.worker.wire import Writer
 
@@ -74,9 +73,8 @@ async def until_gone(
         attempt=wire.attempt_to_proto(attempt), reason=reason, incarnation=writer.incarnation
     )
     async with access.connect(writer.address, keepalive=None) as channel:
-        stub = worker_stub(channel)
         while goes_on():
-            answer = await _ask(stub, request, patience.call_s)
+            answer = await _ask(channel, request, patience.call_s)
             if answer and answer.drained and answer.incarnation == writer.incarnation:
                 return True
             if answer and answer.life_is_over:
@@ -92,13 +90,16 @@ async def until_gone(
 
 
 async def _ask(
-    stub: "pb_grpc.WorkerServiceAsyncStub", request: pb.AbortRequest, timeout_s: float
+    channel: FleetChannel, request: pb.AbortRequest, timeout_s: float
 ) -> pb.AbortResponse | None:
     try:
-        return await stub.Abort(request, timeout=timeout_s)
+        await channel.prove()  # it may be gone, and another process have its port
+        return await worker_stub(channel).Abort(request, timeout=timeout_s)
+    except PeerLost as error:
+        LOG.info("%s has not ended yet: %s", request.attempt.transfer_id, error)
     except grpc.aio.AioRpcError as error:
         LOG.info("%s has not ended yet: %s", request.attempt.transfer_id, error.code().name)
-        return None
+    return None
 
 
 def here() -> str:

@@ -16,9 +16,12 @@ import pytest
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.protos import rpc
+from effuse.protos.channels import FleetAccess
 from effuse.protos.errors import Unavailable
+from effuse.protos.gate import FleetSecret, ProofServicer
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
+from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.worker import peer
 from effuse.worker.engine_process import listen_while_alive
 from effuse.worker.peer import Patience
@@ -62,9 +65,13 @@ class Worker(pb_grpc.WorkerServiceServicer):
 
 
 @asynccontextmanager
-async def serving(worker: Worker) -> AsyncIterator[Writer]:
+async def serving(worker: Worker, secret: FleetSecret | None = None) -> AsyncIterator[Writer]:
+    """secret: what it proves that it knows."""
     server = rpc.RpcServer(rpc.FLEET_LIMITS)
     pb_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
+    if secret is not None:
+        proof = ProofServicer(secret, lambda: f"127.0.0.1:{port}")
+        add_ProofServiceServicer_to_server(proof, server.server)
     port = await server.start("127.0.0.1:0", ["effuse.v1.WorkerService"])
     try:
         yield Writer(f"127.0.0.1:{port}", "life", NOBODY, peer.here())
@@ -116,6 +123,26 @@ async def silence() -> AsyncIterator[Writer]:
         assert connections
         for writer in connections:
             writer.close()
+
+
+@pytest.mark.parametrize("is_of_the_fleet", [True, False])
+def test_the_word_of_who_has_not_shown_that_it_is_of_the_fleet_frees_nothing(
+    is_of_the_fleet: bool,
+) -> None:
+    """Whoever has a dead writer's port knows from the question what to answer."""
+    access = FleetAccess(secret=FleetSecret(b"the fleet's own secret"))
+
+    async def go() -> None:
+        worker = Worker()
+        async with serving(worker, access.secret if is_of_the_fleet else None) as writer:
+            asked = iter(range(2))
+            has_drained = await peer.until_gone(
+                writer, ONE, "test", access=access, patience=QUICK,
+                goes_on=lambda: next(asked, None) is not None,
+            )  # fmt: skip
+        assert (has_drained, len(worker.asked)) == (is_of_the_fleet, int(is_of_the_fleet))
+
+    asyncio.run(go())
 
 
 def test_its_own_word_is_enough_wherever_it_is() -> None:
