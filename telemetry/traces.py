@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Carrier = Iterable[tuple[str, str | bytes]]
 Attribute = str | int | float
 _KEYS: Final = ("traceparent", "tracestate")
+MOST_STATE: Final = 512
+"""Characters of a caller's `tracestate` that go along, as W3C asks for at least; a longer one is
+left out, since the metadata of our own calls has a limit."""
 
 
 class TracesUnavailable(Exception):
@@ -104,4 +107,6 @@ def _context_of(metadata: Carrier) -> Context:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     told = {key: value for key, value in metadata if key in _KEYS and isinstance(value, str)}
+    if len(told.get("tracestate", "")) > MOST_STATE:
+        del told["tracestate"]
     return TraceContextTextMapPropagator().extract(told)

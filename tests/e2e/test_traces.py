@@ -13,10 +13,12 @@ from checkpoints import write_tiny_checkpoint
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import TracerProvider
 from router.test_kserve import asked as kserve_request
 
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.compat import kserve_pb2, kserve_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
+from effuse.telemetry.traces import MOST_STATE, Traces
 from effuse.v1 import generation_pb2, generation_pb2_grpc
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -48,6 +50,19 @@ def collecting() -> Iterator[tuple[Collector, str]]:
         yield collector, f"http://127.0.0.1:{port}"
     finally:
         server.stop(0).wait(10)
+
+
+def test_what_a_client_adds_to_a_trace_never_makes_our_own_calls_too_large() -> None:
+    """A worker that refuses a call for its metadata is a worker lost."""
+    traces = Traces(TracerProvider())
+    parent = ("traceparent", f"00-{TRACE}-{CLIENT}-01")
+    for length, is_passed_on in ((MOST_STATE, True), (MOST_STATE + 1, False)):
+        state = f"a={'v' * 240},b={'v' * 240},c={'v' * (length - 488)}"
+        assert len(state) == length
+        with traces.span("generate", (parent, ("tracestate", state))):
+            told = dict(traces.carrier())
+        assert told["traceparent"].startswith(f"00-{TRACE}-")
+        assert told.get("tracestate") == (state if is_passed_on else None)
 
 
 def test_a_request_is_one_trace_across_all_processes(tmp_path: Path) -> None:
