@@ -41,6 +41,7 @@ class _PrefillCall:
     attempt: OpenAttempt
     began_at: float
     is_reserved: bool = False
+    limit: asyncio.TimerHandle | None = None  # of the wait for it, once the prompt is computed
 
     def require_reservation(self, waited_s: float) -> None:
         """Ends the attempt if its reservation has not come."""
@@ -86,6 +87,8 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             await self._relay(stream, context)
         finally:
             reader.cancel()
+            if stream.limit is not None:
+                stream.limit.cancel()
             if not attempt.ended.is_set():
                 self._shell.attempts.abandon(attempt)
                 self._shell.spawn(self._end(attempt))
@@ -104,8 +107,8 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             metrics.queue_time.observe(event.queue_s)
             metrics.prefill_time.observe(event.compute_s)
             self._shell.traces.record("compute", event.compute_s)
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._reservation_s, stream.require_reservation, self._reservation_s)
+            loop, wait_s = asyncio.get_running_loop(), self._reservation_s
+            stream.limit = loop.call_later(wait_s, stream.require_reservation, wait_s)
         elif isinstance(event, PromptPushed):
             metrics.count_handoff(event.transport, event.bytes, event.push_s)
             self._shell.traces.record("push", event.push_s)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import fake_engine
@@ -25,6 +28,7 @@ from effuse.protos.errors import (
     from_rpc_error,
 )
 from effuse.v1 import worker_pb2 as pb
+from effuse.worker.attempts import OpenAttempt
 from effuse.worker.config import PrefillConfig, WorkerConfig
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
@@ -68,6 +72,38 @@ def test_computing_begins_before_the_reservation_and_the_push_waits_for_it(tmp_p
             assert pushed.pushed == pb.PrefillPushed(pages=2, bytes=64, push_s=0.25)
             assert await call.read() is grpc.aio.EOF
             await one.until_free()
+
+    asyncio.run(go())
+
+
+async def until_forgotten(kept: weakref.ref[OpenAttempt]) -> None:
+    """Returns once nobody holds it any more."""
+
+    def is_gone() -> bool:
+        gc.collect()
+        return kept() is None
+
+    await eventually(is_gone)
+
+
+def test_nothing_is_kept_of_a_prefill_that_has_ended(tmp_path: Path) -> None:
+    """Not for as long as its reservation could have come: that may be minutes, and prompts many."""
+
+    async def go() -> None:
+        async with running(ROLE, CONFIG, tmp_path) as one:
+            for name, messages in (("a", [reservation("a")]), ("b", [prefill_start("b", "")])):
+                call = await opened(one, [prefill_start(name, one.incarnation)])
+                await event_of(call)
+                found = one.front.shell.attempts.find(f"{name}-1")
+                assert found is not None
+                kept = weakref.ref(found)
+                del found
+                await call.write(messages[0])
+                with suppress(grpc.aio.AioRpcError):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+                await one.until_free()
+                await until_forgotten(kept)
 
     asyncio.run(go())
 
