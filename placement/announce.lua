@@ -12,4 +12,7 @@ end
 redis.call('HSET', KEYS[1], 'holder', ARGV[2], 'record', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('SADD', KEYS[2], ARGV[1])
+if redis.call('PTTL', KEYS[2]) < 10 * ARGV[4] then -- else it outlives a fleet whose readers ended first
+  redis.call('PEXPIRE', KEYS[2], 10 * ARGV[4])
+end
 return 'held'

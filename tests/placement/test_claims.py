@@ -140,6 +140,26 @@ def test_a_redis_that_evicts_a_list_of_answers_still_keeps_answers(
     run(server, body)
 
 
+def test_nothing_is_left_of_a_fleet_that_nobody_looks_at_any_more(
+    server: ValkeyServer, plain: redis.Redis
+) -> None:
+    """Fleets have names of their own, and share a Redis for years."""
+
+    async def body(store: Store) -> None:
+        await store.announce(redis_server.RECORD, LONG_S, "process-1", takes=True)
+        other = redis_server.worker(worker_id="decode-1")
+        await store.announce(other, 0.05, "process-1", takes=True)
+        await store.announce_router(redis_server.ROUTER, LONG_S)
+        await store.place([(redis_server.PLACED, LONG_S)])
+        await store.share_refusals({"digest": LONG_S}, 10)
+        await store.keep_answer("r2", "digest", b"answer", LONG_S)
+        left_s = {key: int(plain.ttl(key)) for key in plain.keys("*")}
+        assert -1 not in left_s.values(), left_s
+        assert left_s[store.keys.workers.encode()] >= LONG_S, "as long as its longest lease"
+
+    run(server, body)
+
+
 def test_routers_see_each_other_for_as_long_as_they_live(
     server: ValkeyServer, plain: redis.Redis
 ) -> None:

@@ -81,11 +81,13 @@ def test_a_process_that_held_the_lease_renews_it_whatever_an_earlier_redis_shows
 def test_a_silent_worker_vanishes_and_is_pruned(server: ValkeyServer, plain: redis.Redis) -> None:
     async def go() -> None:
         async with opened(server.connection_url) as store:
+            other = redis_server.worker(worker_id="decode-1")
+            await store.announce(other, LONG_S, "process-1", takes=True)
             await store.announce(redis_server.RECORD, 0.05, "process-1", takes=True)
             await expired(plain, store.keys.worker("decode-0"))
             assert plain.sismember(store.keys.workers, "decode-0")
-            assert await store.workers() == []
-            assert not plain.exists(store.keys.workers)
+            assert [decode_worker(value) for value, _ in await store.workers()] == [other]
+            assert plain.smembers(store.keys.workers) == {b"decode-1"}
 
     asyncio.run(go())
 
