@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 
@@ -96,6 +97,7 @@ class Front:
             rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=self._doorkeeper(access)
         )
         self._facts: dict[str, str] = {}  # for whoever waits for the ready file
+        self._is_told = False  # it was written once
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None  # ends what runs past the drain's deadline
@@ -202,12 +204,18 @@ class Front:
             if self._announcer is not None:
                 self._announcer.changed()
             if is_ready and self._config.ready_file is not None:
-                rpc.write_ready_file(
-                    self._config.ready_file,
-                    self.shell.identity.address,
-                    incarnation=self.shell.incarnation,
-                    **self._facts,
-                )
+                self._write_ready_file(self._config.ready_file)
+
+    def _write_ready_file(self, path: Path) -> None:
+        """Raises OSError for the first engine, which somebody waits for."""
+        facts = {"incarnation": self.shell.incarnation, **self._facts}
+        try:
+            rpc.write_ready_file(path, self.shell.identity.address, **facts)
+        except OSError as error:
+            if not self._is_told:
+                raise
+            LOG.warning("%s is not written: %s", path, error)
+        self._is_told = True
 
     async def _end_all(self) -> None:
         """The drain of a process that will exit."""

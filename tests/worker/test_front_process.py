@@ -45,10 +45,10 @@ def has_ended(process: psutil.Process) -> bool:
 
 @contextmanager
 def started(
-    tmp_path: Path, *others: str, launch: str = LAUNCH
+    tmp_path: Path, *others: str, launch: str = LAUNCH, ready: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
     """A worker in a process of its own, ready, and its engine."""
-    ready = tmp_path / "ready.json"
+    ready = ready or tmp_path / "ready.json"
     flags = ["--ready-file", str(ready), "--log-level", "error", *others]
     command = [sys.executable, "-P", "-c", launch, *flags]
     log = tmp_path / "log"
@@ -194,6 +194,23 @@ def test_a_stopped_engine_is_noticed_killed_and_replaced(tmp_path: Path) -> None
         assert f"engine {before} is lost: the engine hangs: its loop has not turned" in lost
         (successor,) = psutil.Process(process.pid).children()
         assert successor.pid != engine.pid
+
+
+def test_a_directory_that_takes_no_ready_file_any_more_is_no_end_of_a_worker(
+    tmp_path: Path,
+) -> None:
+    """As one whose disk is full of logs, once an engine is replaced."""
+    ready = tmp_path / "told" / "ready.json"
+    ready.parent.mkdir()
+    with started(tmp_path, "--log-level", "info", ready=ready) as (process, engine):
+        ready.unlink()
+        ready.parent.rmdir()
+        engine.kill()
+        log = tmp_path / "log"
+        until(lambda: log.read_text().count(" is ready") == 2 or process.poll() is not None)
+        until(lambda: "is not written: " in log.read_text() or process.poll() is not None)
+        process.terminate()
+        assert process.wait(30) == 0
 
 
 def test_an_engine_that_cannot_be_killed_ends_the_worker_with_a_line(tmp_path: Path) -> None:
