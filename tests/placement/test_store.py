@@ -345,9 +345,7 @@ def test_many_lookups_at_once_never_take_the_fleet_s_connections(server: ValkeyS
 
 
 def test_after_a_failover_it_goes_where_its_address_leads_by_then(server: ValkeyServer) -> None:
-    """The old master lives on as a replica, and keeps its connections."""
-
-    async def go() -> None:
+    async def go() -> None:  # the old master lives on as a replica, and keeps its connections
         with redis_server.running() as old, FaultProxy(f"127.0.0.1:{old.port}") as service:
             async with opened(f"redis://{service.address}") as store:
                 record, process = redis_server.RECORD, "process-1"
