@@ -63,7 +63,7 @@ def sample_confidence(
     is kept. T = 0 takes its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with
     the noise of `sampling_philox.gumbel_noise`. Scores: the confidence; the difference of the two
     largest probabilities; sum of p log p. A row with nothing but -inf gives confidence 0 and the
-    lowest allowed id. NaN is not looked for.
+    lowest allowed id, one with NaN or +inf a confidence that is NaN and any id.
     """
     rows, vocab_size = logits.shape
     if vocab_size < 2 or not 0 <= mask_token_id < vocab_size:
@@ -72,7 +72,8 @@ def sample_confidence(
         return _launch_triton(logits, sampling, mask_token_id, top_k_first)
     kept = _kept_logits(logits, sampling, mask_token_id, top_k_first)
     token = _choose(kept, sampling, mask_token_id)
-    probability = kept.softmax(dim=-1).nan_to_num_(nan=0.0)
+    probability = kept.softmax(dim=-1)
+    probability[kept.amax(dim=-1) == float("-inf")] = 0.0
     confidence = probability.gather(1, token[:, None]).squeeze(1)
     return Candidates(token, confidence, _scores(probability, confidence, sampling.score))
 

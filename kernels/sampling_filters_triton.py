@@ -98,9 +98,9 @@ def exp_from(values, base):
 
 @triton.jit
 def cut(values, tokens, value_cut, token_cut):
-    """-inf for what the row's filters drop."""
-    keep = (values > value_cut) | ((values == value_cut) & (tokens <= token_cut))
-    return tl.where(keep, values, float("-inf"))
+    """-inf for what the row's filters drop; NaN stays, or the row would look finite."""
+    drop = (values < value_cut) | ((values == value_cut) & (tokens > token_cut))
+    return tl.where(drop, float("-inf"), values)
 
 
 @triton.jit

@@ -383,6 +383,8 @@ def _finish_kernel(
         confidence = exp_from(value, base) / total
         if kind == 0:
             score = confidence
+    # NaN equals nothing: no token was found, and who looks up this one must find it.
+    token = tl.minimum(token, vocab_size - 1)
     tl.store(token_out + row, token.to(tl.int64))
     tl.store(confidence_out + row, confidence)
     tl.store(score_out + row, score)

@@ -89,6 +89,14 @@ def test_sampling_equals_reference(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_that_is_not_finite_shows_it(dtype: torch.dtype) -> None:
+    for cases in (sampling.CASES, sampling.TOP_K_FIRST):
+        plain = [case for case in cases.values() if case.logits == "normal"]
+        sampling.check_not_finite(plain, OPS, dtype, 97)
+        sampling.check_not_finite(plain, triton_kernels(CUDA, max_chunk=64), dtype, 303)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sampling_of_all_settings_over_a_released_vocabulary(dtype: torch.dtype) -> None:
     for cases in (sampling.CASES, sampling.TOP_K_FIRST):
         one_row_each = [replace(case, rows=1) for case in cases.values()]

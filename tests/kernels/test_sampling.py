@@ -34,6 +34,13 @@ def test_a_released_vocabulary() -> None:
     sampling.check(rows, OPS, torch.float32, vocab_size=152_064)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_that_is_not_finite_shows_it(dtype: torch.dtype) -> None:
+    for cases in (CASES, TOP_K_FIRST):
+        plain = [case for case in cases.values() if case.logits == "normal"]
+        sampling.check_not_finite(plain, OPS, dtype, 97)
+
+
 def test_no_rows() -> None:
     empty = sampling.make_sampling([], torch.Generator())
     found = sample_confidence(torch.empty(0, 9), empty, MASK)

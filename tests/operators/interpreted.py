@@ -95,6 +95,8 @@ def sampling_checks() -> Iterator[tuple[str, Check]]:
         yield name, partial(check_sampling, name, OPS, 300)
     for name in [*FILTERED, *sampling.TOP_K_FIRST]:
         yield name, partial(check_sampling, name, FILTER_OPS, 70)
+    broken = [sampling.CASES[name] for name in sampling.NOT_FINITE]
+    yield "not_finite", partial(sampling.check_not_finite, broken, FILTER_OPS, torch.float32, 70)
     yield "gumbel_of_every_kind_of_uniform", check_gumbel
     cpu = torch.device("cpu")
     for name, case in edits.CASES.items():
@@ -202,6 +204,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
     # Beside the best of no token yet, any token has room: exp2 of 1e30.
     warnings.filterwarnings("ignore", "overflow encountered in exp2", RuntimeWarning)
+    # As on a device, the largest of nothing but NaN is NaN.
+    warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
     for name, check in GROUPS[sys.argv[1]]():
         try:
             check()

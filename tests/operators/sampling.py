@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -97,6 +97,35 @@ def check(cases: list[Case], ops: Operators, dtype: torch.dtype, vocab_size: int
     assert found.token.tolist() == wanted.token.tolist()
     torch.testing.assert_close(found.confidence.cpu(), wanted.confidence, rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(found.score.cpu(), wanted.score, rtol=2e-5, atol=5e-6)
+
+
+NOT_FINITE = ("greedy", "greedy_margin", "drawn_hot_entropy", "top_p", "top_k_drawn")
+
+
+def check_not_finite(cases: list[Case], ops: Operators, dtype: torch.dtype, size: int) -> None:
+    """A row that holds NaN or infinity gives no finite confidence, whatever its settings, a token
+    that exists, and leaves other rows as they are."""
+    generator = torch.Generator().manual_seed(5)
+    mask = size - 1  # in no tile with the first tokens, as that of released vocabularies
+    logits = make_logits(Case(rows=5 * len(cases)), size, generator).to(dtype)
+    logits[1::5, size - 2] = float("nan")
+    logits[2::5] = float("nan")
+    logits[3::5, 2:5] = float("nan")
+    logits[4::5, 1] = float("inf")
+    sampling = make_sampling([replace(case, rows=5) for case in cases], generator)
+    (first,) = {case.top_k_first for case in cases}
+    settings = to_device(sampling, ops.device)
+    found = ops.sample_confidence(logits.to(ops.device), settings, mask, top_k_first=first)
+    wanted = sample_confidence_ref(logits[::5], every(sampling, 5), mask, top_k_first=first)
+    is_finite = found.confidence.isfinite().view(-1, 5)
+    assert is_finite.tolist() == [[True, False, False, False, False]] * len(cases)
+    assert ((found.token >= 0) & (found.token < size)).all()
+    assert found.token.cpu()[::5].tolist() == wanted.token.tolist()
+
+
+def every(s: RowSampling, step: int) -> RowSampling:
+    """The settings of the first row and of each ``step``-th one behind it."""
+    return RowSampling(**{field.name: getattr(s, field.name)[::step] for field in fields(s)})
 
 
 def make_logits(case: Case, vocab_size: int, generator: torch.Generator) -> Tensor:
