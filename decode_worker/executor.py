@@ -15,7 +15,7 @@ import numpy as np
 from effuse.config.decoding import Alg
 from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
-from effuse.decode_worker.request import DecodeRequest, edits_for
+from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
 from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
@@ -240,7 +240,7 @@ def denoise_part(request: DecodeRequest, plan: StepPlan) -> Part:
         sampling=sampling,
         score=ScoreCode.named(request.settings.ranked_by),
         num_logprobs=request.num_logprobs,
-        edits=edits_for(request.sampling, request.sequence, plan.candidates),
+        edits=request.edits(plan.candidates),
     )
 
 
@@ -279,7 +279,7 @@ def canvas_parts(request: DecodeRequest) -> list[Part]:
         draw=_draw(request),
         guidance=settings.cfg_scale,
         num_logprobs=request.num_logprobs,
-        edits=edits_for(request.sampling, sequence, plan.candidates),
+        edits=request.edits(plan.candidates),
     )
     if not settings.cfg_scale:
         return [part]

@@ -55,6 +55,8 @@ class DecodeRequest:
     cache_of: int | None = None  # start of the generation block that a canvas' pages surround
     boundary: Tensor | None = None  # [H] hidden row of the last stored position (shifting models)
     prompt_boundary: Tensor | None = None  # [H] the same behind the prompt, once that was stored
+    token_edits: TokenEdits | None = None  # what its final text asked for
+    token_edits_of: int = 0  # when that had so many tokens
     plan: StepPlan | None = None  # of the step that is opened and not yet applied
     is_verified: bool = False  # the prompt's KV was complete once
     forward_passes: int = 0
@@ -125,6 +127,16 @@ class DecodeRequest:
             else:
                 self.plan = denoise.open_step(self.sequence, self.settings)
         return self.plan
+
+    def edits(self, candidates: IntArray) -> PartEdits | None:
+        """`edits_for` these positions. What final text asks for takes all of it, which of a prompt
+        of thousands of tokens is longer than a step: so it is kept until there is more of it."""
+        length = self.sequence.num_emitted
+        known = self.token_edits if self.token_edits_of == length else None
+        found = edits_for(self.sampling, self.sequence, candidates, known)
+        if found is not None:
+            self.token_edits, self.token_edits_of = found.edits, length
+        return found
 
     def close_step(self) -> StepPlan:
         """The plan of the denoise step whose forward has ended; the next one may be opened."""
@@ -312,12 +324,15 @@ def _arrival(request: DecodeRequest) -> int:
     return request.arrival
 
 
-def edits_for(sampling: Sampling, sequence: Sequence, candidates: IntArray) -> PartEdits | None:
-    """What a step changes of the logits of these positions [R] of `sequence`; None for nothing."""
+def edits_for(
+    sampling: Sampling, sequence: Sequence, candidates: IntArray, known: TokenEdits | None = None
+) -> PartEdits | None:
+    """What a step changes of the logits of these positions [R] of `sequence`; None for nothing.
+    `known` is what the same final text asked for before."""
     bars = _bars(sequence, candidates)
     if not (sampling.edits_logits or bars):
         return None
-    edits = _token_edits(sampling, sequence)
+    edits = _token_edits(sampling, sequence) if known is None else known
     return PartEdits(
         edits=edits,
         early=_barring(edits, sequence.stopping.stop_token_ids) if bars else edits,

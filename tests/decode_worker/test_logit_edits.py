@@ -4,6 +4,7 @@ as on the host, and again from every commit."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from oracle.forward import RawModel, load_raw
 from effuse.config.decoding import Sampling, Stopping
 from effuse.decode_worker.request import edits_for
 from effuse.decode_worker.sequence import Sequence
+from effuse.models.part import Forward, Part, PartResult
 from effuse.models.transformer import Transformer
 from effuse.worker.messages import Committed, Resume, StartDecode
 
@@ -120,6 +122,36 @@ def test_an_answer_goes_on_from_every_commit(twin: Twin) -> None:
 def _resumed(request: StartDecode, done: tuple[int, ...], commit: Committed) -> StartDecode:
     resume = Resume(committed_token_ids=done, frontier=commit.frontier)
     return msgspec.structs.replace(request, resume=resume)
+
+
+class Recording:
+    """A forward that keeps the parts it has run."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.parts: list[Part] = []
+
+    def run(self, parts: Iterable[Part]) -> list[PartResult]:
+        self.parts += parts
+        return self.forward.run(list(parts))
+
+
+@pytest.mark.parametrize("algorithm", ["block_diffusion", "llada"])
+def test_what_final_text_changes_is_worked_out_once_for_all_steps_of_a_block(
+    tmp_path: Path, algorithm: str
+) -> None:
+    """It takes all of prompt and answer, and each step waits for it."""
+    rig = Rig(load_tiny(write_tiny_checkpoint(tmp_path / "model", "llada", seed=3)))
+    rig.forward = recording = Recording(rig.forward)
+    rig.connect(None)
+    request = make_request(
+        "a", range(20, 28), max_tokens=12, stop_token_ids=(), algorithm=algorithm,
+        confidence_threshold=1.0, block_length=4, sampling=Sampling(repetition_penalty=1.5),
+    )  # fmt: skip
+    run(rig, [request])
+    edits = [part.edits for part in recording.parts if part.edits is not None]
+    assert len(edits) == 12
+    assert len({id(one.edits) for one in edits}) == 3
 
 
 def sequence_of(answer: list[int], min_tokens: int = 0) -> Sequence:
