@@ -33,7 +33,7 @@ from effuse.models.transformer import LayerKV, Transformer
 
 __all__ = ["ModelRunner", "Part", "PartResult"]
 
-_MOST_EDITED = 256  # rows of logits that are copied to be changed, at a time
+_MOST_CHANGED = 256  # rows of logits that are copied to be changed, at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,32 +245,44 @@ def _sample_by_part(
     A part with guidance s takes u + (s + 1) * (c - u), where c are its own logits and u those of
     the part that follows, whose candidates are the same positions.
     """
-    drawn, first = [], 0
+    drawn: list[Candidates] = []
+    first = 0
     for part in parts:
         end = first + len(part.candidates)
         if end == first:
             continue
-        rows = logits[first:end]
-        if part.guidance:
-            free = logits[end : end + len(rows)].float()
-            rows = free + (part.guidance + 1) * (rows.float() - free)
-        of_part = _rows_of(sampling, slice(first, end))
-        if part.edits is None or edits is None:
-            drawn.append(_sample_part(part, rows, of_part, config))
+        of_part, rows = _rows_of(sampling, slice(first, end)), logits[first:end]
+        own_edits = None
+        if part.edits is not None and edits is not None:
+            own_edits = edits.of_rows(first, end)
+        if part.guidance or own_edits is not None:
+            free = logits[end : end + len(rows)]
+            drawn += _sample_changed(part, rows, free, of_part, own_edits, config)
         else:
-            drawn += _sample_edited(part, rows, of_part, edits.of_rows(first, end), config)
+            drawn.append(_sample_part(part, rows, of_part, config))
         first = end
     return _joined(drawn)
 
 
-def _sample_edited(
-    part: Part, logits: Tensor, sampling: RowSampling, edits: LogitEdits, config: ModelConfig
+def _sample_changed(
+    part: Part,
+    logits: Tensor,
+    free: Tensor,
+    sampling: RowSampling,
+    edits: LogitEdits | None,
+    config: ModelConfig,
 ) -> Iterator[Candidates]:
-    """Candidates of a part whose logits are changed, some rows at a time."""
-    for first in range(0, len(logits), _MOST_EDITED):
-        end = min(first + _MOST_EDITED, len(logits))
-        rows = edit_logits(logits[first:end], edits.of_rows(first, end), config.mask_token_id)
-        yield _sample_part(part, rows, _rows_of(sampling, slice(first, end)), config)
+    """Candidates of a part whose logits are led away from ``free`` or edited, some rows at a time:
+    what is changed is copied, as fp32."""
+    for first in range(0, len(logits), _MOST_CHANGED):
+        span = slice(first, min(first + _MOST_CHANGED, len(logits)))
+        rows = logits[span]
+        if part.guidance:
+            unled = free[span].float()
+            rows = unled + (part.guidance + 1) * (rows.float() - unled)
+        if edits is not None:
+            rows = edit_logits(rows, edits.of_rows(span.start, span.stop), config.mask_token_id)
+        yield _sample_part(part, rows, _rows_of(sampling, span), config)
 
 
 def _sample_part(

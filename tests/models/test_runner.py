@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.nn import functional
 
 from effuse.config.decoding import Sampling
 from effuse.kernels import rowwise
-from effuse.kernels.sampling import ScoreCode
+from effuse.kernels.sampling import Candidates, ScoreCode, sample_confidence
+from effuse.models import runner
 from effuse.models.runner import Part, PartResult
 
 BLOCK = 4
@@ -277,6 +279,37 @@ def test_sampling_settings_reach_their_rows(model: PagedModel) -> None:
     assert margins.tokens == base.tokens and margins.scores != base.scores
     mixed = model.runner().run([part, later])
     assert mixed[0] == model.runner().run([part])[0]
+
+
+def test_what_leads_logits_copies_some_of_them_at_a_time(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward that is tried at the start, to see what room there is, copies none at all."""
+    rows_of: list[int] = []
+
+    def spy(logits: Tensor, *rest: Any, **kept: Any) -> Candidates:
+        rows_of.append(len(logits))
+        return sample_confidence(logits, *rest, **kept)
+
+    monkeypatch.setattr(runner, "sample_confidence", spy)
+    ids, wanted = tokens_of(8) + [MASK_TOKEN_ID] * 600, range(8, 608)
+    part = Part(
+        token_ids=ids,
+        start=0,
+        pages=(),
+        num_stored=0,
+        block_origin=len(ids),
+        candidates=wanted,
+        denoise_counts=[0] * 600,
+        sampling=Sampling(temperature=1.0, seed=3),
+        guidance=1.5,
+    )
+    free = [MASK_TOKEN_ID] * len(ids)
+    led, _ = model.runner().run([part, replace(part, token_ids=free, guidance=0.0)])
+    assert rows_of == [256, 256, 88, 600]
+    few = replace(part, candidates=wanted[300:305], denoise_counts=[0] * 5)
+    again, _ = model.runner().run([few, replace(few, token_ids=free, guidance=0.0)])
+    assert again.tokens == led.tokens[300:305]
 
 
 def test_nothing_to_run(model: PagedModel) -> None:
