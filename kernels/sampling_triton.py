@@ -78,7 +78,8 @@ def launch(
     rows_of = (logits, logits.stride(0), vocab_size, mask_token_id, temperature)
     limits = (cut_value, cut_token, score_kind)
     # A base is rounded once and then the same for all: no other product may join its difference.
-    _greedy_kernel[(num_segments, rows)](
+    # In one dimension: along a second one there may be no more than 65535 rows.
+    _greedy_kernel[(num_segments * rows,)](
         *rows_of,
         *limits,
         parts,
@@ -90,7 +91,7 @@ def launch(
         num_warps=shape.num_warps,
         enable_fp_fusion=False,
     )
-    _drawn_kernel[(num_segments, rows)](
+    _drawn_kernel[(num_segments * rows,)](
         *rows_of,
         *limits,
         *counters,
@@ -122,6 +123,13 @@ def launch(
 
 
 @triton.jit
+def _segment_and_row(vocab_size, SEGMENT: tl.constexpr):
+    """Of this program: segment after segment of one row, then of the next."""
+    num_segments = tl.cdiv(vocab_size, SEGMENT)
+    return tl.program_id(0) % num_segments, tl.program_id(0) // num_segments
+
+
+@triton.jit
 def _is_plain(temperature, value_cut, score_kind):
     """Whether a row needs no more than peak and sum."""
     return (temperature <= 0) & (value_cut == float("-inf")) & (score_kind != NEG_ENTROPY)
@@ -141,13 +149,12 @@ def _fold(values, start, peaks, sums, tiles, runners_up):
 
 
 @triton.jit
-def _leave(parts, places, row, segment, peaks, sums, tiles, runners_up):
+def _leave(parts, places, peaks, sums, tiles, runners_up):
     """Combines the lanes of a segment and stores what the last kernel needs of it."""
     peak = tl.max(peaks, 0)
     tile = tl.min(tl.where(peaks == peak, tiles, FAR), 0)
     runner_up = tl.max(tl.where(tiles == tile, runners_up, peaks), 0)
-    place = row * tl.num_programs(0) + segment
-    step = tl.num_programs(1) * tl.num_programs(0)
+    place, step = tl.program_id(0), tl.num_programs(0)
     tl.store(parts + place, peak)
     shrink = tl.exp2(peaks * LOG2_E - peak * LOG2_E)
     tl.store(parts + place + step, tl.sum(sums * shrink, 0))
@@ -174,8 +181,7 @@ def _greedy_kernel(
 ):
     """One segment of one row without temperature, filters and entropy."""
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
-    segment = tl.program_id(0)
-    row = tl.program_id(1)
+    segment, row = _segment_and_row(vocab_size, SEGMENT)
     temperature = tl.load(temperatures + row)
     if not _is_plain(temperature, tl.load(cut_value + row), tl.load(score_kinds + row)):
         return
@@ -199,7 +205,7 @@ def _greedy_kernel(
         )
         values = by_lane(values, DEPTH, LANES, ELEMENTS)
         peaks, sums, tiles, runners_up = _fold(values, whole_end, peaks, sums, tiles, runners_up)
-    _leave(parts, places, row, segment, peaks, sums, tiles, runners_up)
+    _leave(parts, places, peaks, sums, tiles, runners_up)
 
 
 @triton.jit
@@ -225,8 +231,7 @@ def _drawn_kernel(
 ):
     """One segment of one row with temperature, filters or entropy."""
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
-    segment = tl.program_id(0)
-    row = tl.program_id(1)
+    segment, row = _segment_and_row(vocab_size, SEGMENT)
     temperature = tl.load(temperatures + row)
     value_cut = tl.load(cut_value + row)
     kind = tl.load(score_kinds + row)
@@ -281,9 +286,8 @@ def _drawn_kernel(
             fresh = sum_of_lanes(tl.where(weights > 0, weights * below, 0.0))
             fall = old_peaks * LOG2_E - bases
             terms = (terms + fall * old_sums) * tl.exp2(fall) + fresh
-    _leave(parts, places, row, segment, peaks, sums, tiles, runners_up)
-    place = row * tl.num_programs(0) + segment
-    step = tl.num_programs(1) * tl.num_programs(0)
+    _leave(parts, places, peaks, sums, tiles, runners_up)
+    place, step = tl.program_id(0), tl.num_programs(0)
     peak = tl.max(peaks, 0)
     fall = peaks * LOG2_E - peak * LOG2_E
     moved = tl.exp2(fall) * (terms + tl.where(sums > 0, fall * sums, 0.0))
