@@ -298,5 +298,5 @@ def _draw(request: DecodeRequest) -> LladaDraw | None:
         seed=request.sampling.seed,
         answer_index=request.sampling.answer_index,
         never=(mask, *eos[:1]) if settings.logits_eos_inf else (mask,),
-        last=eos if settings.confidence_eos_eot_inf else (),
+        last=request.postponed_ids if settings.confidence_eos_eot_inf else (),
     )

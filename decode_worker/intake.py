@@ -54,6 +54,7 @@ class Intake:
             group="" if message.settings.is_canvas else message.group,
             num_logprobs=message.num_logprobs,
             eos_token_ids=self.model.eos_token_ids,
+            postponed_ids=self.model.postponed_ids,
             shifts=self.model.shift_logits,
         )
         if message.num_logprobs is not None and message.resume is not None:

@@ -50,6 +50,7 @@ class DecodeRequest:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, not yet sent
     drafted_end: int = 0  # position behind the last block that a draft has told of
     eos_token_ids: tuple[int, ...] = ()  # of the model, whether or not they end this answer
+    postponed_ids: tuple[int, ...] = ()  # of the model: written last where that was asked for
     shifts: bool = False  # the model predicts a position from the row before it
     pages: list[PageRef] = field(default_factory=list)
     cache_of: int | None = None  # start of the generation block that a canvas' pages surround

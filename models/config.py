@@ -20,7 +20,7 @@ from effuse.models.config_experts import (
 )
 from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import end_ids
-from effuse.models.families import FAMILIES, Architecture, find_family
+from effuse.models.families import FAMILIES, Architecture, family_of, find_family
 
 PromptAttention = Literal["causal_blocks", "bidirectional"]
 
@@ -102,6 +102,13 @@ class ModelConfig:
     def prompt_attention(self) -> PromptAttention:
         """Whether the prompt attends to all of itself, or block by block like the answer."""
         return "causal_blocks" if self.architecture in _BLOCK_CAUSAL else "bidirectional"
+
+    @property
+    def postponed_ids(self) -> tuple[int, ...]:
+        """Ids that LLaDA's confidence_eos_eot_inf has written last."""
+        turn_ends = family_of(self.architecture).turn_end_ids
+        beside = (token for token in turn_ends if token < self.vocab_size)
+        return tuple(dict.fromkeys((*self.eos_token_ids, *beside)))
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """The experts of a layer, or None where it has a plain MLP."""

@@ -44,6 +44,7 @@ class Family:
     has_experts: bool = False
     has_own_type: bool = True  # else a config.json that names no class is of another model
     end_ids: tuple[int, ...] = ()  # of a checkpoint whose files name none
+    turn_end_ids: tuple[int, ...] = ()  # that its code writes last with them, where it is asked to
     origin: str  # where these values are from, as people are told
 
 
@@ -105,6 +106,7 @@ FAMILIES: Final = (
         algorithm="llada",
         adapted_algorithm="d2f",
         top_k_first=False,
+        turn_end_ids=(126348,),  # <|eot_id|>, which none of its files names
         origin="LLaDA's generate.py",
     ),
     Family(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from decoding.published import Published, published_model, published_runs
 from torch import Tensor
 
 from effuse.config.decoding import Sampling
+from effuse.decode_worker.executor import canvas_parts
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.sequence import RequestError
 from effuse.models.packing import PackedParts
@@ -293,6 +295,17 @@ def test_what_cannot_run_here_is_refused(
     intake = Intake(model.config, Rig(model, budget=100).limits)
     with pytest.raises(RequestError, match=message):
         intake.make_request(request, arrival=0, now=0.0)
+
+
+@pytest.mark.parametrize(("asked", "last"), [(False, ()), (True, (126081, 126348))])
+def test_llada_puts_off_the_end_of_a_turn_too_which_its_files_do_not_name(
+    asked: bool, last: tuple[int, ...], model: Transformer
+) -> None:
+    published = replace(model.config, vocab_size=126464, eos_token_ids=(126081,))
+    intake = Intake(published, Rig(model).limits)
+    message = make_request("a", [5], algorithm="llada", confidence_eos_eot_inf=asked)
+    (part,) = canvas_parts(intake.make_request(message, arrival=0, now=0.0))
+    assert part.draw is not None and part.draw.last == last
 
 
 def test_a_block_causal_model_denoises_no_canvas(tmp_path: Path) -> None:
