@@ -55,11 +55,18 @@ class StoredPlacements(Protocol):
 
 
 class KnownRequests:
-    """One per router. `now` is a monotonic clock in seconds."""
+    """One per router. `now` is a monotonic clock in seconds; `unwritten` gives an answer by id and
+    digest that the store was not given yet."""
 
-    def __init__(self, store: StoredPlacements, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: StoredPlacements,
+        now: Callable[[], float],
+        unwritten: Callable[[str, str], bytes | None] = lambda _id, _digest: None,
+    ) -> None:
         self._store = store
         self._now = now
+        self._unwritten = unwritten
         self._running: dict[str, Request] = {}
         self._limits: dict[str, asyncio.Timeout] = {}  # by request id
         self.is_cut_off = False
@@ -159,13 +166,16 @@ class KnownRequests:
     async def _add_answer(
         self, described: pb.GetRequestResponse, digest: str
     ) -> pb.GetRequestResponse:
-        """Adds the answer of a request that ended well, where it is kept and Redis is there."""
+        """Adds the answer of a request that ended well, where it is kept: here until Redis has it,
+        then in Redis if that is there."""
         if described.state != pb.REQUEST_STATE_FINISHED or not digest:
             return described
         found = pb.GetRequestResponse()
         found.CopyFrom(described)
         try:
-            kept = await self._store.answer(described.request_id, digest)
+            kept = self._unwritten(described.request_id, digest)
+            if kept is None:
+                kept = await self._store.answer(described.request_id, digest)
             if kept is not None:
                 found.answer.MergeFromString(kept)
         except StoreUnavailable as error:

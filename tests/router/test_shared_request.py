@@ -51,6 +51,8 @@ def test_an_answer_that_redis_has_not_been_given_yet_is_given_again() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.store.is_down = True
         first = await ask(fleet, request_id="mine")
+        found = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="mine"))
+        assert (found.state, found.answer) == (pb.REQUEST_STATE_FINISHED, first)
         assert await ask(fleet, request_id="mine") == first
         assert num_runs(fleet) == 1
         assert (await ask(fleet, request_id="mine", prompt="another")).text == TEXT
