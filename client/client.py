@@ -94,7 +94,8 @@ class Client:
         Raises EffuseError."""
         with _raising(self._target):
             response = self._generation.CancelRequest(
-                generation_pb2.CancelRequestRequest(request_id=request_id)
+                generation_pb2.CancelRequestRequest(request_id=request_id),
+                timeout=self._options.timeout_s,
             )
         return response.was_running
 
@@ -104,20 +105,22 @@ class Client:
         """The ids that a prompt would be. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)
         with _raising(self._target):
-            response = self._models.Tokenize(request)
+            response = self._models.Tokenize(request, timeout=self._options.timeout_s)
         return tuple(response.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer of these ids would have. Raises EffuseError."""
         request = model_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
         with _raising(self._target):
-            response = self._models.Detokenize(request)
+            response = self._models.Detokenize(request, timeout=self._options.timeout_s)
         return response.text
 
     def models(self) -> list[model_pb2.Model]:
         """What the fleet serves, with limits and defaults. Raises EffuseError."""
         with _raising(self._target):
-            response = self._models.ListModels(model_pb2.ListModelsRequest())
+            response = self._models.ListModels(
+                model_pb2.ListModelsRequest(), timeout=self._options.timeout_s
+            )
         return list(response.models)
 
     def workers(self) -> list[model_pb2.Worker]:
@@ -126,7 +129,7 @@ class Client:
         request = model_pb2.ListWorkersRequest()
         while True:
             with _raising(self._target):
-                response = self._models.ListWorkers(request)
+                response = self._models.ListWorkers(request, timeout=self._options.timeout_s)
             found += response.workers
             if not response.next_page_token:
                 return found
@@ -261,7 +264,8 @@ class AsyncClient:
         Raises EffuseError."""
         with _raising(self._target):
             response = await self._generation.CancelRequest(
-                generation_pb2.CancelRequestRequest(request_id=request_id)
+                generation_pb2.CancelRequestRequest(request_id=request_id),
+                timeout=self._options.timeout_s,
             )
         return response.was_running
 
@@ -271,20 +275,22 @@ class AsyncClient:
         """The ids that a prompt would be. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)
         with _raising(self._target):
-            response = await self._models.Tokenize(request)
+            response = await self._models.Tokenize(request, timeout=self._options.timeout_s)
         return tuple(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer of these ids would have. Raises EffuseError."""
         request = model_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
         with _raising(self._target):
-            response = await self._models.Detokenize(request)
+            response = await self._models.Detokenize(request, timeout=self._options.timeout_s)
         return response.text
 
     async def models(self) -> list[model_pb2.Model]:
         """What the fleet serves, with limits and defaults. Raises EffuseError."""
         with _raising(self._target):
-            response = await self._models.ListModels(model_pb2.ListModelsRequest())
+            response = await self._models.ListModels(
+                model_pb2.ListModelsRequest(), timeout=self._options.timeout_s
+            )
         return list(response.models)
 
     async def workers(self) -> list[model_pb2.Worker]:
@@ -293,7 +299,7 @@ class AsyncClient:
         request = model_pb2.ListWorkersRequest()
         while True:
             with _raising(self._target):
-                response = await self._models.ListWorkers(request)
+                response = await self._models.ListWorkers(request, timeout=self._options.timeout_s)
             found += response.workers
             if not response.next_page_token:
                 return found

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -62,6 +62,7 @@ class FakeRouter(
     takes_s: float = 0.0  # before a request is answered, or until the end of the test
     over: threading.Event = field(default_factory=threading.Event)
     asked: list[pb.GenerateRequest] = field(default_factory=list)
+    left_s: list[float] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def Generate(
@@ -117,6 +118,7 @@ class FakeRouter(
 
     def _note(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> None:
         self.asked.append(request)
+        self.left_s.append(context.time_remaining())
         self.over.wait(self.takes_s)
         if len(self.asked) <= self.failures:
             context.abort(self.code, "told to fail")
@@ -292,6 +294,44 @@ def test_a_deadline_ends_a_stream_at_both_sides(router: FakeRouter, target: str)
     with effuse.Client(target) as client, pytest.raises(DeadlineExceeded):
         list(client.stream("hello", timeout_s=0.3))
     assert router.cancelled.wait(10)
+
+
+CALLS: list[Callable[[effuse.Client], object]] = [
+    lambda client: client.generate("hello"),
+    lambda client: list(client.stream("hello")),
+    lambda client: client.cancel("mine"),
+    lambda client: client.tokenize("hello"),
+    lambda client: client.detokenize([65]),
+    lambda client: client.models(),
+    lambda client: client.workers(),
+]
+
+
+def test_a_second_is_a_second(target: str) -> None:
+    with effuse.Client(target, timeout_s=1.0) as client:
+        for call in CALLS:
+            for tries_left in reversed(range(20)):  # a machine may stand still for a second
+                try:
+                    assert call(client)
+                    break
+                except DeadlineExceeded:
+                    assert tries_left
+
+
+def test_a_call_has_its_own_time_or_else_the_clients(router: FakeRouter, target: str) -> None:
+    async def ask() -> None:
+        async with effuse.AsyncClient(target, timeout_s=5000.0) as client:
+            for timeout_s in (None, 9000.0):
+                await client.generate("hello", timeout_s=timeout_s)
+                async for _ in client.stream("hello", timeout_s=timeout_s):
+                    pass
+
+    with effuse.Client(target, timeout_s=5000.0) as client:
+        for timeout_s in (None, 9000.0):
+            client.generate("hello", timeout_s=timeout_s)
+            assert client.stream("hello", timeout_s=timeout_s).answer
+    asyncio.run(ask())
+    assert [round(left_s, -3) for left_s in router.left_s] == [5000, 5000, 9000, 9000] * 2
 
 
 def test_a_stream_can_be_ended(router: FakeRouter, target: str) -> None:
