@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, TypeVar
 
 from effuse.client.chat import Chat
@@ -64,7 +64,7 @@ class Params:
     model: str | None = None  # needed where the fleet serves several
     n: int | None = None  # answers to give; each draws for itself
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()  # text that ends the answer and is no part of it
+    stop: str | tuple[str, ...] = ()  # text that ends the answer and is no part of it
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool | None = None
     min_tokens: int | None = None  # before which nothing but max_tokens ends the answer
@@ -114,44 +114,69 @@ def make_request(
     token_ids: bool = False,
     drafts: bool = False,
 ) -> pb.GenerateRequest:
-    """The request for one prompt. Raises ValueError for a name that is none of those known, for a
-    template argument that JSON cannot express, and for a stop string that stands alone."""
-    if isinstance(params.stop, str):  # as many strings as it has letters, to protobuf
-        raise ValueError(f"stop: expected a tuple of strings, got the string {params.stop!r}")
+    """The request for one prompt. Raises ValueError for settings that it cannot hold, for a prompt
+    of bytes, and for a template argument that JSON cannot express."""
+    if isinstance(prompt, bytes | bytearray):  # whose numbers would be taken for ids
+        raise ValueError("prompt: expected a text, a Chat or token ids, got bytes")
     ids = None if isinstance(prompt, str | Chat) else pb.TokenIds(ids=prompt)
-    return pb.GenerateRequest(
+    try:
+        request = _settings(params)
+    except (TypeError, ValueError) as error:
+        told = "; ".join(f"{name}: {why}" for name, why in misfits(params).items())
+        raise ValueError(told) from error
+    rest = pb.GenerateRequest(
         request_id=request_id,
-        n=params.n,
-        model=params.model,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=ids,
         chat=prompt.to_input() if isinstance(prompt, Chat) else None,
+        output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
+    )
+    request.MergeFrom(rest)
+    return request
+
+
+def misfits(params: Params) -> dict[str, str]:
+    """Settings that no request can hold, by their names, and why."""
+    found: dict[str, str] = {}
+    given = {one.name: getattr(params, one.name) for one in fields(params)}
+    for name, value in given.items():
+        if value is None:
+            continue
+        try:
+            _settings(Params(**{name: value}))
+        except (TypeError, ValueError) as error:
+            found[name] = str(error)
+    return found
+
+
+def _settings(params: Params) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        n=params.n,
+        model=params.model,
         parse_special_tokens=params.parse_special_tokens,
-        priority=_named("priority", params.priority, PRIORITIES),
+        priority=_named(params.priority, PRIORITIES),
         sampling=_sampling(params),
         stopping=pb.StoppingParams(
             max_tokens=params.max_tokens,
-            stop=params.stop,
+            stop=(params.stop,) if isinstance(params.stop, str) else params.stop,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
             min_tokens=params.min_tokens,
         ),
         decoding=_decoding(params),
-        output=pb.OutputOptions(
-            token_ids=token_ids, drafts=drafts, logprobs=params.logprobs, echo=params.echo
-        ),
+        output=pb.OutputOptions(logprobs=params.logprobs, echo=params.echo),
     )
 
 
 def _decoding(params: Params) -> pb.DecodingParams:
     return pb.DecodingParams(
-        algorithm=_named("algorithm", params.algorithm, ALGORITHMS),
+        algorithm=_named(params.algorithm, ALGORITHMS),
         window=params.window,
         confidence_threshold=params.confidence_threshold,
         block_add_threshold=params.block_add_threshold,
         full_activation_threshold=params.full_activation_threshold,
-        score=_named("score", params.score, SCORES),
-        remasking=_named("remasking", params.remasking, REMASKINGS),
+        score=_named(params.score, SCORES),
+        remasking=_named(params.remasking, REMASKINGS),
         denoising_steps=params.denoising_steps,
         entropy_bound=params.entropy_bound,
         editing_threshold=params.editing_threshold,
@@ -162,10 +187,10 @@ def _decoding(params: Params) -> pb.DecodingParams:
         cfg_scale=params.cfg_scale,
         logits_eos_inf=params.logits_eos_inf,
         confidence_eos_eot_inf=params.confidence_eos_eot_inf,
-        alg=_named("alg", params.alg, ALGS),
+        alg=_named(params.alg, ALGS),
         eps=params.eps,
         alg_temp=params.alg_temp,
-        cache=_named("cache", params.cache, CACHES),
+        cache=_named(params.cache, CACHES),
     )
 
 
@@ -195,9 +220,9 @@ def _sampling(params: Params) -> pb.SamplingParams:
     )
 
 
-def _named(what: str, name: str | None, known: Mapping[Any, Value]) -> Value | None:
+def _named(name: str | None, known: Mapping[Any, Value]) -> Value | None:
     if name is None:
         return None
     if name not in known:
-        raise ValueError(f"{what}: expected one of {', '.join(known)}, got {name!r}")
+        raise ValueError(f"expected one of {', '.join(known)}, got {name!r}")
     return known[name]

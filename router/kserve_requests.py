@@ -13,9 +13,9 @@ from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 
-from effuse.client.params import Params, make_request
+from effuse.client.params import Params, make_request, misfits
 from effuse.compat import kserve_pb2 as kserve
-from effuse.protos.errors import InvalidRequest, NotFound
+from effuse.protos.errors import NotFound
 from effuse.router.findings import Findings, shown
 from effuse.v1 import generation_pb2 as pb
 
@@ -48,11 +48,11 @@ def request_of(asked: kserve.ModelInferRequest) -> pb.GenerateRequest:
         if output.name not in (TEXT, REASON):
             findings.add(f"outputs[{at}].name", f"{TEXT} or {REASON}", shown(output.name))
         _check_plain(f"outputs[{at}]", output.parameters, findings)
+    params = Params(model=asked.model_name or None, **settings)
+    for name, why in misfits(params).items():  # numbers that their fields cannot hold
+        findings.add(f"parameters[{shown(name)}]", "a value that fits", why)
     findings.raise_any()
-    try:
-        return make_request(prompt, Params(model=asked.model_name or None, **settings))
-    except ValueError as error:  # a number that its field cannot hold
-        raise InvalidRequest.of("parameters", str(error)) from error
+    return make_request(prompt, params)
 
 
 def check_version(version: str) -> None:
@@ -171,8 +171,6 @@ def _settings_of(
             findings.add(where, "a value", "none")
             continue
         value = getattr(parameters[name], choice)
-        if name == "stop" and isinstance(value, str):
-            value = (value,)
         # KServe's own messages, unlike Triton's, have no fractions: one comes as text there.
         is_text = isinstance(value, str) and float in get_args(_SETTINGS[name])
         try:

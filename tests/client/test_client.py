@@ -408,16 +408,26 @@ def test_a_name_that_is_unknown_is_refused_here() -> None:
         make_request("x", effuse.Params(algorithm="ddim"))  # type: ignore[arg-type]
 
 
-def test_a_stop_string_is_not_taken_letter_by_letter() -> None:
-    with pytest.raises(ValueError, match="stop: expected a tuple of strings, got the string 'END'"):
-        make_request("x", effuse.Params(stop="END"))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("token", ["of a file\n", "t\u00f6ken"])
 def test_a_token_that_no_call_can_carry_is_refused_and_not_shown(token: str) -> None:
     for kind in (effuse.Client, effuse.AsyncClient):
         with pytest.raises(ValueError, match=r"^token: expected printable ASCII on one line$"):
             kind("127.0.0.1:1", token=token)
+
+
+def test_a_text_is_never_taken_for_a_list() -> None:
+    assert make_request("x", effuse.Params(stop="end")).stopping.stop == ["end"]
+    for raw in (b"hello", bytearray(b"hello")):
+        with pytest.raises(ValueError, match="prompt: expected a text, a Chat or token ids, got b"):
+            make_request(raw, effuse.Params())
+
+
+def test_settings_that_no_request_can_hold_are_named() -> None:
+    params = effuse.Params(max_tokens=-1, seed=1 << 64, logit_bias={-5: 1.0}, top_k=7)
+    with pytest.raises(ValueError, match=r"^max_tokens: .*-1; logit_bias: .*-5; seed: .*616$"):
+        make_request("x", params)
+    with pytest.raises(UnicodeEncodeError):
+        make_request("\ud800", effuse.Params())
 
 
 def test_importing_it_is_cheap_and_clients_need_no_torch() -> None:

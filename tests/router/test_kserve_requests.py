@@ -116,7 +116,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"parameters": {"top_k": param(string_param="7")}}, "parameters['top_k']"),
     "no number": ({"parameters": {"top_p": param(string_param="half")}}, "parameters['top_p']"),
     "choice": ({"parameters": {"score": param(string_param="x")}}, "parameters['score']"),
-    "range": ({"parameters": {"max_tokens": param(int64_param=-1)}}, "parameters"),
+    "range": ({"parameters": {"max_tokens": param(int64_param=-1)}}, "parameters['max_tokens']"),
 }  # fmt: skip
 
 
@@ -134,6 +134,11 @@ def test_every_violation_is_named_at_once() -> None:
             asked(inputs=[text_input(TEXT, datatype="FP32", shape=[3])], parameters=parameters)
         )
     assert len(caught.value.violations) == 4
+    parameters = {"window": param(int64_param=-3), "seed": param(int64_param=-1)}
+    with pytest.raises(InvalidRequest) as caught:
+        request_of(asked(parameters=parameters))
+    named = {one.field for one in caught.value.violations}
+    assert named == {"parameters['window']", "parameters['seed']"}
 
 
 def test_there_is_one_version() -> None:
