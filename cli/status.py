@@ -39,7 +39,6 @@ _HEADINGS = (
     "waiting",
     "pages free",
     "steps",
-    "links",
 )
 
 

@@ -32,7 +32,9 @@ DECODE = pb.Worker(
 
 def test_a_line_for_each_worker() -> None:
     heading, first, second, *links, summary = as_text([DECODE, PREFILL]).splitlines()
-    assert heading.split()[:3] == ["worker", "role", "state"]
+    assert heading.split() == [
+        *("worker", "role", "state", "model", "running", "waiting", "pages", "free", "steps"),
+    ]
     assert first.split() == [
         *("decode-0", "decode", "ready", "m", "3", "of", "8", "2"),
         *("10", "of", "64,", "4", "in", "quarantine", "0"),
