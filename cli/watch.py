@@ -35,6 +35,10 @@ class Canvas:
     forward_passes: int = 0
     _drafts: dict[int, str] = field(default_factory=dict)
 
+    def echo(self, prompt: generation_pb2.PromptEcho) -> None:
+        """The prompt, which comes first."""
+        self.text = prompt.text
+
     def commit(self, commit: generation_pb2.BlockCommit) -> None:
         """Final text was added; drafts it covers are over."""
         self.text += commit.text
@@ -114,7 +118,9 @@ class Film:
 
 def apply(canvas: Canvas, event: Event) -> None:
     """Let one event change the canvas."""
-    if event.HasField("commit"):
+    if event.HasField("echo"):
+        canvas.echo(event.echo)
+    elif event.HasField("commit"):
         canvas.commit(event.commit)
     elif event.HasField("draft"):
         canvas.draft(event.draft)

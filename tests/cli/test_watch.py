@@ -8,7 +8,13 @@ from rich.console import Console
 from rich.text import Text
 
 from effuse.cli.watch import Film, watch
-from effuse.v1.generation_pb2 import BlockCommit, BlockDraft, Finished, GenerateStreamResponse
+from effuse.v1.generation_pb2 import (
+    BlockCommit,
+    BlockDraft,
+    Finished,
+    GenerateStreamResponse,
+    PromptEcho,
+)
 
 EVENTS = (
     GenerateStreamResponse(draft=BlockDraft(token_offset=0, text="\u2591\u2591")),
@@ -25,6 +31,14 @@ def test_plain_lines_when_piped() -> None:
         for event in EVENTS:
             show(event)
     assert out.getvalue().splitlines() == ["  |\u2591\u2591", "  |[a]\u2591", "  [a]b"]
+
+
+def test_a_prompt_that_is_asked_for_stands_before_its_answer() -> None:
+    out = io.StringIO()
+    with watch(Console(file=out, force_terminal=False, width=40)) as show:
+        for event in (GenerateStreamResponse(echo=PromptEcho(text="1 + 1 = ")), *EVENTS):
+            show(event)
+    assert out.getvalue().splitlines()[-2:] == ["  1 + 1 = |[a]\u2591", "  1 + 1 = [a]b"]
 
 
 def test_a_terminal_shows_every_state_however_fast_they_come() -> None:
