@@ -127,7 +127,7 @@ def test_what_is_broken_off_is_told_as_far_as_it_came(
 
     monkeypatch.setattr(bench, "send_as_they_arrive", send)
     out, drawn = tmp_path / "out.json", tmp_path / "out.svg"
-    flags = ["--dataset", str(dataset), "--rate", "4", "--sweep", "--total-within", "1"]
+    flags = ["--dataset", str(dataset), "--rate", "4", "--sweep", "--total-within", "0.2"]
     assert bench.main([*flags, "--json", str(out), "--plot", str(drawn)]) == 130
     told = capsys.readouterr()
     assert "fleet, 4/s" in told.out and "fleet, 8/s" in told.out
