@@ -325,7 +325,7 @@ def _with_others(answers: Sequence[Answer]) -> Answer:
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A text, a chat, or ids alone, are one prompt."""
-    if isinstance(prompts, str | Chat):
+    if isinstance(prompts, str | Chat | bytes | bytearray):  # bytes are refused like any prompt
         return [prompts]
     listed = list(prompts)
     ids = [one for one in listed if isinstance(one, int)]

@@ -208,6 +208,17 @@ def test_prompts_and_ids_do_not_mix(llm: effuse.LLM) -> None:
         llm.generate(["hello", 5])  # type: ignore[arg-type]
 
 
+def test_prompts_that_can_be_read_once_are_answered(llm: effuse.LLM) -> None:
+    texts = ["Find the value of 2 + 3.", "Find the value of 3 + 4."]
+    for prompts in (iter(texts), dict.fromkeys(texts)):
+        assert len(llm.generate(prompts, effuse.Params(max_tokens=4))) == 2
+
+
+def test_bytes_are_no_ids(llm: effuse.LLM) -> None:
+    with pytest.raises(ValueError, match="prompt: expected a text, a Chat or token ids, got bytes"):
+        llm.generate(b"Find the value of 2 + 3.")
+
+
 def test_a_batch_that_is_given_up_leaves_nothing(llm: effuse.LLM) -> None:
     def give_up(done: int, of: int) -> None:
         raise KeyboardInterrupt
