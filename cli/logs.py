@@ -38,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"effuse logs: no logs of a fleet{fleet} in {logs_home()}", file=sys.stderr)
         return 1
     names = sorted(log.stem for log in where.glob("*.log"))
+    if not (names or found.follow):
+        print(f"effuse logs: no logs in {where}", file=sys.stderr)
+        return 1
     if found.process is not None and found.process not in names:
         print(f"effuse logs: {where} has logs of {', '.join(names)}", file=sys.stderr)
         return 1
@@ -79,8 +82,10 @@ def logs_home() -> Path:
 
 
 def latest(home: Path, fleet: str | None) -> Path | None:
-    """The directory of the fleet that was started last, of this name where one is given."""
+    """The directory of the fleet that was started last, of this name where one is given; one whose
+    start failed before anything was written comes last."""
     found = [one for one in _started(home) if fleet is None or one.name.partition("_")[2] == fleet]
+    found = [one for one in found if any(one.glob("*.log"))] or found
     return found[-1] if found else None
 
 

@@ -68,6 +68,18 @@ def test_the_last_fleet_is_found_or_one_by_name(
     assert capsys.readouterr().out == "router     | old\n"
 
 
+def test_a_fleet_that_never_began_to_write_hides_no_other(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where its Redis does not answer, or its port is taken after all."""
+    empty = _fleet(home, "failed", 2.0)
+    assert main([]) == 1
+    assert f"no logs in {empty}" in capsys.readouterr().err
+    _fleet(home, "runs", 1.0, router="here\n")
+    assert main([]) == 0
+    assert capsys.readouterr().out == "router     | here\n"
+
+
 @pytest.mark.parametrize("name", ["prefill-7", "../router", "*"])
 def test_a_process_that_was_not_there(
     name: str, home: Path, capsys: pytest.CaptureFixture[str]
