@@ -51,6 +51,16 @@ ON_THE_WAY_S: Final = 0.02
 """What a cancellation may take from a client's deadline to here, and still be told from others."""
 
 
+@contextmanager
+def counting_refusals(router: Router) -> Iterator[None]:
+    """For all that is said against a request before anything is held for it."""
+    try:
+        yield
+    except EffuseError as error:
+        router.metrics.count_refusal(router.tenant().name, error.code.name)
+        raise
+
+
 def accept(
     router: Router,
     message: pb.GenerateRequest,
@@ -60,7 +70,7 @@ def accept(
 ) -> Request:
     """The request that a client means; raises `EffuseError` with all that can be said against it
     before anything is held for it."""
-    try:
+    with counting_refusals(router):
         request_id = _request_id(message)
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         if not router.admission.knows_seats:
@@ -76,9 +86,6 @@ def accept(
         time_left: float | None = context.time_remaining()
         limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
         router.admission.check(SlotNeed.of(asked, tenant.name, router.now(), limit_s))
-    except EffuseError as error:
-        router.metrics.count_refusal(router.tenant().name, error.code.name)
-        raise
     router.retry_budget.add_requests(asked.num_answers, router.now())
     return Request(
         id=request_id,

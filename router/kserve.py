@@ -16,7 +16,7 @@ from effuse.compat import kserve_pb2_grpc
 from effuse.protos.errors import Bug, Cancelled, EffuseError
 from effuse.router.client import AnswerStream, ClientGone, WholeAnswer
 from effuse.router.findings import Findings, check_model_name
-from effuse.router.handler import Handler, accept, request_span
+from effuse.router.handler import Handler, accept, counting_refusals, request_span
 from effuse.router.kserve_requests import (
     answer_of,
     check_version,
@@ -108,7 +108,9 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         """The whole answer, or all answers, at the end."""
         answer = WholeAnswer()
         with request_span(self._router, context):
-            accepted = accept(self._router, request_of(request), context, is_stream=False)
+            with counting_refusals(self._router):
+                asked = request_of(request)
+            accepted = accept(self._router, asked, context, is_stream=False)
             answer.take(await Handler(self._router, accepted, answer).serve())
         return answer_of(request, answer.response(accepted.id))
 
@@ -126,7 +128,9 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             stream = InferStream(context)
             try:
                 with request_span(self._router, context):
-                    accepted = accept(self._router, request_of(request), context, is_stream=True)
+                    with counting_refusals(self._router):
+                        asked = request_of(request)
+                    accepted = accept(self._router, asked, context, is_stream=True)
                     told = TextStream(request, stream)
                     async with stream.ending():
                         await stream.send(

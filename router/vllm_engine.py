@@ -23,7 +23,7 @@ from effuse.compat import vllm_engine_pb2 as engine
 from effuse.compat import vllm_engine_pb2_grpc
 from effuse.protos.errors import NotFound
 from effuse.router.client import AnswerStream, WholeAnswer
-from effuse.router.handler import Handler, accept, request_span
+from effuse.router.handler import Handler, accept, counting_refusals, request_span
 from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.router.tokenizer import bundled_directory
@@ -87,7 +87,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> None:
         """The answer as it grows, or at its end."""
         with request_span(self._router, context):
-            asked = request_of(request, self._router.tokenizer.chat_end_ids)
+            with counting_refusals(self._router):
+                asked = request_of(request, self._router.tokenizer.chat_end_ids)
             accepted = accept(self._router, asked, context, is_stream=request.stream)
             stream = AnswerStream(context)
             answer = EngineAnswer(accepted, stream, is_stream=request.stream)
