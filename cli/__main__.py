@@ -25,6 +25,8 @@ COMMANDS = {
     "convert-tokenizer": ("convert_tokenizer", "write tokenizer.json for a checkpoint"),
     "completion": ("completion", "print what a shell needs to complete these commands"),
 }
+WORKERS_OWN = {"nixl", "numpy", "safetensors", "torch", "transformers", "triton", "xxhash"}
+"""What only the extra `worker` installs, as pyproject.toml has it."""
 
 
 class Command(Protocol):
@@ -54,6 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return find(words[0]).main(words[1:])
+    except ModuleNotFoundError as error:
+        if error.name not in WORKERS_OWN:
+            raise
+        needed = f"{error.name} is needed: pip install 'effuse[worker]'"
+        print(f"effuse {words[0]}: {needed}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does

@@ -7,6 +7,7 @@ Other values are completed as names of files.
 import argparse
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from effuse.cli.__main__ import COMMANDS, find
 from effuse.cli.arguments import command
@@ -43,7 +44,11 @@ Parsers = Mapping[str, argparse.ArgumentParser]
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit status."""
     write = _SHELLS[make_parser().parse_args(argv).shell]
-    print(write({name: find(name).make_parser() for name in COMMANDS}), end="")
+    parsers = {}
+    for name in COMMANDS:
+        with suppress(ModuleNotFoundError):  # it runs where workers are installed alone
+            parsers[name] = find(name).make_parser()
+    print(write(parsers), end="")
     return 0
 
 

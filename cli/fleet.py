@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -180,8 +181,11 @@ class Fleet:
     def start(self) -> None:
         """Start everything and return once requests can be sent.
 
-        Raises FleetError with the log of the process at fault; everything is stopped then.
+        Raises FleetError with the log of the process at fault; everything is stopped then. Raises
+        ModuleNotFoundError where nothing of a worker is installed.
         """
+        if find_spec("torch") is None:
+            raise ModuleNotFoundError("workers need torch", name="torch")
         began = time.monotonic()
         deadline = began + (self.config.ready_timeout_s or longest_start_s(self.config))
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.__main__ import COMMANDS, find, main
+from effuse.cli.__main__ import COMMANDS, WORKERS_OWN, find, main
 from effuse.config.flags import Dataclass, HelpWithDefaults, add_flags, make_parser
 from effuse.router.config import RouterConfig
 from effuse.worker.config import DecodeConfig, PrefillConfig
@@ -114,3 +114,31 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         child.stdout.close()
         assert child.stderr.read() == b""
         assert child.wait(60) == 141
+
+
+_WITHOUT_WORKERS = (
+    "import sys; from effuse.cli.__main__ import WORKERS_OWN, main;"
+    "sys.modules |= dict.fromkeys(WORKERS_OWN); sys.exit(main(sys.argv[1:]))"
+)
+
+
+def test_what_workers_bring_is_said_to_be_missing_where_only_clients_are_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["worker"]
+    assert {re.split(r"[<>=;]", one)[0] for one in extra} == WORKERS_OWN
+    for words in (["up"], ["demo"], ["eval"]):
+        done = _run_without_workers(*words)
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        assert re.fullmatch(rf"effuse {words[0]}: \w+ is needed: pip install '.*\[worker\]'", line)
+
+
+def test_who_has_only_clients_completes_their_commands() -> None:
+    done = _run_without_workers("completion", "bash")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "generate) flags=" in done.stdout and "up) flags=" not in done.stdout
+
+
+def _run_without_workers(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-c", _WITHOUT_WORKERS, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
