@@ -44,7 +44,11 @@ REQUEST_ID_KEY: Final = "x-request-id"
 """Trailing metadata of every error and of every answer: what to ask for, and what logs have."""
 
 MAX_MESSAGE_CHARS: Final = 1000
-"""Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default)."""
+"""Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default): gRPC tells of a
+larger one that resources are exhausted. So all of it is ASCII, of which each character is one."""
+_MOST_VIOLATIONS: Final = 8
+_FIELD_CHARS: Final = 100
+_DESCRIPTION_CHARS: Final = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +279,7 @@ def to_status(error: EffuseError) -> status_pb2.Status:
     """Maps an error to the status that callers get: code, message, ErrorInfo, and RetryInfo or
     BadRequest where they apply."""
     code: int = error.code.value[0]
-    status = status_pb2.Status(code=code, message=error.message[:MAX_MESSAGE_CHARS])
+    status = status_pb2.Status(code=code, message=_cut(error.message, MAX_MESSAGE_CHARS))
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.labels)
     info.metadata["retryable"] = "true" if error.retryable else "false"
     status.details.add().Pack(info)
@@ -284,13 +288,24 @@ def to_status(error: EffuseError) -> status_pb2.Status:
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.add().Pack(retry)
     if isinstance(error, InvalidRequest):
-        bad = error_details_pb2.BadRequest()
-        for violation in error.violations[:8]:
-            bad.field_violations.add(
-                field=violation.field, description=violation.description[: MAX_MESSAGE_CHARS // 4]
-            )
-        status.details.add().Pack(bad)
+        status.details.add().Pack(_bad_request(error.violations))
     return status
+
+
+def _bad_request(violations: Sequence[FieldViolation]) -> error_details_pb2.BadRequest:
+    """As many as fit, and how many more there are."""
+    bad = error_details_pb2.BadRequest()
+    for one in violations[:_MOST_VIOLATIONS]:
+        told = _cut(one.description, _DESCRIPTION_CHARS)
+        bad.field_violations.add(field=_cut(one.field, _FIELD_CHARS), description=told)
+    if more := len(violations[_MOST_VIOLATIONS:]):
+        bad.field_violations.add(description=f"and {more} more")
+    return bad
+
+
+def _cut(text: str, most: int) -> str:
+    plain = text.encode("ascii", "backslashreplace").decode("ascii")
+    return plain if len(plain) <= most else f"{plain[: most - 4]} ..."
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:

@@ -172,8 +172,15 @@ def _kserve_requests(at: Facts) -> dict[str, tuple[kserve.ModelInferRequest, str
         "parameter of another type": (
             _set_to("max_tokens", string_param="8"), "parameters['max_tokens']"
         ),
-        "max_tokens negative": (_set_to("max_tokens", int64_param=-1), "parameters"),
-        "max_tokens of 40 bits": (_set_to("max_tokens", uint64_param=2**40), "parameters"),
+        "max_tokens negative": (
+            _set_to("max_tokens", int64_param=-1), "parameters['max_tokens']"
+        ),
+        "max_tokens of 40 bits": (
+            _set_to("max_tokens", uint64_param=2**40), "parameters['max_tokens']"
+        ),
+        "algorithm of 12 kilobytes": (
+            _set_to("algorithm", string_param="\N{PILE OF POO}" * 3000), "parameters['algorithm']"
+        ),
         "max_tokens 0": (_set_to("max_tokens", int64_param=0), "stopping.max_tokens"),
         "temperature nan": (_set_to("temperature", double_param=math.nan), "sampling.temperature"),
         "temperature of 64 bits": (

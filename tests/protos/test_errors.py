@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import string
+from base64 import b64encode
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -106,9 +109,21 @@ def test_bad_request_names_every_field() -> None:
     assert back.violations == error.violations
 
 
-def test_a_long_message_fits_the_trailers() -> None:
-    violations = [errors.FieldViolation(f"stop[{i}]", "x" * 5000) for i in range(100)]
-    assert len(to_status(InvalidRequest(violations)).SerializeToString()) < 7000
+@pytest.mark.parametrize("character", ["x", "\u00e9", "\N{PILE OF POO}"])
+def test_a_long_message_fits_the_trailers(character: str) -> None:
+    violations = [errors.FieldViolation(character * 500, character * 5000) for _ in range(100)]
+    status = to_status(InvalidRequest(violations))
+    sent = quote(status.message, safe=string.punctuation + " ")  # as gRPC encodes it
+    assert len(sent) + len(b64encode(status.SerializeToString())) < 7500  # of 8 KiB
+    assert status.message.endswith(" ...")
+
+
+def test_what_does_not_fit_is_said_to_be_there() -> None:
+    violations = [errors.FieldViolation(f"stop[{at}]", "is empty") for at in range(11)]
+    back = over_the_wire(InvalidRequest(violations))
+    assert isinstance(back, InvalidRequest)
+    assert [one.field for one in back.violations] == [*(f"stop[{at}]" for at in range(8)), ""]
+    assert back.message.endswith("stop[7]: is empty; and 3 more")
 
 
 @pytest.mark.parametrize(
