@@ -38,7 +38,6 @@ from effuse.placement.store import RedisAccess
 from effuse.protos.rpc import NO_PROXY
 
 LOG: Final = logging.getLogger(__name__)
-
 Role = Literal["redis", "router", "prefill", "decode"]
 
 _POLL_S = 0.02
@@ -99,8 +98,7 @@ class FleetConfig:
             raise ValueError("--metrics-port: several routers on one machine can only take 0")
         if self.redis_url is None and value_of(self.router_flags, "--redis-credentials"):
             raise ValueError(
-                "--redis-credentials: expected --redis-url beside it; one that is started here has "
-                "a user of its own"
+                "--redis-credentials: expected --redis-url, too: our Redis has its own"
             )
         if self.assignments() and self._names_cpu():
             raise ValueError("--device cpu: workers that compute on the CPU are given no GPU")
@@ -166,13 +164,11 @@ class Fleet:
 
     def metrics(self) -> dict[str, str]:
         """Where processes serve metrics now, host:port by name."""
-        found: dict[str, str] = {}
-        for name, told in self._told.copy().items():
+        told = self._told.copy()
+        for name in told:
             with contextlib.suppress(FileNotFoundError):  # it is being started again
-                told = self._home.told(name)
-            if "metrics" in told:
-                found[name] = told["metrics"]
-        return found
+                told[name] = self._home.told(name)
+        return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""

@@ -85,5 +85,5 @@ def test_a_redis_that_does_not_answer_is_told_at_once_and_why(
 
 def test_credentials_for_a_redis_of_its_own_are_refused() -> None:
     """It has a user of its own, and who shows another one's password is refused there."""
-    with pytest.raises(ValueError, match="--redis-credentials: expected --redis-url beside it"):
+    with pytest.raises(ValueError, match="--redis-credentials: expected --redis-url, too"):
         FleetConfig(router_flags=("--redis-credentials", "file"))

@@ -16,7 +16,6 @@ import pytest
 from eventually import eventually
 
 import effuse
-from effuse.client.options import Options
 from effuse.client.params import make_request
 from effuse.protos.errors import Cancelled, DeadlineExceeded, InvalidRequest, PeerLost, to_status
 from effuse.v1 import generation_pb2 as pb
@@ -356,28 +355,6 @@ def test_leaving_an_asyncio_stream_ends_it(router: FakeRouter, target: str) -> N
     assert router.cancelled.wait(10)
 
 
-def test_a_call_may_take_longer_than_the_clients_own_deadline(
-    router: FakeRouter, target: str
-) -> None:
-    router.takes_s = 0.5
-
-    async def ask() -> list[str | effuse.Answer]:
-        async with effuse.AsyncClient(target, timeout_s=0.1) as client:
-            assert (await client.generate("hello", timeout_s=60.0)).text == "abc"
-            return [piece async for piece in client.stream("hello", timeout_s=60.0)]
-
-    with effuse.Client(target, timeout_s=0.1) as client:
-        with pytest.raises(ValueError, match="above 0, at most 1000000000, got inf"):
-            client.generate("hello", timeout_s=float("inf"))
-        with pytest.raises(DeadlineExceeded):  # of a longer time nothing is left
-            client.generate("hello", timeout_s=-1.0)
-        assert client.generate("hello", timeout_s=1e9).text == "abc"
-        assert client.stream("hello", timeout_s=60.0).answer.text == "abc"
-        with pytest.raises(DeadlineExceeded):
-            client.generate("hello")
-    assert asyncio.run(ask())[:2] == ["ab", "c"]
-
-
 def test_closing_an_asyncio_client_cancels_nobodys_task(router: FakeRouter, target: str) -> None:
     router.takes_s = 60.0
 
@@ -395,39 +372,11 @@ def test_closing_an_asyncio_client_cancels_nobodys_task(router: FakeRouter, targ
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": float("nan")},
-                                   {"timeout_s": 1e-10}, {"timeout_s": float("inf")},
-                                   {"max_attempts": 0}, {"max_attempts": 6}])  # fmt: skip
-def test_options_that_grpc_would_drop(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Options(**wrong)  # type: ignore[arg-type]
-
-
-def test_a_name_that_is_unknown_is_refused_here() -> None:
-    with pytest.raises(ValueError, match="algorithm: expected one of d2f, block_diffusion"):
-        make_request("x", effuse.Params(algorithm="ddim"))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("token", ["of a file\n", "t\u00f6ken"])
 def test_a_token_that_no_call_can_carry_is_refused_and_not_shown(token: str) -> None:
     for kind in (effuse.Client, effuse.AsyncClient):
         with pytest.raises(ValueError, match=r"^token: expected printable ASCII on one line$"):
             kind("127.0.0.1:1", token=token)
-
-
-def test_a_text_is_never_taken_for_a_list() -> None:
-    assert make_request("x", effuse.Params(stop="end")).stopping.stop == ["end"]
-    for raw in (b"hello", bytearray(b"hello")):
-        with pytest.raises(ValueError, match="prompt: expected a text, a Chat or token ids, got b"):
-            make_request(raw, effuse.Params())
-
-
-def test_settings_that_no_request_can_hold_are_named() -> None:
-    params = effuse.Params(max_tokens=-1, seed=1 << 64, logit_bias={-5: 1.0}, top_k=7)
-    with pytest.raises(ValueError, match=r"^max_tokens: .*-1; logit_bias: .*-5; seed: .*616$"):
-        make_request("x", params)
-    with pytest.raises(UnicodeEncodeError):
-        make_request("\ud800", effuse.Params())
 
 
 def test_importing_it_is_cheap_and_clients_need_no_torch() -> None:
