@@ -193,11 +193,11 @@ def _turns(first: Iterable[Prompt]) -> Iterator[str]:
 
 def _read_line() -> str:
     """Blocks; nothing else has to go on meanwhile. Empty at the end."""
-    if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
     # asyncio's handler would have the task end at its next await, which a read is not.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline()
     except UnicodeDecodeError:
         return "\udcff"
