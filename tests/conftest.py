@@ -4,6 +4,7 @@ GPU, of another people's client or of the right to make networks."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,12 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONSAFEPATH", "1")
+
+# What starts the tests may ignore both (nohup, a job in the background), and processes of theirs
+# would inherit that; a handler of ours they do not.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
