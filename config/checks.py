@@ -88,8 +88,12 @@ def _has_password(url: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """As it may be shown, however broken it is: of one that may hold a password its begin alone."""
-    return f"{url.partition('/')[0]}//.." if "@" in url or "?" in url else url
+    """As it may be shown, however broken it is: of one that may hold a password the scheme alone,
+    as far as it begins with one."""
+    if "@" not in url and "?" not in url:
+        return url
+    scheme = re.match("rediss?|unix", url)
+    return f"{scheme[0]}://.." if scheme else ".."
 
 
 def is_redis_url(url: str) -> bool:

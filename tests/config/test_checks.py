@@ -79,6 +79,9 @@ def test_a_redis_with_a_password_that_all_would_read(url: str) -> None:
     "url",
     [
         "rediss//user:hidden@host:1",
+        "user:hidden@host:1",
+        "hidden@host:1",
+        "redis:/user:hidden@host:1",
         "redis://:hid/hidden?hidden@host:1",
         "redis://h:x/?password=hidden",
     ],
