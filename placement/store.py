@@ -374,10 +374,11 @@ class Store:
             if isinstance(error, ReadOnlyError):
                 await self._let_go()
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
+        finally:
+            if task and task.cancelling() > cancelled:
+                # redis-py writes by asyncio.wait_for, in which Python 3.11 may lose it.
+                raise asyncio.CancelledError
         circuit.succeeded()
-        if task and task.cancelling() > cancelled:
-            # redis-py writes by asyncio.wait_for, in which Python 3.11 may lose it.
-            raise asyncio.CancelledError
         return answer
 
     async def _let_go(self) -> None:

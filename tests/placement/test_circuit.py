@@ -1,8 +1,15 @@
-"""The circuit opens for longer and longer, up to a bound, and closes with the first answer."""
+"""The circuit opens for longer and longer, up to a bound, and closes with the first answer. Who is
+cancelled while Redis is asked ends, whatever it answers."""
 
 from __future__ import annotations
 
-from effuse.placement.store import Circuit
+import asyncio
+
+import pytest
+import redis
+import redis_server
+
+from effuse.placement.store import Circuit, Store
 
 
 def test_pauses_double_up_to_the_most() -> None:
@@ -34,3 +41,25 @@ def test_a_very_long_outage_does_not_overflow() -> None:
     for _ in range(5000):
         circuit.failed()
     assert circuit.open_until == circuit.most_s
+
+
+def test_who_is_cancelled_while_redis_is_asked_ends_then() -> None:
+    """At whichever turn of the event loop: redis-py's write loses what comes in one of them."""
+
+    async def go() -> None:
+        with redis_server.running() as server, redis.Redis(port=server.port) as plain:
+            async with Store(server.connection_url, "cancelled", timeout_s=20.0) as store:
+                plain.set(store.keys.running, "which is no list, so that to ask for it is refused")
+                await store.workers()  # connects
+                for turns in range(50):
+                    for ask in (store.workers, store.running):
+                        store.placement_circuit.succeeded()
+                        task = asyncio.create_task(ask())
+                        for _ in range(turns):
+                            await asyncio.sleep(0)
+                        if task.cancel():
+                            with pytest.raises(asyncio.CancelledError):
+                                await task
+                assert await store.workers() == []
+
+    asyncio.run(go())

@@ -380,21 +380,3 @@ def test_a_server_that_accepts_and_says_nothing_is_unavailable() -> None:
                 await store.workers()
 
     asyncio.run(go())
-
-
-def test_who_is_cancelled_while_redis_is_asked_ends_then(server: ValkeyServer) -> None:
-    """At whichever turn of the event loop: redis-py's write loses what comes in one of them."""
-
-    async def go() -> None:
-        async with opened(server.connection_url, "cancelled") as store:
-            await store.workers()  # connects
-            for turns in range(50):
-                task = asyncio.create_task(store.workers())
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                if task.cancel():
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
-            assert await store.workers() == []
-
-    asyncio.run(go())
