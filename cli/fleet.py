@@ -97,9 +97,7 @@ class FleetConfig:
         if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
             raise ValueError("--metrics-port: several routers on one machine can only take 0")
         if self.redis_url is None and value_of(self.router_flags, "--redis-credentials"):
-            raise ValueError(
-                "--redis-credentials: expected --redis-url, too: our Redis has its own"
-            )
+            raise ValueError("--redis-credentials: expected --redis-url, too: ours has its own")
         if self.assignments() and self._names_cpu():
             raise ValueError("--device cpu: workers that compute on the CPU are given no GPU")
 
@@ -187,17 +185,19 @@ class Fleet:
         try:
             if self.config.has_secret:
                 self._home.make_secret()
-            self._port = self._hold_port()
+            try:
+                self._port = hold_port(self.config.host, self.config.port)
+            except OSError as error:
+                raise FleetError(str(error)) from error
             self._start_redis(deadline)
             members = member_commands(self.config, self._surroundings(self._port))
             self._commands.update(members)
             for name in members:
                 self._spawn(name)
             for name in members:
-                self._told[name] = self._await_ready(name, deadline)
-            self.wait_for_workers(
-                self.config.prefill, self.config.decode, max(0.0, deadline - time.monotonic())
-            )
+                self._await_ready(name, deadline)
+            left_s = max(0.0, deadline - time.monotonic())
+            self.wait_for_workers(self.config.prefill, self.config.decode, left_s)
         except BaseException:
             self.stop(lambda: True)  # nothing runs yet
             raise
@@ -228,17 +228,26 @@ class Fleet:
         longest_s = longest_worker_end_s(self.config)
         if _role_of(name) == "router":
             longest_s = longest_router_end_s(self.config)
-            self._spawn(name)
-            while not self.is_back(name):
-                yield
+            yield from self._bring(name)
         old.send(signal.SIGTERM)
         deadline = time.monotonic() + longest_s
         while old.returncode is None and time.monotonic() < deadline:
             yield
         old.clear()
         self._ended.remove(old)
-        if name not in self.processes:
-            self._spawn(name)
+        yield from self._bring(name)
+
+    def _bring(self, name: str) -> Iterator[None]:
+        """Start a process that is not there, as soon as that can be, and wait until it is ready."""
+        why = ""
+        while name not in self.processes:
+            try:
+                self._spawn(name)
+            except OSError as error:  # no memory for it, or no room for its log
+                if not why:
+                    LOG.warning("%s cannot be started yet: %s", name, error)
+                why = str(error)
+                yield
         while not self.is_back(name):
             yield
 
@@ -256,8 +265,7 @@ class Fleet:
         Raises ProcessEnded if it ends once more; others that have ended meanwhile are left alone.
         """
         self.begin_restart(name)
-        if not self._wait(time.monotonic() + timeout_s, lambda: self.is_back(name), name):
-            raise FleetError(f"{name} did not become ready", self.processes[name])
+        self._await_ready(name, time.monotonic() + timeout_s, name)
 
     def begin_restart(self, name: str) -> None:
         """Start it again and wait for nothing; `is_back` tells when it is ready."""
@@ -340,11 +348,9 @@ class Fleet:
         arguments = self.redis_access.arguments(self.redis_url)
         return redis.Redis.from_url(self.redis_url, socket_timeout=1.0, **arguments)
 
-    def _await_ready(self, name: str, deadline: float, only: str | None = None) -> dict[str, str]:
-        ready = self._home.ready_file(name)
-        if not self._wait(deadline, ready.exists, only):
+    def _await_ready(self, name: str, deadline: float, only: str | None = None) -> None:
+        if not self._wait(deadline, lambda: self.is_back(name), only):
             raise FleetError(f"{name} did not become ready", self.processes[name])
-        return self._home.told(name)
 
     def _start_redis(self, deadline: float) -> None:
         if not self.redis_url:
@@ -368,12 +374,6 @@ class Fleet:
         with self._redis() as client:
             if not self._wait(deadline, answers, only):
                 raise FleetError(f"no Redis answers at {self.redis_url}: {why}")
-
-    def _hold_port(self) -> socket.socket:
-        try:
-            return hold_port(self.config.host, self.config.port)
-        except OSError as error:
-            raise FleetError(str(error)) from error
 
     def _surroundings(self, port: socket.socket) -> Surroundings:
         return Surroundings(

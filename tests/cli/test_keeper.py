@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -72,30 +73,60 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     fleet.stop(lambda: True)
 
 
-def test_what_cannot_be_started_again_is_tried_once_more_and_the_others_go_on(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """For want of memory, say; and a directory of logs that somebody removed is made again."""
-    caplog.set_level("INFO")
-    start, refusals = Spawner.start, [OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> list[OSError]:
+    """Why processes cannot be started, each for one time."""
+    start, refusals = Spawner.start, list[OSError]()
 
     def start_with_luck(*given: object, **named: object) -> object:
         if refusals:
             raise refusals.pop()
         return start(*given, **named)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(Spawner, "start", start_with_luck)
+    return refusals
+
+
+def watch_until(told: str, fleet: Fleet, rolling: Rolling, log: pytest.LogCaptureFixture) -> None:
+    """Watches over the fleet until the log says that."""
+
     class Clock:
         monotonic = staticmethod(time.monotonic)
 
         def sleep(self, seconds: float) -> None:
-            if "is back" in caplog.text:
+            if told in log.text:
                 raise KeyboardInterrupt
             time.sleep(0.01)
 
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("effuse.cli.keeper.time", Clock())
+        watch_over(fleet, rolling)
+
+
+def no_memory() -> OSError:
+    return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_what_cannot_be_started_again_is_tried_once_more_and_the_others_go_on(
+    fleet: Fleet, refusals: list[OSError], caplog: pytest.LogCaptureFixture
+) -> None:
+    """For want of memory, say; and a directory of logs that somebody removed is made again."""
+    caplog.set_level("INFO")
     shutil.rmtree(fleet.log_dir)
-    monkeypatch.setattr(Spawner, "start", start_with_luck)
-    monkeypatch.setattr("effuse.cli.keeper.time", Clock())
-    with pytest.raises(KeyboardInterrupt):
-        watch_over(fleet, Rolling(fleet))
+    refusals.append(no_memory())
+    watch_until("is back", fleet, Rolling(fleet), caplog)
     assert "decode-0 cannot be started: [Errno 12] Cannot allocate memory" in caplog.text
-    assert "decode-0 is back" in caplog.text
+
+
+def test_what_cannot_be_replaced_at_once_is_replaced_once_it_can_be(
+    fleet: Fleet, refusals: list[OSError], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rolling = Rolling(fleet)
+    watch_until("decode-0 is back", fleet, rolling, caplog)
+    before = fleet.processes["decode-0"]
+    refusals += [no_memory(), no_memory()]
+    rolling.ask()
+    watch_until("all were replaced", fleet, rolling, caplog)
+    assert fleet.processes["decode-0"] is not before and before.returncode == -signal.SIGTERM
+    assert caplog.text.count("decode-0 cannot be started yet: [Errno 12] Cannot allocate") == 1
