@@ -178,11 +178,11 @@ class Fleet:
         Raises FleetError with the log of the process at fault; everything is stopped then. Raises
         ModuleNotFoundError where nothing of a worker is installed.
         """
-        if find_spec("torch") is None:
-            raise ModuleNotFoundError("workers need torch", name="torch")
         began = time.monotonic()
         deadline = began + (self.config.ready_timeout_s or longest_start_s(self.config))
         try:
+            if find_spec("torch") is None:
+                raise ModuleNotFoundError("workers need torch", name="torch")
             if self.config.has_secret:
                 self._home.make_secret()
             try:

@@ -122,7 +122,10 @@ _WITHOUT_WORKERS = (
 )
 
 
-def test_what_workers_bring_is_said_to_be_missing_where_only_clients_are_installed() -> None:
+def test_what_workers_bring_is_said_to_be_missing_where_only_clients_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["worker"]
     assert {re.split(r"[<>=;]", one)[0] for one in extra} == WORKERS_OWN
@@ -131,6 +134,7 @@ def test_what_workers_bring_is_said_to_be_missing_where_only_clients_are_install
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
         assert re.fullmatch(rf"effuse {words[0]}: \w+ is needed: pip install '.*\[worker\]'", line)
+    assert not list(tmp_path.iterdir())
 
 
 def test_who_has_only_clients_completes_their_commands() -> None:
