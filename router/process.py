@@ -238,7 +238,10 @@ def _update_ready_file(router: Router) -> None:
     path = router.config.ready_file
     if path is not None:
         facts = _ready_facts(router, prefill, decode)
-        rpc.update_ready_file(path, _address(router), **facts)
+        try:
+            rpc.update_ready_file(path, _address(router), **facts)
+        except OSError as error:  # nobody waits for it any more
+            LOG.warning("%s is not written: %s", path, error)
 
 
 def _address(router: Router) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -13,6 +14,9 @@ import pytest
 import redis_server
 from loopbacks import LOOPBACKS
 from router.fake_model import byte_tokenizer
+
+from effuse.placement.store import Store
+from effuse.router.config import RouterConfig
 
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
 
@@ -91,6 +95,36 @@ def test_a_port_that_is_taken_is_one_line(flag: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_ready_file_that_cannot_be_written_ends_it_at_its_start_alone(tmp_path: Path) -> None:
+    """Later nobody waits for it, and a disk that is full of logs does not keep it from its work."""
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    ready, partial = tmp_path / "ready", tmp_path / "ready.partial"
+    with redis_server.running() as redis:
+        flags = ["--port", "0", "--model", str(tmp_path), "--redis-url", redis.connection_url]
+        flags += ["--ready-file", str(ready)]
+        partial.mkdir()
+        done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and "ready.partial" in done.stderr
+        partial.rmdir()
+        with subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stderr is not None
+                assert any("listening on" in line for line in process.stderr)
+                partial.mkdir()
+                asyncio.run(_announce(redis.connection_url))
+                assert any("is not written: " in line for line in process.stderr)
+                process.send_signal(signal.SIGTERM)
+                rest = process.stderr.read()
+                assert process.wait(30) == 0, rest
+            finally:
+                process.kill()
+
+
+async def _announce(url: str) -> None:
+    async with Store(url, RouterConfig().fleet) as store:
+        await store.announce(redis_server.RECORD, 60.0, "process-1", takes=True)
 
 
 def test_one_that_shares_its_port_listens_once_it_knows_the_fleet(tmp_path: Path) -> None:
