@@ -148,7 +148,7 @@ def _system_authorities() -> bytes | None:
     if paths.cafile is not None:
         return Path(paths.cafile).read_bytes() or None
     hashed = sorted(Path(paths.capath).glob("[0-9a-f]*.[0-9]")) if paths.capath else []
-    return b"\n".join(path.read_bytes() for path in hashed) or None
+    return b"\n".join(path.read_bytes() for path in hashed if path.is_file()) or None
 
 
 def _read(path: Path | None) -> bytes | None:

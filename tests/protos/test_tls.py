@@ -183,6 +183,8 @@ def _trust(authority: Authority, variable: str, monkeypatch: pytest.MonkeyPatch)
     hashed = authority.home / "hashed"
     hashed.mkdir(exist_ok=True)
     (hashed / "5ed36f99.0").write_bytes(authority.cert.read_bytes())
+    (hashed / "00673b5b.0").unlink(missing_ok=True)
+    (hashed / "00673b5b.0").symlink_to("of-one-that-was-removed.pem")
     where = authority.cert if variable == "SSL_CERT_FILE" else hashed
     monkeypatch.setenv(variable, str(where))
 
