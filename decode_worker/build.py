@@ -107,9 +107,10 @@ def _limits(config: DecodeConfig, parts: Assembly) -> DecodeLimits:
 def _check_defaults(model: ModelInfo, limits: DecodeLimits) -> None:
     """Raises ValueError where requests that leave everything to the model would be refused."""
     window = model.defaults.settings.most_active
+    most_blocks = -(-model.max_model_len // model.block_size)
     taken = {
         "max_window": window,
-        "max_num_batched_tokens": (window + 1) * model.block_size,
+        "max_num_batched_tokens": min(window + 1, most_blocks) * model.block_size,
         "max_stop_ids": len(model.eos_token_ids),
     }
     for name, least in taken.items():

@@ -36,6 +36,14 @@ def test_a_built_engine_answers(directory: Path) -> None:
     assert tuple(tokens) == decode(directory, PROMPT, oracle_settings(request)).token_ids
 
 
+def test_rows_that_no_request_can_have_are_not_asked_for(directory: Path) -> None:
+    """Four blocks are in flight at most, and a fifth behind them: here none is that long."""
+    config = DecodeConfig(
+        model=directory, dtype="float32", num_pages=8, max_model_len=16, max_num_batched_tokens=16
+    )
+    assert build(config, "life", connects=False).core.load().total_pages == 8
+
+
 def test_ready_describes_the_model_and_its_pages(directory: Path) -> None:
     config = DecodeConfig(model=directory, num_pages=9, served_model_name="tiny")
     engine = build(config, "life-1", connects=False)
