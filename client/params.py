@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, TypeVar
 
@@ -138,6 +139,9 @@ def make_request(
 def misfits(params: Params) -> dict[str, str]:
     """Settings that no request can hold, by their names, and why."""
     found: dict[str, str] = {}
+    with suppress(TypeError, ValueError):
+        _settings(params)
+        return found  # all of them at once, which is a tenth of the work
     given = {one.name: getattr(params, one.name) for one in fields(params)}
     for name, value in given.items():
         if value is None:
