@@ -24,6 +24,7 @@ from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.models.config import ModelConfig
+from effuse.models.defaults import unfit
 from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import Reserved, Resume, StartDecode, StartRehearsal, Verified
 
@@ -74,13 +75,9 @@ class Intake:
 
     def _check_algorithm(self, request: DecodeRequest) -> None:
         name = request.settings.algorithm
-        if name == "fast_dllm_v2" and self.model.architecture != "fast_dllm_v2":
-            raise RequestError(f"{name} needs a model that was tuned for it")
-        if not request.settings.is_canvas:
-            return
-        if self.model.prompt_attention != "bidirectional":
-            raise RequestError(f"{name} needs a model whose prompt attends to all of itself")
-        if request.writer is not None:
+        if why := unfit(name, self.model):
+            raise RequestError(why)
+        if request.settings.is_canvas and request.writer is not None:
             raise RequestError(f"{name} computes prompt and answer together: no prefill worker")
 
     def _sequence(self, message: StartDecode) -> Sequence:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from effuse.config.access import host_and_port
 from effuse.kvtransfer.connector import Cause, HandoffRefused, Route
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
@@ -103,7 +104,7 @@ class ZmqTransport:
     ) -> None:
         self.chunk_bytes = max(CHUNK_BYTES, memory.page_bytes)
         self._memory = memory
-        self._bind = f"tcp://{_bracketed(host)}:{port or '*'}"
+        self._bind = f"tcp://{host_and_port(host, port)}"
         self._advertised = advertised_host or host
         self._keys = keys
         self._now = now
@@ -129,7 +130,7 @@ class ZmqTransport:
             queued=queued,
             keys=self._keys,
         )
-        endpoint = f"tcp://{_bracketed(self._advertised)}:{self._listener.port}"
+        endpoint = f"tcp://{host_and_port(self._advertised, self._listener.port)}"
         self._address = ReceiverAddress(connector=self.name, endpoint=endpoint)
         if self._memory.device.type == "cuda":
             self._staging = Staging(self._memory, self.chunk_bytes)
@@ -310,9 +311,3 @@ def _open(peer: ZmqPeer) -> Iterator[None]:
         yield
     except zmq.Again as error:
         raise refusal from error
-
-
-def _bracketed(host: str) -> str:
-    """As an endpoint has it: an IPv6 address in brackets."""
-    bare = host.strip("[]")
-    return f"[{bare}]" if ":" in bare else bare

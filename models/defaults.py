@@ -89,12 +89,12 @@ def _settings(
     own, source = family.algorithm, family.origin
     if asked is not None:
         own, source = asked, "--default-algorithm"
-        if unfit := _unfit(own, config):
-            raise CheckpointError(f"{source}: {unfit}")
+        if why := unfit(own, config):
+            raise CheckpointError(f"{source}: {why}")
     elif keys.values.get("algorithm") is not None:
         own, source = _algorithm(keys), GENERATION_CONFIG
-        if unfit := _unfit(own, config):
-            raise keys.error("algorithm", unfit)
+        if why := unfit(own, config):
+            raise keys.error("algorithm", why)
     elif adapted:
         own, source = family.adapted_algorithm, "the adapter"
     sources["algorithm"] = source
@@ -131,8 +131,8 @@ def _algorithm(keys: ConfigKeys) -> Algorithm:
     raise keys.error("algorithm", f"expected one of {accepted}, found {stated!r}")
 
 
-def _unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
-    """Why every request that names no algorithm would be refused; None where none would."""
+def unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
+    """Why this model cannot be decoded with an algorithm; None where it can."""
     if algorithm == "fast_dllm_v2" and config.architecture != "fast_dllm_v2":
         wanted = "that was tuned for it"
     elif algorithm in CANVAS_ALGORITHMS and config.prompt_attention != "bidirectional":
