@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self, TextIO
+from types import FrameType
+from typing import NoReturn, Self, TextIO
 
 _TAIL_BYTES = 1 << 16
 _LINE_BYTES = 256
@@ -155,7 +156,14 @@ def end_as_by_ctrl_c() -> None:
     terminal is closed and which nohup has ignored."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, _end_once)
+
+
+def _end_once(number: int, frame: FrameType | None) -> NoReturn:
+    """As Ctrl-C; nothing more comes of the same signal, which a shell passes on that had it itself:
+    it would break off what the first one has ended in order."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 class LogFollower:
