@@ -108,6 +108,8 @@ class Spawner:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
+        # Now: `close` does not know one in whose first moment the caller was interrupted.
+        self._thread.submit(int).result()
 
     def start(
         self, name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str]

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -135,6 +136,18 @@ def test_a_stop_that_is_hurried_midway_waits_for_nobody(spawner: Spawner, tmp_pa
     stop_all([stubborn], 600, lambda: next(looks))  # far beyond the test's own limit
     assert stubborn.returncode == -signal.SIGKILL
     assert next(looks, None) is None
+
+
+def test_who_is_interrupted_as_a_process_starts_knows_the_thread_that_starts_it(
+    spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that would go on by itself behind `close`, in a directory that is gone by then."""
+
+    def start(thread: threading.Thread) -> None:
+        raise AssertionError("a thread begins here")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    spawner.start("child", _python(OBEDIENT), log=tmp_path / "log", env={}).clear()
 
 
 def test_clear_takes_grandchildren_too(spawner: Spawner, tmp_path: Path) -> None:
