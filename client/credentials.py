@@ -87,7 +87,8 @@ class _Shower(
 
 def _near(target: str, arguments: Arguments) -> Arguments:
     """`arguments`, and no proxy of the environment's where the router is on this machine."""
-    is_near = is_loopback(target.rpartition(":")[0])
+    host = target.rpartition(":")[0]
+    is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # all of our own, to who connects
     return [*arguments, NO_PROXY] if is_near else arguments
 
 

@@ -257,9 +257,11 @@ def test_others_are_not(
     assert len(router.asked) == calls
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # as a fleet says that listens on all
 def test_no_proxy_of_the_environment_stands_before_a_router_of_this_machine(
-    target: str, monkeypatch: pytest.MonkeyPatch
+    host: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    target = target.replace("127.0.0.1", host)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # where nobody listens
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
