@@ -140,17 +140,17 @@ async def _start(router: Router) -> RpcServer:
     _add_services(router, server.server)
     router.port = await server.start(host_and_port(config.host, config.port), SERVICES)
     server.set_serving(MONITOR, True)
-    if config.health_port is not None:
-        try:
-            health_port = await server.start_health(host_and_port(config.host, config.health_port))
-        except OSError:
-            await server.stop(0.0)
-            raise
-        LOG.info("health alone is on %s:%d", config.host, health_port)
     for role in ROLES:
         server.set_serving(role, False)
-    if config.ready_file is not None:
-        rpc.write_ready_file(config.ready_file, _address(router), **_ready_facts(router))
+    try:
+        if config.health_port is not None:
+            health_at = host_and_port(config.host, config.health_port)
+            LOG.info("health alone is on %s:%d", config.host, await server.start_health(health_at))
+        if config.ready_file is not None:
+            rpc.write_ready_file(config.ready_file, _address(router), **_ready_facts(router))
+    except OSError:
+        await server.stop(0.0)
+        raise
     LOG.info("listening on %s", _address(router))
     router.ready.set()
     return server

@@ -107,6 +107,7 @@ def test_a_ready_file_that_cannot_be_written_ends_it_at_its_start_alone(tmp_path
         partial.mkdir()
         done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
         assert done.returncode == 1 and "ready.partial" in done.stderr
+        assert "Traceback" not in done.stderr
         partial.rmdir()
         with subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True) as process:
             try:
