@@ -82,10 +82,10 @@ def logs_home() -> Path:
 
 
 def latest(home: Path, fleet: str | None) -> Path | None:
-    """The directory of the fleet that was started last, of this name where one is given; one whose
-    start failed before anything was written comes last."""
+    """The directory of the fleet that was started last, of this name where one is given; one that
+    has ended before anything was written comes last."""
     found = [one for one in _started(home) if fleet is None or one.name.partition("_")[2] == fleet]
-    found = [one for one in found if any(one.glob("*.log"))] or found
+    found = [one for one in found if any(one.glob("*.log")) or _is_in_use(one)] or found
     return found[-1] if found else None
 
 

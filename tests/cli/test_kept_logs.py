@@ -78,6 +78,8 @@ def test_a_fleet_that_never_began_to_write_hides_no_other(
     _fleet(home, "runs", 1.0, router="here\n")
     assert main([]) == 0
     assert capsys.readouterr().out == "router     | here\n"
+    with KeptLogs(home, "starts", 3.0) as waiting:  # whose Redis may answer yet
+        assert latest(home, None) == waiting.directory
 
 
 @pytest.mark.parametrize("name", ["prefill-7", "../router", "*"])
