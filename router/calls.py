@@ -270,6 +270,8 @@ class Cleanup:
             LOG.info("%s is not told of an abort: %s", worker.worker_id, error.message)
         except grpc.aio.AioRpcError as error:
             LOG.info("%s did not answer an abort: %s", worker.worker_id, error.code().name)
+        except grpc.aio.UsageError as error:  # its channel was closed as it was proven
+            LOG.info("%s is not told of an abort: %s", worker.worker_id, error)
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise

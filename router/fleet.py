@@ -291,7 +291,7 @@ class RoutedFleet:
         try:
             await peer.channel.prove()
             return await peer.worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=ASK_S)
-        except (grpc.aio.AioRpcError, PeerLost):
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, PeerLost):  # its channel is closed
             return None
         except asyncio.CancelledError:
             if is_task_cancelled():
@@ -321,8 +321,9 @@ class RoutedFleet:
                 addresses.add(self._addresses[life])
             elif life not in lives:
                 del self._in_flight[life], self._addresses[life]
-        for address in self._peers.keys() - addresses:
-            await self._peers.pop(address).channel.close(0)
+        gone = [self._peers.pop(address) for address in self._peers.keys() - addresses]
+        for peer in gone:  # whoever needs one meanwhile gets another
+            await peer.channel.close(0)
         if (newest := self._access.look()) != self._certificates:
             self._certificates = newest
             await self._renew_channels()

@@ -112,9 +112,9 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
                     on_drain=router.drain, closes_first=True,
                 )  # fmt: skip
         await router.flush_placements()
-        await router.others.release()
         for loop in loops:
             loop.cancel()
+        await router.others.release()  # not before: the lease would be taken again
     await router.fleet.close()
     router.tokenizer.close()
 
@@ -236,12 +236,12 @@ def _tell_workers(router: Router, told: tuple[int, int]) -> tuple[int, int]:
 def _update_ready_file(router: Router) -> None:
     prefill, decode = (len(role) for role in live_workers(router.fleet.candidates()))
     path = router.config.ready_file
-    if path is not None:
-        facts = _ready_facts(router, prefill, decode)
-        try:
-            rpc.update_ready_file(path, _address(router), **facts)
-        except OSError as error:  # nobody waits for it any more
-            LOG.warning("%s is not written: %s", path, error)
+    if path is None:
+        return
+    try:
+        rpc.update_ready_file(path, _address(router), **_ready_facts(router, prefill, decode))
+    except (OSError, ValueError) as error:  # a full disk, or a file that is no JSON any more
+        LOG.warning("%s is not written: %s", path, error)
 
 
 def _address(router: Router) -> str:

@@ -12,7 +12,7 @@ from router.fake_model import worker_record
 from router.fake_workers import FakeDecode, Handoffs
 
 from effuse.placement.records import WorkerRecord
-from effuse.protos.channels import FleetAccess
+from effuse.protos.channels import FleetAccess, FleetChannel
 from effuse.protos.errors import PeerLost
 from effuse.protos.gate import FleetSecret, ProofServicer
 from effuse.router.calls import Cleanup
@@ -116,3 +116,39 @@ def test_an_abort_tells_nothing_to_who_has_the_port_of_a_worker_that_is_gone() -
         await stranger.server.stop(0)
 
     asyncio.run(main())
+
+
+def test_a_worker_whose_channel_is_closed_in_that_moment_ends_no_router() -> None:
+    """As of one that is gone by the time that it has shown that it belongs to the fleet."""
+
+    async def main() -> None:
+        fleet, worker = RoutedFleet(NoWorkers(), "auto", lambda: 0.0), worker_record("d", "decode")
+        cleanup = Cleanup(fleet)
+        await fleet.peer(worker.address).channel.close()
+        assert await fleet.ask(worker) is None
+        async with cleanup.running():
+            cleanup.send_abort(worker, worker_pb2.AttemptId(), "gone")
+        assert cleanup.num_aborts == 1
+
+    asyncio.run(main())
+
+
+def test_a_channel_that_is_being_closed_is_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may come back while another one's is closed."""
+    closed: set[FleetChannel] = set()
+    taken: set[FleetChannel] = set()
+
+    async def main() -> None:
+        fleet, addresses = RoutedFleet(NoWorkers(), "auto", lambda: 0.0), ("a:1", "b:1")
+        for address in addresses:
+            fleet.peer(address)
+
+        async def close(channel: FleetChannel, grace: float | None = None) -> None:
+            closed.add(channel)
+            taken.update(fleet.peer(address).channel for address in addresses)
+
+        monkeypatch.setattr(FleetChannel, "close", close)
+        await fleet.forget_gone()
+
+    asyncio.run(main())
+    assert len(closed) == 2 and not closed & taken

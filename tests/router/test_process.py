@@ -10,10 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis_server
 from loopbacks import LOOPBACKS
+from router.asking import ask
 from router.fake_model import byte_tokenizer
+from router.fakes import FakeFleet, FakeStore, run, until
+
+from effuse.router import other_routers
 
 from effuse.placement.store import Store
 from effuse.router.config import RouterConfig
@@ -150,3 +155,39 @@ def test_one_that_shares_its_port_listens_once_it_knows_the_fleet(tmp_path: Path
             assert told == ["view of the fleet is current", "listening on"]
         finally:
             process.kill()
+
+
+def test_a_ready_file_that_cannot_be_written_any_more_ends_no_router(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a disk that is full, when the number of workers changes."""
+    ready = tmp_path / "ready"
+
+    async def body(fleet: FakeFleet) -> None:
+        ready.with_name("ready.partial").mkdir()
+        last = fleet.decode[1]
+        last.record = msgspec.structs.replace(last.record, state="draining")
+        await fleet.announce()
+        await until(lambda: f"{ready} is not written: " in caplog.text)
+        assert (await ask(fleet)).text == "the answer is three"
+
+    run(body, num_decode=2, ready_file=ready)
+
+
+def test_a_router_that_has_ended_is_not_announced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would take it for alive as long as its lease holds, and what it left for running."""
+    stores = []
+    release = FakeStore.release_router
+
+    async def release_slowly(store: FakeStore, router_id: str) -> None:
+        await release(store, router_id)
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    async def body(fleet: FakeFleet) -> None:
+        stores.append(fleet.store)
+
+    monkeypatch.setattr(other_routers, "ALONE_S", 0.0)
+    monkeypatch.setattr(FakeStore, "release_router", release_slowly)
+    run(body)
+    assert not stores[0].routers
