@@ -208,8 +208,9 @@ class Attempt:
         failure = self._failure(error)
         self._router.fleet.standing.note(failure)
         self._router.metrics.count_failure(failure)
+        last = self._request.flush_text()  # in which a stop string may be found yet
         self._reason = self._finish_reason(is_stopped=self._request.end_token_id is not None)
-        return self._request.flush_text()
+        return last
 
     def _take_event(
         self, event: worker_pb2.DecodeResponse

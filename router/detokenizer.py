@@ -46,20 +46,25 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next ids; returns the text that they complete."""
+        num_bytes = len(self._open)  # those that are open are bytes
         self._open += [i for i in token_ids if self._decoder.is_text(i)]
         keep = len(self._open)
-        while keep and self._decoder.is_byte(self._open[keep - 1]):
+        while keep > num_bytes and self._decoder.is_byte(self._open[keep - 1]):
             keep -= 1
-        return self._complete_text(keep) if keep else ""
+        return self._complete_text(keep) if keep > num_bytes else ""
 
     def flush(self) -> str:
         """The ids are over: returns what was held back, as it is."""
+        piece = self.held_back()
         self._window += self._open
         self._open = []
-        text = self._decoder.decode(self._window) if self._window else ""
-        piece = text[self._shown :]
-        self._shown = len(text)
+        self._shown += len(piece)
         return piece
+
+    def held_back(self) -> str:
+        """What would be returned if the ids were over."""
+        ids = self._window + self._open
+        return self._decoder.decode(ids)[self._shown :] if ids else ""
 
     def _complete_text(self, num_ids: int) -> str:
         """Moves the first open ids into the window and returns what they complete."""
@@ -145,6 +150,7 @@ class AnswerText:
     def __init__(self, decoder: Decoder, stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(decoder)
         self._min_tokens = min_tokens
+        self._num_free = 0  # characters of these tokens that are still to come
         self._matcher = StopMatcher(stops) if stops else None
         self.num_tokens = 0
 
@@ -172,7 +178,12 @@ class AnswerText:
                 break
             self.num_tokens += 1
             piece = self._detokenizer.push([token_id])
-            text += piece if self.num_tokens <= self._min_tokens else self._matcher.push(piece)
+            if self.num_tokens <= self._min_tokens:
+                text += piece
+            else:
+                text += self._look_for_stops(piece, self._matcher)
+            if self.num_tokens == self._min_tokens:
+                self._num_free = len(self._detokenizer.held_back())
         return text
 
     def flush(self) -> str:
@@ -182,7 +193,13 @@ class AnswerText:
         text = self._detokenizer.flush()
         if self._matcher is None:
             return text
-        return self._matcher.push(text) + self._matcher.flush()
+        return self._look_for_stops(text, self._matcher) + self._matcher.flush()
+
+    def _look_for_stops(self, text: str, matcher: StopMatcher) -> str:
+        """Where no stop string may begin `text` is passed on as it is."""
+        free, rest = text[: self._num_free], text[self._num_free :]
+        self._num_free -= len(free)
+        return free + matcher.push(rest)
 
 
 def draft_text(decoder: Decoder, token_ids: Sequence[int], masked: Sequence[bool]) -> str:

@@ -148,6 +148,42 @@ def test_stop_strings_are_looked_for_behind_the_least_length() -> None:
         assert (text + answer.flush(), answer.matched_stop, answer.num_tokens) == ("a.b.c", ".", 6)
 
 
+def test_what_is_held_back_of_the_least_length_is_no_stop_string() -> None:
+    """Bytes wait for the next word, and a character for its last byte."""
+    newline, a = 0x0A + 1, byte_fallback_tokenizer().get_vocab()["▁a"]
+    cases: list[tuple[str, list[int], str, str | None, int]] = [
+        ("byte fallback", [newline, newline, a, newline, newline, a], "\n\n a", "\n\n", 2),
+        ("byte fallback", [newline, newline], "\n\n", None, 2),
+        ("byte fallback", [newline, newline, newline, newline, a], "\n\n", "\n\n", 2),
+        ("byte level", ids_of("🙂x🙂x"), "🙂x", "🙂", 2),
+    ]
+    for name, ids, kept, matched, least in cases:
+        for size in (1, 2, len(ids)):
+            stops = ["🙂" if name == "byte level" else "\n\n"]
+            answer, text = AnswerText(Tokenizer(BACKENDS[name]), stops, least), ""
+            for at in range(0, len(ids), size):
+                text += answer.push(ids[at : at + size])
+            assert (text + answer.flush(), answer.matched_stop) == (kept, matched)
+
+
+def test_a_run_of_bytes_is_looked_at_once() -> None:
+    """It waits as a whole, and a client may have an answer of nothing else."""
+    tokenizer, looks = Tokenizer(byte_fallback_tokenizer()), 0
+
+    class Counting:
+        is_text, decode = tokenizer.is_text, tokenizer.decode
+
+        def is_byte(self, token_id: int) -> bool:
+            nonlocal looks
+            looks += 1
+            return tokenizer.is_byte(token_id)
+
+    detokenizer, run = Detokenizer(Counting()), [0x41 + 1] * 1000
+    assert "".join(detokenizer.push([one]) for one in run) == ""
+    assert detokenizer.flush() == 1000 * "A"
+    assert looks <= 2 * len(run)
+
+
 def test_an_answer_without_its_stop_string_is_whole() -> None:
     answer = AnswerText(Tokenizer(byte_tokenizer()), ["xyz"])
     assert answer.push(ids_of("end x")) == "end "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from router.asking import ask, request
-from router.fake_model import EOS
+from router.fake_model import EOS, ids_of
 from router.fake_workers import ends_its_engine
 from router.fakes import FakeFleet, run
 
@@ -100,5 +100,21 @@ def test_an_answer_tells_what_ended_it(
             assert told.finish_reason == reason
             assert (told.end_token_id if told.HasField("end_token_id") else None) == end_token_id
             assert (told.stop_string if told.HasField("stop_string") else None) == stop_string
+
+    run(body)
+
+
+def test_a_stop_string_in_what_was_held_back_counts_though_the_engine_is_lost_then() -> None:
+    """The last token leaves a character open, which nothing completes any more."""
+
+    async def body(fleet: FakeFleet) -> None:
+        (worker,) = fleet.decode
+        worker.answer = ids_of("a🙂")[:-1]
+        worker.at["finish"] = ends_its_engine(worker)
+        stop = "\N{REPLACEMENT CHARACTER}"
+        stopping = pb.StoppingParams(max_tokens=len(worker.answer), stop=[stop])
+        answer = await ask(fleet, stopping=stopping)
+        assert (answer.text, answer.stop_string) == ("a", stop)
+        assert answer.finish_reason == pb.FINISH_REASON_STOP
 
     run(body)
