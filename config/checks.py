@@ -110,6 +110,13 @@ def model_name(name: str, value: str | None) -> None:
         raise ValueError(f"{flag_of(name)}: expected {MODEL_NAME_FORM}, got {value!r}")
 
 
+def as_model_name(text: str) -> str:
+    """A model's name after a directory of this one, whose own may hold what no client may say."""
+    plain = re.sub(r"[^A-Za-z0-9._:+@-]+", "-", text)
+    plain = re.sub(r"\.{2,}", ".", plain).strip("._:+@-")
+    return text if is_model_name(text) else plain[:256] or "model"
+
+
 def is_model_name(text: str) -> bool:
     """Whether it is a model's name as `MODEL_NAME_FORM` has it."""
     return bool(_MODEL_NAME.fullmatch(text)) and ".." not in text and "//" not in text

@@ -156,7 +156,8 @@ class DecodeEngine:
         try:
             request = self._intake.make_request(message, arrival=self._num_arrived, now=self._now())
         except RequestError as error:
-            self._outbox.failed(message.attempt, "INVALID_ARGUMENT", str(error))
+            told, field = str(error), error.field or None
+            self._outbox.failed(message.attempt, "INVALID_ARGUMENT", told, field=field)
             return
         self._num_arrived += 1
         self._queues.add(request)

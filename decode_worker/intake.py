@@ -140,7 +140,8 @@ def _check_window(request: DecodeRequest, limits: DecodeLimits) -> None:
     if most_active > limits.max_window:
         raise RequestError(
             f"the window must be at most this worker's max_window {limits.max_window}, "
-            f"got {most_active}"
+            f"got {most_active}",
+            "decoding.window",
         )
     if request.sequence.num_active > most_active:
         raise RequestError(
@@ -154,7 +155,8 @@ def _check_stops(request: DecodeRequest, limits: DecodeLimits) -> None:
     if num_stops > limits.max_stop_ids:
         raise RequestError(
             f"stop ids, end-of-sequence ids included, must be at most this worker's "
-            f"max_stop_ids {limits.max_stop_ids}, got {num_stops}"
+            f"max_stop_ids {limits.max_stop_ids}, got {num_stops}",
+            "stopping.stop_token_ids",
         )
 
 

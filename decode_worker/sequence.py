@@ -29,7 +29,12 @@ _MOST_DENOISE_COUNT = 1 << 31  # it is a 32-bit word of the randomness' counter
 
 
 class RequestError(ValueError):
-    """The request cannot be served as it was sent; the message says what was expected."""
+    """The request cannot be served as it was sent; the message says what was expected. `field`:
+    what a client has to change, as it names that; empty where that is not one field."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class BlockPhase(Enum):

@@ -174,7 +174,7 @@ class LLM:
         try:
             self._core.check(starts[0])
         except RequestError as error:
-            raise InvalidRequest.of("", str(error)) from error
+            raise InvalidRequest.of(error.field, str(error)) from error
         prompt_text = _result_of(self._tokenizer.text_of(ids)) if asked.wants_echo else ""
         return [
             _Running(

@@ -103,11 +103,11 @@ def _generation(at: Facts) -> Iterator[tuple[str, Case]]:
     wide = pb.DecodingParams(algorithm=pb.ALGORITHM_D2F, window=9)
     yield (
         "generate: window beyond a worker's",
-        _generate(_asking(decoding=wide), "", "max_window 8, got 9"),
+        _generate(_asking(decoding=wide), "decoding.window", "max_window 8, got 9"),
     )
     yield "generate: stop ids beyond a worker's", _generate(
         _asking(stopping=pb.StoppingParams(stop_token_ids=range(10, 40))),
-        "", "max_stop_ids 16, got 31",
+        "stopping.stop_token_ids", "max_stop_ids 16, got 31",
     )  # fmt: skip
     for algorithm in ("LLADA", "DREAM", "FAST_DLLM"):
         decoding = pb.DecodingParams(algorithm=f"ALGORITHM_{algorithm}")

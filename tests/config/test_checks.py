@@ -92,3 +92,20 @@ def test_a_password_in_what_is_no_redis_is_not_told(url: str) -> None:
     with pytest.raises(ArgumentTypeError, match="expected redis://HOST") as of_up:
         redis_url(url)
     assert "hidden" not in f"{refused.value}{of_up.value}"
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("Dream-v0-Instruct-7B", "Dream-v0-Instruct-7B"),
+        ("LLaDA 8B (instruct)", "LLaDA-8B-instruct"),
+        ("_model..v2", "model.v2"),
+        ("模型", "model"),
+        (300 * "m", 256 * "m"),
+    ],
+)
+def test_a_model_has_a_name_that_clients_can_say_whatever_its_directory_is_called(
+    directory: str, name: str
+) -> None:
+    assert checks.as_model_name(directory) == name
+    assert checks.is_model_name(name)

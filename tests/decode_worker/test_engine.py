@@ -191,6 +191,13 @@ def test_what_cannot_be_served_is_refused_at_once(
     assert not rig.step()
 
 
+def test_a_client_is_told_which_of_its_fields_is_beyond_this_worker(rig: Rig) -> None:
+    wide = rig.start(make_request("a", PROMPT, window=9))
+    many = rig.start(make_request("b", PROMPT, stop_token_ids=range(17)))
+    assert wide.failed.field == "decoding.window"
+    assert many.failed.field == "stopping.stop_token_ids"
+
+
 def test_what_never_fits_is_refused_with_numbers(model: Transformer) -> None:
     small = Rig(model, num_pages=4, page_size=4, budget=12)
     pages = small.start(make_request("a", PROMPT[:4], max_tokens=40, window=1))

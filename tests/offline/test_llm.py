@@ -121,8 +121,11 @@ def test_one_wrong_request_costs_nothing(
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (effuse.Params(window=9), "max_window 8, got 9"),
-        (effuse.Params(stop_token_ids=tuple(range(270, 290))), "max_stop_ids 16, got 2"),
+        (effuse.Params(window=9), "^decoding.window: .* max_window 8, got 9"),
+        (
+            effuse.Params(stop_token_ids=tuple(range(270, 290))),
+            "^stopping.stop_token_ids: .* max_stop_ids 16, got 2",
+        ),
     ],
 )
 def test_what_the_engine_refuses_is_found_before_anything_is_computed(

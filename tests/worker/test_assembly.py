@@ -54,3 +54,10 @@ def test_pages_leave_in_as_many_groups_as_the_connector_gains_from(
     config = WorkerConfig(model=path, device="cpu", num_pages=4, connector=connector)
     parts = assemble(config, "life-1", "prefill", None, Pulse(lambda _: None))
     assert parts.memory.layout.num_groups == {"nixl": 8, "zmq": 16}[connector]
+
+
+def test_a_model_is_served_under_a_name_that_clients_may_ask_for(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path / "LLaDA 8B (instruct)", "sdar")
+    config = WorkerConfig(model=path, device="cpu", num_pages=4)
+    parts = assemble(config, "life-1", "prefill", None, Pulse(lambda _: None))
+    assert parts.ready.model.name == "LLaDA-8B-instruct"
