@@ -29,7 +29,7 @@ from effuse.router.answer import AnswerRun, time_is_over
 from effuse.router.answers import SideBySide, add_up
 from effuse.router.client import AnswerStream, ClientGone, Recipient, WholeAnswer, events_of
 from effuse.router.detokenizer import AnswerText
-from effuse.router.findings import Findings, check_request_id
+from effuse.router.findings import REQUEST_ID, Findings, check_request_id
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Request
 from effuse.router.request_states import Event
@@ -143,6 +143,7 @@ class Handler:
     async def _repeat(self, kept: pb.GenerateResponse) -> pb.GenerateStreamResponse:
         """Tells the client an answer that is kept from before, but for its last event."""
         router, request = self._router, self._request
+        request.kept_prompt_tokens = kept.usage.prompt_tokens
         *events, last = events_of(kept)
         for event in events:
             await self._shared.send(event)
@@ -242,12 +243,10 @@ def _is_repeated(context: grpc.aio.ServicerContext[Sent, Response]) -> bool:
 
 
 def _request_id(message: pb.GenerateRequest) -> str:
-    if not message.HasField("request_id"):
-        return f"req-{secrets.token_hex(12)}"
-    findings = Findings()
-    check_request_id(message.request_id, findings)
-    findings.raise_any()
-    return message.request_id
+    """The client's, or one of ours where there is none, or one that `validate` refuses."""
+    if REQUEST_ID.fullmatch(message.request_id):
+        return message.request_id
+    return f"req-{secrets.token_hex(12)}"
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):

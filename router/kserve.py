@@ -33,18 +33,21 @@ InferStream = AnswerStream[kserve.ModelStreamInferResponse]
 class TextStream:
     """Tells the text of answers as it grows, in KServe's terms."""
 
-    def __init__(self, asked: kserve.ModelInferRequest, stream: InferStream) -> None:
+    def __init__(
+        self, asked: kserve.ModelInferRequest, model_name: str, stream: InferStream
+    ) -> None:
         self._asked = asked
+        self._model_name = model_name
         self._stream = stream
 
     async def send(self, event: pb.GenerateStreamResponse) -> None:
         """Tells new text, or that an answer has ended; raises `ClientGone`."""
         if event.commit.text or event.HasField("finished"):
-            await self._stream.send(piece_of(self._asked, event))
+            await self._stream.send(piece_of(self._asked, event, self._model_name))
 
     def end(self, last: pb.GenerateStreamResponse) -> kserve.ModelStreamInferResponse:
         """The last piece, which has no text."""
-        return piece_of(self._asked, last, is_last=True)
+        return piece_of(self._asked, last, self._model_name, is_last=True)
 
 
 class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
@@ -131,7 +134,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                     with counting_refusals(self._router):
                         asked = request_of(request)
                     accepted = accept(self._router, asked, context, is_stream=True)
-                    told = TextStream(request, stream)
+                    told = TextStream(request, accepted.asked.model.name, stream)
                     async with stream.ending():
                         await stream.send(
                             told.end(await Handler(self._router, accepted, told).serve())

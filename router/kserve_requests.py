@@ -66,16 +66,20 @@ def answer_of(
 ) -> kserve.ModelInferResponse:
     """An answer with its reason and token counts; of several, an element each and the sums."""
     answers = (answer, *answer.others)
-    return _response(asked, [one.text for one in answers], answers)
+    return _response(asked, answer.model, [one.text for one in answers], answers)
 
 
 def piece_of(
-    asked: kserve.ModelInferRequest, event: pb.GenerateStreamResponse, *, is_last: bool = False
+    asked: kserve.ModelInferRequest,
+    event: pb.GenerateStreamResponse,
+    model_name: str,
+    *,
+    is_last: bool = False,
 ) -> kserve.ModelStreamInferResponse:
     """A piece of an answer, or its end, in a stream. It says whether it is the last one of all, and
     where several were asked for whose it is."""
     ends = (event.finished,) if event.HasField("finished") else ()
-    response = _response(asked, [event.commit.text], ends)
+    response = _response(asked, model_name, [event.commit.text], ends)
     response.parameters[FINAL].bool_param = is_last
     if "n" in asked.parameters:
         response.parameters[INDEX].int64_param = event.answer_index
@@ -84,14 +88,11 @@ def piece_of(
 
 def _response(
     asked: kserve.ModelInferRequest,
+    model_name: str,
     texts: Sequence[str],
     ends: Sequence[pb.GenerateResponse | pb.Finished],
 ) -> kserve.ModelInferResponse:
-    response = kserve.ModelInferResponse(
-        model_name=ends[0].model if ends else asked.model_name,
-        model_version=VERSION,
-        id=asked.id,
-    )
+    response = kserve.ModelInferResponse(model_name=model_name, model_version=VERSION, id=asked.id)
     tensors = {TEXT: texts}
     if ends:
         tensors[REASON] = [_REASONS[end.finish_reason] for end in ends]

@@ -96,6 +96,8 @@ class Texts:
 
     async def tokenize(self, request: model_pb2.TokenizeRequest) -> model_pb2.TokenizeResponse:
         """The ids of a prompt, however long; raises `EffuseError` for what no prompt may be."""
+        if request.WhichOneof("input") is None:
+            raise InvalidRequest.of("prompt", "expected one of prompt and chat, got neither")
         asked = self._resolve(_as_request(request), is_stream=False)
         token_ids = await encode_prompt(asked, self._tokenizer)
         return model_pb2.TokenizeResponse(

@@ -75,6 +75,7 @@ class Request:
     is_anothers: bool = False  # another router runs it
     is_ended_by_id: bool = False  # somebody has asked for its end
     was_kept: bool = False  # it was answered with what was kept from before
+    kept_prompt_tokens: int = 0  # of that, whose prompt is not encoded again
 
     # Where several answers are asked for.
     answers: Sequence[Request] = ()  # each a request of its own; none before it is admitted

@@ -209,8 +209,10 @@ class Quotas:
         self._let_time_pass(account, tenant)
         rate = tenant.tokens_per_minute
         if most is not None and account.running + num_answers > most:
+            own = "" if num_answers == 1 else f", and this one counts as {num_answers}"
             text = (
-                f"{account.running} requests of this key's tenant run or wait, which is its limit"
+                f"{account.running} requests of this key's tenant run or wait{own}; "
+                f"its limit is {most}"
             )
             raise Overloaded(text, retry_after_s=AGAIN_S)
         if rate is not None and account.spent >= rate:

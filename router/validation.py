@@ -47,7 +47,7 @@ from effuse.config.decoding import (
     Sampling,
 )
 from effuse.placement.records import ModelInfo
-from effuse.router.findings import Findings, check_input
+from effuse.router.findings import Findings, check_input, check_request_id
 from effuse.v1 import generation_pb2 as pb
 
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
@@ -179,6 +179,8 @@ def validate(
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
+    if request.HasField("request_id"):
+        check_request_id(request.request_id, findings)
     check_input(request, model, refused, takes_chats, findings)
     _check_sampling(request.sampling, model, refused, findings)
     _check_stopping(request.stopping, model, findings)

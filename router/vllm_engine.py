@@ -66,10 +66,7 @@ class EngineAnswer:
 
     @property
     def _prompt_tokens(self) -> int:
-        """Also of an answer that was kept, whose prompt was not encoded again: there the first one
-        is told first."""
-        prompt_tokens = len(self._request.prompt_token_ids)
-        return prompt_tokens or self._whole.one(0).usage.prompt_tokens
+        return len(self._request.prompt_token_ids) or self._request.kept_prompt_tokens
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):

@@ -65,6 +65,7 @@ def test_a_stream_answers_one_request_after_the_other() -> None:
             assert "".join(element(one, "text_output") for one in pieces) == TEXT
             flags = [one.parameters["triton_final_response"].bool_param for one in pieces]
             assert flags == [False] * (len(pieces) - 1) + [True]
+            assert {one.model_name for one in pieces} == {"fake"}
         assert [one.infer_response.id for one in told] == sorted(
             one.infer_response.id for one in told
         )

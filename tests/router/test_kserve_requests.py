@@ -169,7 +169,7 @@ def test_only_what_is_asked_for_is_told() -> None:
 
 def test_the_last_piece_of_a_stream_says_so() -> None:
     text, end = PIECE, pb.GenerateStreamResponse(finished=FINISHED)
-    pieces = [piece_of(asked(), text), piece_of(asked(), end, is_last=True)]
+    pieces = [piece_of(asked(), text, "m"), piece_of(asked(), end, "m", is_last=True)]
     flags = [one.infer_response.parameters["triton_final_response"].bool_param for one in pieces]
     assert flags == [False, True]
     assert [one.name for one in pieces[0].infer_response.outputs] == ["text_output"]
@@ -195,7 +195,7 @@ def test_several_answers_are_elements_of_the_same_tensors() -> None:
 def test_pieces_of_several_answers_say_whose_they_are() -> None:
     second = pb.GenerateStreamResponse(answer_index=1, finished=FINISHED)
     several = asked(parameters={"n": param(int64_param=2)})
-    told = [piece_of(several, PIECE), piece_of(several, second)]
+    told = [piece_of(several, PIECE, "m"), piece_of(several, second, "m")]
     assert [one.infer_response.parameters["answer_index"].int64_param for one in told] == [0, 1]
-    assert "answer_index" not in piece_of(asked(), PIECE).infer_response.parameters
+    assert "answer_index" not in piece_of(asked(), PIECE, "m").infer_response.parameters
     assert request_of(several).n == 2

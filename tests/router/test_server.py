@@ -126,14 +126,20 @@ def test_bad_requests_are_refused_before_a_worker_sees_them(
 
 def test_field_violations_are_in_the_details() -> None:
     async def body(fleet: FakeFleet) -> None:
-        bad = request(sampling=pb.SamplingParams(top_p=2.0), stopping=pb.StoppingParams(stop=[""]))
+        bad = request(
+            sampling=pb.SamplingParams(top_p=2.0),
+            stopping=pb.StoppingParams(stop=[""]),
+            request_id="a b",
+        )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await fleet.generation.Generate(bad, timeout=30)
         metadata = dict(caught.value.trailing_metadata() or ())
         status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
         found = error_details_pb2.BadRequest()
         assert any(detail.Unpack(found) for detail in status.details)
-        assert [v.field for v in found.field_violations] == ["sampling.top_p", "stopping.stop[0]"]
+        assert {v.field for v in found.field_violations} == {
+            "sampling.top_p", "stopping.stop[0]", "request_id",
+        }  # fmt: skip
 
     run(body)
 

@@ -72,6 +72,7 @@ def test_bad_input_names_its_field(
             error = await failure(fleet.models.Detokenize(asking, timeout=30))
         assert isinstance(error, errors.InvalidRequest)
         assert [one.field for one in error.violations] == [field]
+        assert "prompt_token_ids" not in error.message  # which neither call has
 
     run(body)
 

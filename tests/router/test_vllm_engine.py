@@ -70,6 +70,18 @@ def test_tokens_come_as_they_are_final_or_at_the_end(stream: bool) -> None:
     run(body)
 
 
+def test_an_answer_that_is_kept_is_told_as_a_new_one() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        chunks, last = await read(fleet, asked())
+        await fleet.idle()
+        kept, again = await read(fleet, asked())
+        assert len(fleet.decode[0].requests) == 1
+        assert {one.prompt_tokens for one in kept} == {one.prompt_tokens for one in chunks}
+        assert again == last
+
+    run(body)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_several_answers_are_told_by_their_index(stream: bool) -> None:
     async def body(fleet: FakeFleet) -> None:
