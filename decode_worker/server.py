@@ -124,7 +124,6 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
     def _leave(self, stream: _DecodeCall) -> None:
         """Ends what has not ended by itself, although nobody waits for it."""
         if not stream.attempt.ended.is_set():
-            self._shell.attempts.abandon(stream.attempt)
             self._shell.spawn(self._end(stream))
 
     async def _relay(self, stream: _DecodeCall, context: _Context) -> None:

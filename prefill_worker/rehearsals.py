@@ -245,7 +245,6 @@ class Rehearsals:
             if attempt.engine_gone:
                 shell.attempts.close(attempt)
             elif not attempt.ended.is_set():
-                shell.attempts.abandon(attempt)
                 shell.spawn(self._end(attempt))
 
     async def _end(self, attempt: OpenAttempt) -> None:

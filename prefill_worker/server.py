@@ -90,7 +90,6 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             if stream.limit is not None:
                 stream.limit.cancel()
             if not attempt.ended.is_set():
-                self._shell.attempts.abandon(attempt)
                 self._shell.spawn(self._end(attempt))
 
     async def _relay(self, stream: _PrefillCall, context: _Context) -> None:

@@ -83,8 +83,6 @@ class Attempts:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._running: dict[str, OpenAttempt] = {}
-        # Request id and attempt of those whose caller is there, and their transfer id.
-        self._tries: dict[tuple[str, int], str] = {}
         self._over: OrderedDict[str, float] = OrderedDict()  # transfer id: when to forget it
         self._remember_s = remember_s
         self._most_remembered = most_remembered
@@ -96,18 +94,17 @@ class Attempts:
         return len(self._running)
 
     def open(self, attempt_id: AttemptId, incarnation: str) -> OpenAttempt:
-        """Admits an attempt; raises `AlreadyRunning` or, for one that is over, `Refused`."""
+        """Admits an attempt; raises `AlreadyRunning` or, for one that is over, `Refused`.
+
+        Known by its transfer alone: of a request that is asked anew, here or at another router, the
+        earlier attempt may still be ending, or not know yet that its router is gone."""
         self._forget()
         if attempt_id.transfer_id in self._over:
             raise Refused(f"transfer {attempt_id.transfer_id!r} has ended here already")
-        if attempt_id.transfer_id in self._running or _try(attempt_id) in self._tries:
-            raise AlreadyRunning(
-                f"attempt {attempt_id.attempt} of request {attempt_id.request_id!r} "
-                f"or transfer {attempt_id.transfer_id!r} is running here"
-            )
+        if attempt_id.transfer_id in self._running:
+            raise AlreadyRunning(f"transfer {attempt_id.transfer_id!r} is running here")
         attempt = OpenAttempt(attempt_id, incarnation)
         self._running[attempt_id.transfer_id] = attempt
-        self._tries[_try(attempt_id)] = attempt_id.transfer_id
         self._idle.clear()
         return attempt
 
@@ -115,16 +112,10 @@ class Attempts:
         """Returns a running attempt."""
         return self._running.get(transfer_id)
 
-    def abandon(self, attempt: OpenAttempt) -> None:
-        """Its caller is gone, and may send the same request anew while this one is ending."""
-        if self._tries.get(_try(attempt.id)) == attempt.id.transfer_id:
-            del self._tries[_try(attempt.id)]
-
     def close(self, attempt: OpenAttempt) -> None:
         """Nothing of the attempt is left here; its transfer id is refused for a while."""
         self.bury(attempt.id.transfer_id)
         self._running.pop(attempt.id.transfer_id, None)
-        self.abandon(attempt)
         attempt.ended.set()
         if not self._running:
             self._idle.set()
@@ -166,10 +157,6 @@ class Attempts:
 def attempt_of(event: CoreEvent) -> AttemptId:
     """Returns the attempt that an event is about."""
     return event.reservation.attempt if isinstance(event, Reserved) else event.attempt
-
-
-def _try(attempt_id: AttemptId) -> tuple[str, int]:
-    return attempt_id.request_id, attempt_id.attempt
 
 
 _KINDS: Final[Mapping[FailureCode, type[EffuseError]]] = {

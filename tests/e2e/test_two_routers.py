@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -24,7 +25,7 @@ SEATS = 2
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    flags = ("--max-num-seqs", str(SEATS))
+    flags = ("--max-num-seqs", str(SEATS), "--hang-timeout-s", "30")
     with tiny_fleet("sdar", connector="zmq", prefill=0, worker_flags=flags) as fleet:
         yield fleet
 
@@ -77,6 +78,27 @@ def test_who_asks_again_after_his_router_died_is_answered_once(
         assert answer.token_ids == expected.token_ids
         wait_until(lambda: client.look_up("mine").HasField("answer"), "it is not kept")
         assert client.look_up("mine").answer == answer
+
+
+def test_a_request_is_taken_over_from_a_router_that_stands_still(
+    fleet: Fleet, second: SecondRouter
+) -> None:
+    """As one whose host is gone: its connections are open for a while, and its attempts run."""
+    engine = engine_of(fleet.processes["decode-0"].pid)
+    with connect(fleet.address) as client, connect(second.address) as doomed:
+        expected = client.generate(JOB.message())
+        with ThreadPoolExecutor(2) as threads:
+            engine.suspend()
+            try:
+                threads.submit(doomed.generate, JOB.message("left"))
+                wait_until(lambda: requests_in(fleet) == 1, "it does not run")
+                second.child.send_signal(signal.SIGSTOP)
+                again = threads.submit(client.generate, JOB.message("left"))
+                wait_until(lambda: requests_in(fleet) == 2 or again.done(), "nobody takes it over")
+            finally:
+                engine.resume()
+                second.kill()
+            assert again.result(60).token_ids == expected.token_ids
 
 
 def test_an_answer_outlives_the_router_that_gave_it(fleet: Fleet, second: SecondRouter) -> None:
