@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from typing import Final, Protocol
 
 from effuse.placement.records import MalformedRecord, RouterRecord, WorkerRecord, decode_router
@@ -104,14 +105,15 @@ class OtherRouters:
         What others leave free, and no more than our share while one of them has requests that wait.
         Where they cannot be heard it is our share, whatever they had last."""
         seats = worker.capacity.max_num_seqs
+        if not self._is_current:
+            return self._share(seats, self._others)
         if not self._wanting:
             return seats
-        rank = sum(other < self._id for other in self._wanting)
-        share = fair_share(seats, len(self._wanting) + 1, rank)
-        if not self._is_current:
-            return share
         free = max(0, seats - self._taken[worker.life])
-        return min(free, share) if self._any_waits else free
+        return min(free, self._share(seats, self._wanting)) if self._any_waits else free
+
+    def _share(self, seats: int, others: Collection[str]) -> int:
+        return fair_share(seats, len(others) + 1, sum(other < self._id for other in others))
 
     def _add_up(self) -> None:
         """Once for each exchange: every choice asks for the seats of every worker."""

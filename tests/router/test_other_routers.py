@@ -133,6 +133,22 @@ def test_without_redis_a_router_keeps_to_its_share() -> None:
     asyncio.run(go())
 
 
+def test_without_redis_those_that_had_nothing_to_do_have_their_share_too() -> None:
+    """Each of them may be given requests, and hears nothing of the others."""
+
+    async def go() -> None:
+        everybody = peers(3, 8)
+        for peer in (*everybody, *everybody):
+            await peer.exchange()
+        assert [peer.routers.seats(peer.worker) for peer in everybody] == [8, 8, 8]
+        everybody[0].store.is_down = True
+        for peer in everybody:
+            await peer.exchange()
+        assert [peer.routers.seats(peer.worker) for peer in everybody] == [3, 3, 2]
+
+    asyncio.run(go())
+
+
 def test_a_router_that_ended_leaves_its_seats() -> None:
     async def go() -> None:
         one, two = peers(2, 8)
