@@ -26,7 +26,7 @@ from effuse.placement.records import (
     WorkerRecord,
     decode_placement,
 )
-from effuse.placement.store import Claim, StoreUnavailable
+from effuse.placement.store import Claim, StoreFull, StoreUnavailable
 from effuse.protos.errors import AlreadyRunning, Unavailable
 from effuse.router.client import Recipient, WholeAnswer
 from effuse.router.policy import Placement
@@ -78,9 +78,14 @@ class SharedRequest:
                     record, request.asked_digest, self._router.placements.times.running_s
                 )
             except StoreUnavailable as error:
+                is_full = isinstance(error, StoreFull)
+                if is_full and (kept := await self._find_kept()) is not None:
+                    self._record = None
+                    return kept
                 if not request.is_repeated and last_s < 0:
                     return None
-                text = "what became of this request cannot be looked up now, as Redis is away"
+                why = f"Redis is {'full' if is_full else 'away'}"
+                text = f"what became of this request cannot be looked up now, as {why}"
                 raise Unavailable(text, retry_after_s=1.0) from error
             self._record = None  # another's, or kept; else written once more below
             if claim.elsewhere is None:
@@ -90,14 +95,25 @@ class SharedRequest:
                 raise self._runs_elsewhere(claim.elsewhere)
             last_s = claim.lease_s
             await asyncio.sleep(LOOK_S)
-        return self._settle(record, claim)
+        return self._settle(claim)
 
-    def _settle(self, record: PlacementRecord, claim: Claim) -> pb.GenerateResponse | None:
-        if claim.response is not None:
-            try:
-                return pb.GenerateResponse.FromString(claim.response)
-            except DecodeError:
-                LOG.warning("the kept answer of %s is malformed", record.request_id)
+    async def _find_kept(self) -> pb.GenerateResponse | None:
+        """The answer that a full Redis has, which takes no claim and can be read all the same."""
+        request = self._request
+        with contextlib.suppress(StoreUnavailable):
+            return self._read(await self._router.store.answer(request.id, request.asked_digest))
+        return None
+
+    def _read(self, response: bytes | None) -> pb.GenerateResponse | None:
+        try:
+            return None if response is None else pb.GenerateResponse.FromString(response)
+        except DecodeError:
+            LOG.warning("the kept answer of %s is malformed", self._request.id)
+            return None
+
+    def _settle(self, claim: Claim) -> pb.GenerateResponse | None:
+        if (kept := self._read(claim.response)) is not None:
+            return kept
         if claim.earlier is not None:
             # Who ran it before may have told of its answer: this one draws as that one did.
             with contextlib.suppress(MalformedRecord):

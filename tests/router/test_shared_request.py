@@ -11,7 +11,7 @@ from router.fake_workers import holds
 from router.fakes import FakeFleet, run
 
 from effuse.placement.records import PlacementRecord, RouterRecord
-from effuse.placement.store import Claim, StoreUnavailable
+from effuse.placement.store import Claim, StoreFull, StoreUnavailable
 from effuse.protos import errors
 from effuse.router.handler import REPEATED_KEY
 from effuse.v1 import generation_pb2 as pb
@@ -160,6 +160,29 @@ def test_without_redis_a_first_request_runs_and_a_repeated_one_is_told_why_not()
         assert num_runs(fleet) == 1
         unnamed = fleet.generation.Generate(request(), timeout=30, metadata=AGAIN)
         assert (await unnamed).text == TEXT
+
+    run(body)
+
+
+def test_a_full_redis_gives_what_it_keeps_although_it_takes_no_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
+        raise StoreFull("Redis is full: used memory > 'maxmemory'")
+
+    async def body(fleet: FakeFleet) -> None:
+        first = await ask(fleet, request_id="mine")
+        await fleet.store.until(lambda held: held["mine"].state == "finished")
+        monkeypatch.setattr(fleet.store, "claim", refuse)
+        for metadata in (None, AGAIN):
+            asked = request(request_id="mine")
+            assert await fleet.generation.Generate(asked, timeout=30, metadata=metadata) == first
+        assert fleet.store.placements["mine"].state == "finished"
+        assert num_runs(fleet) == 1
+        asked = request(request_id="other")
+        error = await failure(fleet.generation.Generate(asked, timeout=30, metadata=AGAIN))
+        assert type(error) is errors.Unavailable and "Redis is full" in error.message
+        assert (await ask(fleet, request_id="other")).text == TEXT
 
     run(body)
 
