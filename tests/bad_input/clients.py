@@ -213,7 +213,7 @@ def _models(at: Facts) -> Iterator[tuple[str, Case]]:
     unknown = model_pb2.GetModelRequest(name="nowhere")
     yield "GetModel: unknown", case("GetModel", unknown, "", "nowhere", NOT_FOUND)
     tokenize, detokenize = model_pb2.TokenizeRequest, model_pb2.DetokenizeRequest
-    yield "Tokenize: nothing", case("Tokenize", tokenize(), "prompt", "none of them")
+    yield "Tokenize: nothing", case("Tokenize", tokenize(), "prompt", "neither")
     yield "Tokenize: empty", case("Tokenize", tokenize(prompt=""), "prompt")
     yield "Tokenize: too long", case("Tokenize", tokenize(prompt="a" * 5000), "prompt", "5000")
     yield "Tokenize: bad model", case("Tokenize", tokenize(prompt="a", model=".."), "model")

@@ -89,7 +89,7 @@ def _decode_changes(at: Facts) -> Iterator[tuple[str, DecodeChange, str]]:
     yield "max_tokens beyond the context", _set(max_tokens=at.max_model_len), ""
     yield "min_tokens above max_tokens", _set(min_tokens=4), "min_tokens"
     yield "stop id beyond the vocabulary", _set(stop_token_ids=[2**32 - 1]), ""
-    yield "too many stop ids", _set(stop_token_ids=range(40)), ""
+    yield "too many stop ids", _set(stop_token_ids=range(40)), "stopping.stop_token_ids"
     yield "num_logprobs", _set(num_logprobs=21), "num_logprobs"
     yield "nobody prefills", lambda r: r.ClearField("local"), "prefill"
     yield "top_p 0", lambda r: r.sampling.ClearField("top_p"), "sampling.top_p"
@@ -103,7 +103,7 @@ def _decode_changes(at: Facts) -> Iterator[tuple[str, DecodeChange, str]]:
     for name in ("confidence_threshold", "block_add_threshold", "full_activation_threshold"):
         yield f"{name} nan", _settings(**{name: math.nan}), f"settings.{name}"
     yield "window 0", lambda r: r.settings.ClearField("window"), "settings.window"
-    yield "window beyond the slots", _settings(window=60), ""
+    yield "window beyond the slots", _settings(window=60), "decoding.window"
     yield "steps 0", lambda r: r.settings.ClearField("denoising_steps"), "settings.denoising_steps"
     yield "steps beyond a block", _settings(denoising_steps=at.block_size + 1), ""
     yield "entropy", _settings(entropy_bound=-1.0), "settings.entropy_bound"
