@@ -12,16 +12,18 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Final
 
 from effuse.client.answer import Stats
 from effuse.config.access import host_and_port
+from effuse.config.decoding import ANSWERS
 from effuse.placement.fleet import FleetView
 from effuse.placement.records import Role, RouterRecord
 from effuse.placement.store import Store, StoreUnavailable
 from effuse.placement.writer import PlacementWriter
 from effuse.protos.channels import FleetAccess
-from effuse.protos.errors import EngineLost, InvalidRequest, Poisonous
+from effuse.protos.errors import EngineLost, Poisonous
 from effuse.protos.gate import CALLER
 from effuse.router.admission import Admission
 from effuse.router.calls import Cleanup
@@ -134,7 +136,7 @@ class Router:
         """What a client's message asks for, every setting resolved; raises `EffuseError` with all
         that can be said against it."""
         tokenizer, most = self.tokenizer, self.config.max_answers
-        asked = validate(
+        return validate(
             message,
             self.catalogue.find(message.model if message.HasField("model") else None),
             tokenizer.reserved_ids,
@@ -142,11 +144,8 @@ class Router:
             decode_prefills=self.fleet.mode != "remote",
             takes_chats=tokenizer.has_chat_template,
             chat_end_ids=tokenizer.chat_end_ids,
+            answers=replace(ANSWERS, high=most, note=", this router's --max-answers"),
         )
-        if asked.num_answers > most:
-            found = f"expected at most {most}, this router's --max-answers, got {asked.num_answers}"
-            raise InvalidRequest.of("n", found)
-        return asked
 
     def tenant(self) -> Tenant:
         """Whose call is being answered, and what it may have."""

@@ -169,13 +169,15 @@ def validate(
     decode_prefills: bool = True,
     takes_chats: bool = True,
     chat_end_ids: Collection[int] = (),
+    answers: Bounds = ANSWERS,
 ) -> Asked:
     """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
 
     `reserved_ids`: special ids beside the mask id that no prompt may hold, such as padding.
     `takes_chats`: whether there is a chat template for the model. `chat_end_ids`: what ends an
     answer in it, beside the model's end-of-sequence ids.
-    `decode_prefills`: whether decode workers may compute prompts themselves."""
+    `decode_prefills`: whether decode workers may compute prompts themselves. `answers`: how many
+    may be asked for."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
@@ -187,7 +189,7 @@ def validate(
     algorithm = _check_decoding(request.decoding, model, findings)
     _check_algorithm(request.sampling, algorithm, model, decode_prefills, findings)
     num_answers = request.n if request.HasField("n") else 1
-    findings.number("n", num_answers, ANSWERS)
+    findings.number("n", num_answers, answers)
     findings.number("output.logprobs", request.output.logprobs, LOGPROBS)
     findings.choice("priority", request.priority, PRIORITY_NAMES)
     if request.output.drafts and not is_stream:

@@ -130,6 +130,7 @@ def test_field_violations_are_in_the_details() -> None:
             sampling=pb.SamplingParams(top_p=2.0),
             stopping=pb.StoppingParams(stop=[""]),
             request_id="a b",
+            n=9,
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await fleet.generation.Generate(bad, timeout=30)
@@ -138,7 +139,7 @@ def test_field_violations_are_in_the_details() -> None:
         found = error_details_pb2.BadRequest()
         assert any(detail.Unpack(found) for detail in status.details)
         assert {v.field for v in found.field_violations} == {
-            "sampling.top_p", "stopping.stop[0]", "request_id",
+            "sampling.top_p", "stopping.stop[0]", "request_id", "n",
         }  # fmt: skip
 
     run(body)
