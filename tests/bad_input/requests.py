@@ -209,7 +209,7 @@ def wrong_requests(at: Facts) -> dict[str, Wrong]:
             "0 to 20, got 21",
         ),
         "n 0": (lambda r: setattr(r, "n", 0), "n", "got 0"),
-        "n 65": (lambda r: setattr(r, "n", 65), "n", "from 1 to 64, got 65"),
+        "n 65": (lambda r: setattr(r, "n", 65), "n", "got 65"),
         "priority unknown": (lambda r: setattr(r, "priority", 4), "priority", "unknown value 4"),
         "steps with d2f": (
             decoding(denoising_steps=2),
