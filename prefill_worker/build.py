@@ -29,6 +29,7 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -
         sender,
         needs_boundary=model.config.shift_logits,
         mark=mark_of(model.device),
+        on_progress=pulse.mark,
     )
     core = PrefillEngine(
         executor,

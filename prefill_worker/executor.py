@@ -55,6 +55,7 @@ class LaunchedForward:
     """A forward that may not have ended. Its boundaries may be read once it is over."""
 
     chunks: Sequence[PromptChunk]
+    progress: Pending[int]  # groups of layers that it has stored
     boundaries: Sequence[Tensor | None]  # [hidden_size] on the host, of each chunk
     is_over: IsOver
 
@@ -84,9 +85,11 @@ class PromptExecutor:
         *,
         needs_boundary: bool,
         mark: Mark | None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`needs_boundary`: the model shifts its logits, so that a vector goes with the pages.
-        `mark` says when queued forwards have ended; None where they have when they return."""
+        `mark` says when queued forwards have ended; None where they have when they return.
+        `on_progress` is called where one that was launched has stored more layers."""
         self.num_forwards = 0
         self.num_prompts = 0  # in forwards, added up
         self.num_tokens = 0
@@ -95,6 +98,8 @@ class PromptExecutor:
         self._sender = sender
         self._needs_boundary = needs_boundary
         self._mark = mark
+        self._on_progress = on_progress
+        self._num_stored: int | None = 0  # groups of layers of the oldest forward that is running
         self._guard = ForwardGuard()
         self._running: deque[LaunchedForward] = deque()
 
@@ -121,7 +126,7 @@ class PromptExecutor:
         self.num_prompts += len(parts)
         self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
         results = self._guard.run(lambda: self._forward.run(parts), len(parts))
-        launched = self._launched(chunks, [result.boundary for result in results])
+        launched = self._launched(chunks, progress, [result.boundary for result in results])
         self._running.append(launched)
         for index, chunk in enumerate(chunks):
             chunk.prompt.num_launched = chunk.end
@@ -130,8 +135,15 @@ class PromptExecutor:
                 self._sender.computed(transfer_id, launched.boundary(index))
 
     def has_ended(self) -> bool:
-        """Whether the oldest forward that is running has."""
-        return bool(self._running) and self._running[0].is_over()
+        """Whether the oldest forward that is running has. Where it has come on, that is a sign of
+        life: a long one ends long after its launch."""
+        if not self._running:
+            return False
+        oldest = self._running[0]
+        before, self._num_stored = self._num_stored, oldest.progress()
+        if self._num_stored != before:
+            self._on_progress()
+        return oldest.is_over()
 
     def read(self) -> Sequence[PromptChunk]:
         """What the oldest forward, which has ended, has computed."""
@@ -160,11 +172,16 @@ class PromptExecutor:
             self._sender.pages_ready(prompt.attempt.transfer_id, pages, progress)
 
     def _launched(
-        self, chunks: Sequence[PromptChunk], boundaries: Sequence[Tensor | None]
+        self,
+        chunks: Sequence[PromptChunk],
+        progress: Pending[int],
+        boundaries: Sequence[Tensor | None],
     ) -> LaunchedForward:
         """A forward whose call has just returned; its boundaries set out for the host."""
         copies = [None if row is None else _to_host(row) for row in boundaries]
-        return LaunchedForward(chunks, copies, _always if self._mark is None else self._mark())
+        return LaunchedForward(
+            chunks, progress, copies, _always if self._mark is None else self._mark()
+        )
 
 
 def mark_of(device: torch.device) -> Mark | None:

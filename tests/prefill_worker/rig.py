@@ -25,7 +25,8 @@ from effuse.models.weights import load_model
 from effuse.prefill_worker.engine import PrefillEngine
 from effuse.prefill_worker.executor import Mark, PromptExecutor
 from effuse.prefill_worker.prompts import PrefillLimits
-from effuse.worker.messages import Abort, CoreEvent, PushTo, StartPrefill
+from effuse.worker.messages import Abort, CoreEvent, Heartbeat, PushTo, StartPrefill
+from effuse.worker.watchdog import Pulse
 
 PREFILL, DECODE = "prefill-1", "decode-1"
 RESERVATION_S, MOST_S, LEASE_S = 20.0, 100.0, 10.0
@@ -101,8 +102,15 @@ class Rig:
         )
         self.forward = Watched(runner)
         sender = HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now)
+        self.beats: list[Heartbeat] = []
+        self.pulse = Pulse(self.beats.append, now=self.now)
         executor = PromptExecutor(
-            self.forward, self.memory, sender, needs_boundary=config.shift_logits, mark=mark
+            self.forward,
+            self.memory,
+            sender,
+            needs_boundary=config.shift_logits,
+            mark=mark,
+            on_progress=self.pulse.mark,
         )
         self.engine = PrefillEngine(
             executor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from effuse.kvtransfer import pushes
 from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.prefill_worker.executor import IsOver, mark_of
 from effuse.worker.messages import AbortDone, Failed, PrefillDone, PromptPushed
+from effuse.worker.watchdog import Limits, Progress, observe, verdict
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
 BLOCK = 4
@@ -99,6 +101,25 @@ def test_layers_leave_while_later_ones_are_computed(
     rig.settle()
     assert len(rig.take(PromptPushed)) == len(rig.take(PrefillDone)) == len(rig.arrived()) == 1
     rig.check_idle()
+
+
+def test_a_forward_that_goes_on_is_not_taken_for_hung_however_long_it_takes(
+    rig: Rig, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = Layers(rig, monkeypatch)
+    limits = Limits(startup_s=60.0, serving_s=1.0)
+    progress = replace(Progress.begin(rig.time), is_ready=True, phase="serving")
+    rig.start("a", PROMPT)
+    for seconds in (0.0, 1.2, 1.2, 1.2, 1.2, 13.0):
+        assert verdict(progress, rig.time, limits) is None
+        rig.time += seconds
+        rig.step()
+        beat = rig.pulse.turn(rig.engine.load(), has_end=False)
+        for told in (*rig.beats, *([beat] if beat else [])):
+            progress = observe(progress, told, rig.time)
+        rig.beats.clear()
+        layers.num_stored += rig.time < 1004.0
+    assert "no step was made" in (verdict(progress, rig.time, limits) or "it goes on")
 
 
 def test_few_bytes_leave_in_one_piece(
