@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from effuse.protos import rpc
+
 DEFAULT_TARGET = "127.0.0.1:50051"
 _SERVICES = ("effuse.v1.GenerationService", "effuse.v1.ModelService")
 _MOST_ATTEMPTS = 5  # gRPC takes no more
@@ -50,6 +52,8 @@ class Options:
             ("grpc.enable_retries", int(self.max_attempts > 1)),
             ("grpc.max_receive_message_length", _MESSAGE_BYTES),
             ("grpc.max_send_message_length", _MESSAGE_BYTES),
+            # Else a call to a router that says nothing any more lasts until its deadline.
+            *rpc.keepalive_options(rpc.CALLER_KEEPALIVE),
         ]
 
     def service_config(self) -> dict[str, object]:

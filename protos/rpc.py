@@ -71,7 +71,8 @@ class Keepalive:
 FLEET_KEEPALIVE: Final = Keepalive()
 
 CALLER_KEEPALIVE: Final = Keepalive(time_s=20.0, timeout_s=20.0, ping_timeout_s=20.0)
-"""How soon a caller counts as gone to a server: what its calls hold is free again then."""
+"""How soon a caller counts as gone to a server: what its calls hold is free again then. So does a
+router to clients."""
 
 Options = list[tuple[str, int]]
 
@@ -101,7 +102,7 @@ def server_options(
         ("grpc.server_handshake_timeout_ms", _ms(limits.handshake_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(limits.min_ping_interval_s)),
-        *_keepalive_options(keepalive),
+        *keepalive_options(keepalive),
     ]
 
 
@@ -117,10 +118,11 @@ def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Opti
         ("grpc.min_reconnect_backoff_ms", 3000),
         ("grpc.max_reconnect_backoff_ms", 1000),
     ]
-    return options if keepalive is None else [*options, *_keepalive_options(keepalive)]
+    return options if keepalive is None else [*options, *keepalive_options(keepalive)]
 
 
-def _keepalive_options(keepalive: Keepalive) -> Options:
+def keepalive_options(keepalive: Keepalive) -> Options:
+    """Channel arguments, of either end, by which a silent peer is found out."""
     return [
         ("grpc.keepalive_time_ms", _ms(keepalive.time_s)),
         ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),

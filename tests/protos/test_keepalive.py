@@ -16,7 +16,9 @@ import pytest
 from eventually import eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+import effuse
 from effuse.protos import rpc
+from effuse.protos.errors import PeerLost
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 
@@ -33,6 +35,22 @@ import asyncio
 from effuse.protos import rpc
 async def main():
     server = rpc.RpcServer(rpc.FLEET_LIMITS)
+    print(await server.start("127.0.0.1:0", []), flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+ROUTER = """
+import asyncio
+from effuse.protos import rpc
+from effuse.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
+class Router(pb_grpc.GenerationServiceServicer):
+    async def GenerateStream(self, request, context):
+        yield pb.GenerateStreamResponse(commit=pb.BlockCommit(text="begun"))
+        await asyncio.sleep(1000)
+async def main():
+    server = rpc.RpcServer(rpc.PUBLIC_LIMITS)
+    pb_grpc.add_GenerationServiceServicer_to_server(Router(), server.server)
     print(await server.start("127.0.0.1:0", []), flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
@@ -117,5 +135,25 @@ def test_a_server_that_stands_still_fails_the_calls_to_it() -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as failed:
                     await watch.read()
             assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(go())
+
+
+def test_a_router_that_stands_still_fails_the_calls_of_its_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc, "CALLER_KEEPALIVE", QUICK)
+
+    async def go() -> None:
+        async with (
+            child(ROUTER) as (router, port),
+            effuse.AsyncClient(f"127.0.0.1:{port}", timeout_s=60.0, max_attempts=1) as client,
+        ):
+            pieces = client.stream("hello")
+            assert await anext(pieces) == "begun"
+            await asyncio.sleep(3 * QUICK.time_s)
+            await stop(router)
+            with pytest.raises(PeerLost):
+                await anext(pieces)
 
     asyncio.run(go())
