@@ -49,6 +49,7 @@ larger one that resources are exhausted. So all of it is ASCII, of which each ch
 _MOST_VIOLATIONS: Final = 8
 _FIELD_CHARS: Final = 100
 _DESCRIPTION_CHARS: Final = 250
+_TOO_LARGE: Final = "message larger than max"  # as the library says it, of either end
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +314,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
 
     A status without our ErrorInfo was made by the library on either side: the transport broke, or
     the answer was no message of ours. All such are `PeerLost` with `peer` in the text, but for the
-    deadline and the cancellation, which are our own doing. What the library says of it names hosts
-    and ports: it goes to our log and not to the caller."""
+    deadline and the cancellation, which are our own doing, and a message that is too large, which
+    it is the next time, too. What the library says of others names hosts and ports: it goes to our
+    log and not to the caller."""
     code = error.code()
     status = _status_of(error)
     info = error_details_pb2.ErrorInfo()
@@ -324,6 +326,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
         return DeadlineExceeded(f"{peer} did not end before the deadline")
     if code is grpc.StatusCode.CANCELLED:
         return Cancelled(f"the call to {peer} was cancelled")
+    told = error.details() or ""
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in told:
+        return InvalidRequest.of("", f"a message of the call to {peer} is too large: {told}")
     return PeerLost(f"{peer} broke off with {code.name}")
 
 

@@ -283,6 +283,11 @@ def test_what_is_wrong_is_told_by_field(target: str) -> None:
     assert isinstance(told.value, effuse.EffuseError)
 
 
+def test_a_prompt_that_no_message_holds_is_not_sent_again(target: str) -> None:
+    with effuse.Client(target) as client, pytest.raises(InvalidRequest, match="larger than max"):
+        client.generate("a" * (5 << 20))
+
+
 def test_a_stream_without_its_end_is_no_answer(router: FakeRouter, target: str) -> None:
     router.events[-1] = pb.GenerateStreamResponse(request_id="r")
     with effuse.Client(target) as client, pytest.raises(effuse.StreamBroken, match="request 'r'"):
