@@ -1,6 +1,7 @@
 """What an overlay comes to, by the little of kustomize that the manifests here use.
 
-Resources, components, patches (operations from a file, or a deletion) and replicas; no labels.
+Resources, components, patches (operations from a file, a deletion, or a test that always fails) and
+replicas; no labels.
 """
 
 from __future__ import annotations
@@ -61,9 +62,15 @@ def _patch(directory: Path, patch: Document, found: Documents) -> None:
         for kind, name in found
         if re.fullmatch(target["kind"], kind) and re.fullmatch(target.get("name", ".*"), name)
     ]
+    inline = yaml.safe_load(patch.get("patch", ""))
+    if isinstance(inline, list):
+        (refusal,) = inline
+        assert refusal["op"] == "test"
+        assert not wanted, refusal["path"]
+        return
     assert wanted, f"{directory}: nothing is meant by {target}"
-    if "path" not in patch:
-        assert yaml.safe_load(patch["patch"])["$patch"] == "delete"
+    if inline is not None:
+        assert inline["$patch"] == "delete"
         for key in wanted:
             del found[key]
         return
