@@ -38,7 +38,7 @@ from effuse.client.chat import Chat
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, Prompt, make_request
-from effuse.protos.rpc import FLEET_LIMITS, channel_options
+from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
 from effuse.protos.stubs import generation_stub
 from effuse.v1 import generation_pb2
 
@@ -66,13 +66,15 @@ def main(argv: Sequence[str]) -> int:
     job = parse(argv)
     try:
         asyncio.run(run(job))
-    except grpc.aio.AioRpcError as error:
-        print(f"effuse generate: {explain(error)}", file=sys.stderr)
-        return 1
-    except StreamBroken as error:
-        print(f"effuse generate: {error}", file=sys.stderr)
+    except (grpc.aio.AioRpcError, StreamBroken) as error:
+        _report(error)
         return 1
     return 0
+
+
+def _report(error: grpc.aio.AioRpcError | StreamBroken) -> None:
+    told = explain(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+    print(f"effuse generate: {told}", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -167,7 +169,7 @@ def _read_input(parser: argparse.ArgumentParser) -> str:
 
 async def run(job: GenerateJob) -> None:
     """Ask for the prompts, one after the other, or for the answers of a chat."""
-    options = channel_options(None, FLEET_LIMITS.max_message_bytes)
+    options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
     async with job.credentials.aio_channel(job.target, options) as channel:
         stub = generation_stub(channel)
         if job.chat is None:
@@ -176,9 +178,15 @@ async def run(job: GenerateJob) -> None:
             return
         chat = job.chat
         for said in _turns(job.prompts):
-            chat = chat.user(said)
-            answer = await _show_answer(stub, job, chat)
-            chat = chat.assistant(answer.text)
+            asked = chat.user(said)
+            try:
+                answer = await _show_answer(stub, job, asked)
+            except (grpc.aio.AioRpcError, StreamBroken) as error:
+                if not sys.stdin.isatty():
+                    raise
+                _report(error)  # a person may ask otherwise; what was said before stays
+            else:
+                chat = asked.assistant(answer.text)
 
 
 def _turns(first: Iterable[Prompt]) -> Iterator[str]:

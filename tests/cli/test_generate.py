@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc.aio
 import pytest
 import router.fakes
 from router.fake_model import ANSWER, PROMPT, ids_of
@@ -118,6 +119,24 @@ def test_a_chat_keeps_its_history(
     told = capsys.readouterr()
     assert told.out == f"{answer}\n{answer}\n"
     assert told.err == "> > effuse generate: expected UTF-8 text, not sent\n> > "
+
+
+def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        job = parse(["--chat", "hi", "--target", f"127.0.0.1:{fleet.router.port}"])
+        monkeypatch.setattr(sys, "stdin", Terminal("x" * 500 + "\nand\n"))
+        await generate.run(job)
+        first, second = fleet.prefill[0].prompts
+        assert second[: len(first)] == first and second[-4:] == [*ids_of("and"), ANSWER]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 500 + "\nand\n"))
+        with pytest.raises(grpc.aio.AioRpcError):  # nobody is there to ask otherwise
+            await generate.run(job)
+
+    router.fakes.run(body)
+    told = capsys.readouterr().err
+    assert "effuse generate: INVALID_ARGUMENT: " in told and told.endswith("> > ")
 
 
 @pytest.mark.parametrize("watch", [[], ["--watch"]], ids=["text", "watch"])
