@@ -1,6 +1,8 @@
 """Ports of this machine: free ones, taken ones, and one that is held for routers to share."""
 
 import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
 
 
 def free_port() -> int:
@@ -11,12 +13,18 @@ def free_port() -> int:
         return port
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises OSError, naming host and port, where nobody can listen there."""
-    try:
-        socket.create_server(_bare(host, port), family=_family(host)).close()
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+def check_ports(places: Iterable[tuple[str, int]]) -> None:
+    """Raises OSError, naming host and port, where nobody can listen on all of these at once."""
+    asked: set[int] = set()
+    with ExitStack() as held:
+        for host, port in places:
+            try:
+                server = socket.create_server(_bare(host, port), family=_family(host))
+            except OSError as error:
+                for_two = " for two things" if port in asked else ""
+                raise OSError(f"cannot listen on {host}:{port}{for_two}: {error}") from error
+            held.enter_context(server)
+            asked.add(port)
 
 
 def hold_port(host: str, port: int) -> socket.socket:

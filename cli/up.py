@@ -25,7 +25,7 @@ from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
 from effuse.cli.greeting import asks_who_calls, greeting, scraped, taken
 from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import keep_logs
-from effuse.cli.ports import check_port
+from effuse.cli.ports import check_ports
 from effuse.cli.process import LogFollower, end_as_by_ctrl_c
 from effuse.config.decoding import Algorithm
 from effuse.config.file import add_config_flag, with_file
@@ -33,6 +33,7 @@ from effuse.config.flags import add_flags, add_switch
 from effuse.models.defaults import refuse_unserved
 from effuse.models.preflight import check_checkpoint
 from effuse.router.config import RouterConfig
+from effuse.router.config import parse as parse_router
 from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
 from effuse.telemetry import logs
 from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
@@ -119,11 +120,17 @@ def refuse_early(config: FleetConfig, view: UpView) -> None:
     )
     refuse_unserved(directory, blocks, cast("Algorithm | None", algorithm))  # flags were checked
     read_backend(directory)
-    check_port(config.host, config.port)
-    metrics_host = value_of(config.router_flags, "--metrics-host") or RouterConfig().metrics_host
-    check_port(metrics_host, int(value_of(config.router_flags, "--metrics-port") or 0))
-    check_port(config.host, int(value_of(config.router_flags, "--health-port") or 0))
-    check_port(page.HOST, view.page_port or 0)
+    check_ports(_places(config, view))
+
+
+def _places(config: FleetConfig, view: UpView) -> Iterator[tuple[str, int]]:
+    """Host and port of all that is to listen where the flags say, but for workers."""
+    routers = parse_router(config.router_flags)
+    yield config.host, config.port
+    yield config.host, routers.health_port or 0
+    yield page.HOST, view.page_port or 0
+    if routers.metrics:
+        yield routers.metrics_host, routers.metrics_port
 
 
 def make_parser() -> argparse.ArgumentParser:

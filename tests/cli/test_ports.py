@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from loopbacks import LOOPBACKS
 
-from effuse.cli.ports import check_port, hold_port
+from effuse.cli.ports import check_ports, free_port, hold_port
+from effuse.cli.up import parse, refuse_early
 
 
 @pytest.mark.parametrize("host", LOOPBACKS)
@@ -13,5 +16,23 @@ def test_a_port_is_held_at_an_address_as_grpc_takes_it(host: str) -> None:
     with hold_port(host, 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(OSError, match=r"cannot listen on .*: "):
-            check_port(host, port)
-    check_port(host, port)
+            check_ports([(host, port)])
+    check_ports([(host, port)])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("--port", "--metrics-port"), ("--port", "--health-port"), ("--health-port", "--page-port")],
+)
+def test_two_of_a_fleets_ports_are_not_one(one: str, other: str) -> None:
+    port = str(free_port())
+    config, view = parse(["--device", "cpu", "--port", "0", one, port, other, port])
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} for two things: "):
+        refuse_early(config, view)
+
+
+def test_a_port_at_which_nothing_is_to_listen_may_be_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--device", "cpu", "--port", "0", "--no-metrics", "--metrics-port", port]
+        refuse_early(*parse(flags))
