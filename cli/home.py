@@ -1,17 +1,28 @@
 """A fleet's directory while it runs: where its processes say that they are ready, and its secrets.
 
-All of it is the fleet's user's alone, and goes with the fleet.
+All of it is the fleet's user's alone, and goes with the fleet, or with the next one of this user
+where its process was killed.
 """
 
+import fcntl
 import json
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from effuse.cli.commands import value_of
 from effuse.placement.store import RIGHTS, RedisAccess
 from effuse.protos.gate import FleetSecret
+from effuse.worker.engine_home import is_ours, is_running
+
+_PREFIX: Final = "effuse-fleet-"
+_NAME: Final = re.compile(re.escape(_PREFIX) + r"(\d{1,10})-.+")
+_LOCK: Final = "in-use"  # locked for as long as the fleet's process lives
 
 
 class Home:
@@ -19,7 +30,11 @@ class Home:
 
     def __init__(self, flags: Sequence[str]) -> None:
         """Raises OSError where there can be none."""
-        self.path = Path(tempfile.mkdtemp(prefix="effuse-"))
+        _sweep()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self._lock = (self.path / _LOCK).open("w")
+        with suppress(OSError):  # of a file system that has no locks, where nothing is swept
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         given, credentials, ca = (
             value_of(flags, flag)
             for flag in ("--fleet-secret", "--redis-credentials", "--redis-ca")
@@ -71,3 +86,18 @@ class Home:
     def remove(self) -> None:
         """The fleet has ended."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _sweep() -> None:
+    """Removes what fleets of this user left whose process was killed.
+
+    No process has its id, and nobody has its lock: the first alone would not do where processes
+    that do not see each other share a directory, the second not as one begins."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        found = _NAME.fullmatch(left.name)
+        if found is None or is_running(int(found[1])) or not is_ours(left):
+            continue
+        with suppress(OSError), (left / _LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where it is in use
+            shutil.rmtree(left, ignore_errors=True)

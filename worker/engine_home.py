@@ -40,7 +40,7 @@ def sweep() -> int:
     num_swept = 0
     for home in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         found = _NAME.fullmatch(home.name)
-        if found is None or _is_running(int(found[1])) or not _is_ours(home):
+        if found is None or is_running(int(found[1])) or not is_ours(home):
             continue
         if not _is_listening(home / SOCKET):
             shutil.rmtree(home, ignore_errors=True)
@@ -50,7 +50,8 @@ def sweep() -> int:
     return num_swept
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether there is a process of this id, as far as we see processes."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -60,7 +61,8 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _is_ours(home: Path) -> bool:
+def is_ours(home: Path) -> bool:
+    """Whether it is a directory of this user."""
     try:
         return home.is_dir() and not home.is_symlink() and home.stat().st_uid == os.getuid()
     except OSError:  # somebody else was faster
