@@ -29,6 +29,14 @@ def make_home() -> Path:
             f"TMPDIR: expected a path short enough for a socket in it "
             f"({_MOST_SOCKET_PATH_BYTES} bytes), got {str(home.parent)!r}"
         )
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(home / SOCKET))
+        (home / SOCKET).unlink()
+    except OSError as error:
+        shutil.rmtree(home, ignore_errors=True)
+        where = f"expected a directory that holds sockets, got {str(home.parent)!r}"
+        raise OSError(f"TMPDIR: {where}: {error}") from error
     return home
 
 

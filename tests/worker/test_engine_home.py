@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -68,3 +69,15 @@ def test_a_path_too_long_for_a_socket_is_named(room: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="TMPDIR: expected a path short enough"):
         make_home()
     assert list(deep.iterdir()) == []
+
+
+def test_a_file_system_without_sockets_is_named(
+    room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: socket.socket, address: str) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(OSError, match="TMPDIR: expected a directory that holds sockets, got '/"):
+        make_home()
+    assert list(room.iterdir()) == []
