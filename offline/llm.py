@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
+import torch
 
 from effuse.client.answer import Answer, Logprob, Stats
 from effuse.client.chat import Chat
@@ -82,7 +83,9 @@ class LLM:
             **options,
         )
         self._tokenizer = Tokenizer.load(directory)
-        engine = build(config, "offline", connects=False)
+        with _threads_kept():
+            engine = build(config, "offline", connects=False)
+            self._num_threads = torch.get_num_threads()  # that an engine computes with
         assert isinstance(engine.core, DecodeEngine), "a decode worker's engine is one"
         self._core, self.model = engine.core, engine.ready.model
         self._most = config.max_num_seqs
@@ -129,7 +132,9 @@ class LLM:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this LLM answers another batch; one thread at a time may use it")
         try:
-            yield
+            with _threads_kept():
+                torch.set_num_threads(self._num_threads)
+                yield
         finally:
             self._busy.release()
 
@@ -317,6 +322,16 @@ def _result_of(work: Coroutine[Any, Any, Result]) -> Result:
     """What `work` comes to, in a thread of its own: in this one a loop may run, a notebook's."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
+
+
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """Torch computes with as many threads as before in the end: their number is the process's."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _with_others(answers: Sequence[Answer]) -> Answer:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+import torch
 from checkpoints import Architecture
 from decoding.published import published_runs, write_published
 
@@ -69,6 +70,20 @@ def _close(ours: tuple[Logprob, ...], theirs: tuple[Logprob, ...]) -> bool:
     """The same ids; the wire has single precision."""
     ids = [[i for i, _ in one.top] for one in ours] == [[i for i, _ in one.top] for one in theirs]
     return ids and [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs])
+
+
+def test_torch_keeps_the_threads_that_the_process_has_given_it() -> None:
+    before, during = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(2)
+    try:
+        with effuse.LLM(device="cpu", max_model_len=512) as llm:
+            assert torch.get_num_threads() == 2
+            llm.generate(
+                QUESTIONS[0], PARAMS[0], progress=lambda *_: during.append(torch.get_num_threads())
+            )
+        assert (during, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_progress_is_told_answer_by_answer(llm: effuse.LLM) -> None:
