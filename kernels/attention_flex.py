@@ -29,6 +29,7 @@ class FlexPlan:
     """
 
     rows: Tensor  # [S, max_rows] int64, packed row; of padding, any
+    has_row: Tensor  # [S, max_rows], False for padding
     row_places: Tensor  # [T] int64, place of each packed row in [S * max_rows]
     pages: Tensor  # [S * n] int64, pages of cached tokens, then as many as rows may need
     key_places: Tensor  # [S, max_rows] int64, place of each row's key in [S * n * page_size]
@@ -94,6 +95,7 @@ def make_plan(batch: AttentionBatch, num_rows: int, groups: int) -> FlexPlan:
     first = torch.arange(num_seqs, device=device)[:, None] * room
     return FlexPlan(
         rows=rows,
+        has_row=row < lengths[:, None],
         row_places=sequence * batch.max_seqlen + offset,
         pages=pages.flatten(),
         key_places=first + contexts[:, None] + row,
@@ -103,12 +105,14 @@ def make_plan(batch: AttentionBatch, num_rows: int, groups: int) -> FlexPlan:
 
 
 def gather_keys(rows: Tensor, cache: Tensor, plan: FlexPlan, *, blank: bool = False) -> Tensor:
-    """K or V [S, keys, Hkv, D] of all sequences: cached tokens, then rows; zeros behind the cached
-    ones first if ``blank``."""
+    """K or V [S, keys, Hkv, D] of all sequences: cached tokens, then rows. In all places but a
+    sequence's own there are zeros if ``blank``, else what others hold."""
     keys = cache.index_select(0, plan.pages).view(*plan.not_cached.shape, *rows.shape[1:])
     if blank:
         keys.masked_fill_(plan.not_cached[..., None, None], 0.0)
     own = rows.index_select(0, plan.rows.flatten())
+    if blank:
+        own.masked_fill_(~plan.has_row.flatten()[:, None, None], 0.0)
     keys.flatten(0, 1).index_copy_(0, plan.key_places.flatten(), own)
     return keys
 

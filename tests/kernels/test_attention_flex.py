@@ -73,6 +73,18 @@ def test_blocks_of_the_mask_are_counted_as_they_are_seen() -> None:
             assert not bool(seen[:, listed * 128 :].any())
 
 
+def test_a_sequence_does_not_see_what_another_one_holds() -> None:
+    """The rows of the second are padding of the first, which is shorter."""
+    call = build(Case((attention.Row(3, 1), attention.Row(8, 0))), CPU, torch.float32)
+    attend = FlexAttention()
+    cached = call.k_cache, call.v_cache
+    before = attend(call.q, call.k, call.v, *cached, call.batch, scale=call.scale)[:3]
+    for rows in (call.q, call.k, call.v):
+        rows[3:] = torch.nan
+    after = attend(call.q, call.k, call.v, *cached, call.batch, scale=call.scale)[:3]
+    assert torch.equal(after, before)
+
+
 def test_the_distinct_layout_is_refused() -> None:
     call = build(CASES["ragged"], CPU, torch.float32)
     memory = torch.zeros(9, 2, 16, 32)
