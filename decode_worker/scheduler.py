@@ -131,7 +131,8 @@ def schedule(
     limits: DecodeLimits,
     count_freed: Callable[[Sequence[int]], int],
 ) -> Schedule:
-    """Grants rows, oldest first, within one budget; preempts the youngest where pages run out.
+    """Grants rows, oldest first, within one budget; preempts the youngest where pages run out, of
+    those that hold any.
 
     count_freed: how many pages are free once the requests of these indices let go of theirs, which
     they may share with others.
@@ -140,19 +141,18 @@ def schedule(
     preempted: list[int] = []
     freed = 0  # by those
     budget = limits.max_num_batched_tokens
-    youngest = len(running) - 1
+    holders = [index for index, demand in enumerate(running) if demand.pages_held]
     for index, demand in enumerate(running):
-        if index > youngest:
-            break
+        if index in preempted:
+            continue
         granted = _grant(demand, budget, limits.block_size)
         if not granted:
             continue
         growth = max(0, demand.pages_wanted - demand.pages_held)
-        while growth > num_free and youngest > index:
-            preempted.append(youngest)
+        while growth > num_free and holders and holders[-1] > index:
+            preempted.append(holders.pop())
             before, freed = freed, count_freed(preempted)
             num_free += freed - before
-            youngest -= 1
         if growth > num_free:
             continue  # it keeps its pages and waits for an older one to finish
         num_free -= growth

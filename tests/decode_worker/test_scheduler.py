@@ -70,6 +70,9 @@ def schedule_alone(running: list[Demand], num_free: int) -> Schedule:
             [denoise(8, 2, 2), denoise(8, 2, 3)], 0, (8, 0), (), id="youngest-waits-for-older"
         ),
         pytest.param([denoise(8, 2, 3)], 0, (0,), (), id="waits-for-writers-only"),
+        pytest.param(
+            [denoise(8, 2, 3), denoise(8), denoise(8, 0, 0)], 0, (8, 0, 8), (1,), id="not-for-none"
+        ),
     ],
 )
 def test_schedule(
