@@ -243,13 +243,18 @@ def _sample_by_part(
     """Candidates for the rows of ``logits`` [R, V], which are those of the parts in their order.
 
     A part with guidance s takes u + (s + 1) * (c - u), where c are its own logits and u those of
-    the part that follows, whose candidates are the same positions.
+    the part that follows, whose candidates are the same positions: nothing is drawn from u alone,
+    and the candidates of that part are c's.
     """
     drawn: list[Candidates] = []
+    led: list[Candidates] = []
     first = 0
     for part in parts:
         end = first + len(part.candidates)
         if end == first:
+            continue
+        if led:
+            drawn, led, first = drawn + led, [], end
             continue
         of_part, rows = _rows_of(sampling, slice(first, end)), logits[first:end]
         own_edits = None
@@ -257,7 +262,9 @@ def _sample_by_part(
             own_edits = edits.of_rows(first, end)
         if part.guidance or own_edits is not None:
             free = logits[end : end + len(rows)]
-            drawn += _sample_changed(part, rows, free, of_part, own_edits, config)
+            changed = list(_sample_changed(part, rows, free, of_part, own_edits, config))
+            drawn += changed
+            led = changed if part.guidance else []
         else:
             drawn.append(_sample_part(part, rows, of_part, config))
         first = end
