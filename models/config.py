@@ -210,7 +210,7 @@ def _qwen(
     keys.every("layer_types", "full_attention")
     return ModelConfig(
         architecture=architecture,
-        num_layers=keys.integer("num_hidden_layers"),
+        num_layers=keys.num_layers(),
         hidden_size=keys.integer("hidden_size"),
         num_heads=keys.integer("num_attention_heads"),
         num_kv_heads=keys.integer("num_key_value_heads"),
@@ -237,7 +237,7 @@ def _llada(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConf
     num_heads, hidden_size = keys.integer("n_heads"), keys.integer("d_model")
     return ModelConfig(
         architecture="llada",
-        num_layers=keys.integer("n_layers"),
+        num_layers=keys.num_layers("n_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=keys.integer("n_kv_heads", default=num_heads),
@@ -325,7 +325,7 @@ def _ling(
     has_dense = experts.num_dense_layers > 0
     return ModelConfig(
         architecture=architecture,
-        num_layers=keys.integer("num_hidden_layers"),
+        num_layers=keys.num_layers(),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=keys.integer("num_key_value_heads", default=num_heads),

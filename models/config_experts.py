@@ -71,8 +71,10 @@ def llada_experts(keys: ConfigKeys) -> ExpertConfig:
     """Softmax scores that are never divided by their sum, whatever `norm_topk_prob` says."""
     keys.only("moe_router_enable_expert_bias", (None, False))
     keys.only("shared_expert_intermediate_size", (None,))
-    num_layers = keys.integer("num_hidden_layers")
-    pattern = keys.values.get("moe_layer_freq", [1] * num_layers)
+    num_layers = keys.num_layers()
+    pattern = keys.values.get("moe_layer_freq")
+    if pattern is None:
+        pattern = [1] * num_layers
     num_dense = pattern.count(0) if isinstance(pattern, list) else 0
     if pattern != [0] * num_dense + [1] * (num_layers - num_dense):
         wanted = f"{num_layers} numbers, 0 for the first layers and 1 for the rest"

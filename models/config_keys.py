@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 _MOST_INTEGER: Final = 2**31 - 1
+_MOST_LAYERS: Final = 4096  # each has names that are made before any is looked for
 _MOST_NUMBER: Final = sys.float_info.max
 
 
@@ -44,6 +45,13 @@ class ConfigKeys:
         if value > _MOST_INTEGER:
             form = f"an integer of at least {least}, at most {_MOST_INTEGER}"
             raise self.error(key, f"expected {form}, found {value!r}")
+        return value
+
+    def num_layers(self, key: str = "num_hidden_layers") -> int:
+        """How many layers there are: no more than could be."""
+        value = self.integer(key)
+        if value > _MOST_LAYERS:
+            raise self.error(key, f"expected at most {_MOST_LAYERS} layers, found {value}")
         return value
 
     def number(self, key: str, *, default: float | None = None) -> float:

@@ -93,9 +93,9 @@ def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
     byte once: seconds for 16 GB in the page cache. Raises CheckpointError for a missing file."""
     digest = xxhash.xxh3_128()
     for directory, config in _directories(path, adapter):
-        if not (directory / config).is_file():
-            raise CheckpointError(f"{directory / config}: no such file")
         for file in (directory / config, *sorted(directory.glob("*.safetensors"))):
+            if not file.is_file():  # a link to what is gone, too
+                raise CheckpointError(f"{file}: no such file")
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             for chunk in _chunks(file):
                 digest.update(chunk)

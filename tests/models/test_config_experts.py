@@ -155,6 +155,14 @@ def test_llada_moe_as_published(tmp_path: Path) -> None:
     assert config.intermediate_size == 8192
 
 
+@pytest.mark.parametrize("stated", [{}, {"moe_layer_freq": None}], ids=["missing", "null"])
+def test_without_a_word_every_layer_of_llada_moe_has_experts(
+    tmp_path: Path, stated: dict[str, object]
+) -> None:
+    unsaid = {key: value for key, value in LLADA_MOE_7B.items() if key != "moe_layer_freq"}
+    assert read(tmp_path, unsaid | stated).experts_of(0) is not None
+
+
 @pytest.mark.parametrize(
     ("family", "change", "says"),
     [
@@ -167,6 +175,7 @@ def test_llada_moe_as_published(tmp_path: Path) -> None:
         ("sdar_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ("llada_moe", {"moe_layer_freq": [1, 0, 1]}, "moe_layer_freq"),
         ("llada_moe", {"moe_layer_freq": 1}, "moe_layer_freq"),
+        ("llada_moe", {"num_hidden_layers": 5000}, "expected at most 4096 layers, found 5000"),
         ("llada_moe", {"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
     ],
 )

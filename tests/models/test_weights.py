@@ -226,3 +226,6 @@ def test_digest_covers_weights_configuration_and_adapter(tmp_path: Path) -> None
         weights_digest(path, adapter)
     (adapter / "adapter_config.json").write_text("{}")
     assert weights_digest(path, adapter) != digest
+    (same / "old.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"old\.safetensors: no such file"):
+        weights_digest(same)
