@@ -46,3 +46,10 @@ def test_settings_that_no_request_can_hold_are_named() -> None:
         make_request("x", params)
     with pytest.raises(UnicodeEncodeError):
         make_request("\ud800", effuse.Params())
+
+
+@pytest.mark.parametrize("token", ["of a file\n", "t\u00f6ken"])
+def test_a_token_that_no_call_can_carry_is_refused_and_not_shown(token: str) -> None:
+    for kind in (effuse.Client, effuse.AsyncClient):
+        with pytest.raises(ValueError, match=r"^token: expected printable ASCII on one line$"):
+            kind("127.0.0.1:1", token=token)

@@ -18,9 +18,8 @@ from router.asking import ask
 from router.fake_model import byte_tokenizer
 from router.fakes import FakeFleet, FakeStore, run, until
 
-from effuse.router import other_routers
-
 from effuse.placement.store import Store
+from effuse.router import other_routers
 from effuse.router.config import RouterConfig
 
 COMMAND = [sys.executable, "-P", "-m", "effuse.router"]
