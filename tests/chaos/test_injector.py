@@ -151,10 +151,10 @@ def test_a_redis_that_is_rolled_back_holds_what_it_held(client: Client) -> None:
         with scene("decode-0", redis_url=url) as subject, subject.redis_client() as redis:
             redis.hset("a", "b", 1)
             redis.set("c", 1, ex=100)
-            back = Fault(Kind.REDIS_ROLLED_BACK, "redis", 0.0, 1.0)
+            back = Fault(Kind.REDIS_ROLLED_BACK, "redis", 0.0, 2.0)
             with ThreadPoolExecutor(1) as threads:
                 running = threads.submit(carry_out, subject, client, back)
-                time.sleep(0.5)
+                wait_until(lambda: _calls(redis, "pttl") == 2, "what it holds was not read")
                 redis.hset("a", "b", 2)
                 redis.set("d", 1)
                 (injected,) = running.result()
@@ -162,6 +162,12 @@ def test_a_redis_that_is_rolled_back_holds_what_it_held(client: Client) -> None:
             assert redis.hget("a", "b") == b"1"
             assert 0 < redis.ttl("c") <= 100
             assert not redis.exists("d")
+
+
+def _calls(redis: Redis, command: str) -> int:
+    """How often it was asked for that."""
+    told = redis.info("commandstats").get(f"cmdstat_{command}", {})
+    return int(told.get("calls", 0))
 
 
 def test_a_redis_that_is_kept_down_is_killed_again(client: Client) -> None:
@@ -189,13 +195,16 @@ def test_all_others_of_a_kind_are_hit_at_once_and_none_else(client: Client) -> N
         assert injected.recovered_s is None
 
 
-def test_one_that_is_back_is_not_all_of_them(client: Client) -> None:
+def test_one_that_is_back_is_not_all_of_them(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault, names = killed(Kind.OTHERS_KILLED, "decode-1"), ("decode-0", "decode-1", "decode-2")
     with scene(*names) as subject, ThreadPoolExecutor(1) as threads:
         running = threads.submit(carry_out, subject, client, fault)
         wait_until(lambda: subject.ended("decode-2"), "it was not killed")
         subject.lives["decode-0"] = "2"
         assert running.result()[0].recovered_s is None
+    monkeypatch.setattr(injector, "PATIENCE_S", 30.0)  # all are back before
     with scene(*names) as subject, ThreadPoolExecutor(1) as threads:
         running = threads.submit(carry_out, subject, client, fault)
         wait_until(lambda: subject.ended("decode-2"), "it was not killed")

@@ -297,9 +297,13 @@ def test_a_stream_without_its_end_is_no_answer(router: FakeRouter, target: str) 
 def test_a_deadline_ends_a_stream_at_both_sides(router: FakeRouter, target: str) -> None:
     router.hangs = True
     router.events.pop()
-    with effuse.Client(target) as client, pytest.raises(DeadlineExceeded):
-        list(client.stream("hello", timeout_s=0.3))
-    assert router.cancelled.wait(10)
+    with effuse.Client(target) as client:
+        for _ in range(5):  # a busy machine may bring it there too late
+            with pytest.raises(DeadlineExceeded):
+                list(client.stream("hello", timeout_s=0.3))
+            if router.cancelled.wait(10):
+                break
+    assert router.cancelled.is_set()
 
 
 CALLS: list[Callable[[effuse.Client], object]] = [

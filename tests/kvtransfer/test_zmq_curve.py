@@ -172,4 +172,4 @@ def test_no_thread_is_left() -> None:
     before = set(threading.enumerate())
     with connector(PageMemory(SMALL, 4), "decode-1", OURS):
         pass
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # what others left may end meanwhile

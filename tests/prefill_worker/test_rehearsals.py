@@ -216,7 +216,7 @@ def test_a_peer_that_does_not_lend_is_asked_again_later(
     before: Callable[[], Awaitable[None]],
 ) -> None:
     if before is stalls:
-        monkeypatch.setattr(rehearsals, "CALL_S", 0.2)
+        monkeypatch.setattr(rehearsals, "CALL_S", 1.0)
 
     async def body(scene: Scene) -> None:
         scene.peers["d0"].before = before
@@ -225,6 +225,7 @@ def test_a_peer_that_does_not_lend_is_asked_again_later(
         assert (scene.links, len(scene.peers["d0"].asked)) == ((), 1)
         assert "to d0: not measured, next try in" in caplog.text
         scene.peers["d0"].before = None
+        monkeypatch.undo()
         scene.time = 100.0
         await scene.settle()
         assert [link.peer for link in scene.links] == ["d0"]

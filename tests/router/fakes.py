@@ -172,6 +172,14 @@ async def fake_fleet(
         yield FakeFleet(router, store, prefillers, decoders, channel, stop)
 
 
+_CALLS = ("rpc_task", "HandleExceptions[")
+"""How gRPC names tasks for calls to a server, which end a moment after it has stopped."""
+
+
+def _others() -> list[asyncio.Task[object]]:
+    return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
 def run(
     body: Callable[[FakeFleet], Awaitable[None]], timeout_s: float = 60, **kwargs: object
 ) -> None:
@@ -181,8 +189,9 @@ def run(
         async with asyncio.timeout(timeout_s):
             async with fake_fleet(**kwargs) as fleet:  # type: ignore[arg-type]
                 await body(fleet)
-            left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-            assert not left, left
+            while calls := [task for task in _others() if task.get_name().startswith(_CALLS)]:
+                await asyncio.wait(calls)
+            assert not (left := _others()), left
 
     asyncio.run(main())
 

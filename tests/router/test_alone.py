@@ -15,7 +15,7 @@ from router.fakes import FakeFleet, fake_fleet, run, until
 
 from effuse.placement.records import Role
 from effuse.protos import errors
-from effuse.router import process
+from effuse.router import answer, process
 from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
@@ -34,8 +34,6 @@ from effuse.v1 import generation_pb2 as pb
 TEXT = "the answer is three"
 OTHERS_S = 0.1
 """What other requests take in an engine."""
-LATER_S = 0.03
-"""How much later the others of engines that die together are known to have died."""
 HOLDER, OTHER = Holder("digest", "r1"), Holder("digest 2", "r2")
 BUSY = InFlight(requests=1, tokens=100)
 
@@ -283,8 +281,9 @@ def test_a_prompt_that_ends_prefill_engines_is_alone_there_too() -> None:
     run(body, num_prefill=4, num_decode=2, prefill="remote")
 
 
-def test_of_engines_that_die_together_a_request_is_in_one() -> None:
+def test_of_engines_that_die_together_a_request_is_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one's death is known only after the first one's, and is where it would go."""
+    monkeypatch.setattr(answer, "TOGETHER_S", 1.0)  # however late a busy machine tells of it
 
     async def body(fleet: FakeFleet) -> None:
         ends = [asyncio.Event() for _ in fleet.decode]
@@ -299,7 +298,7 @@ def test_of_engines_that_die_together_a_request_is_in_one() -> None:
         last.at.clear()
         beside = set(first.running.values())
         ends[fleet.decode.index(first)].set()
-        await asyncio.sleep(LATER_S)
+        await asyncio.sleep(0.03)  # until the others are known to have died, too
         ends[fleet.decode.index(second)].set()
         ends[fleet.decode.index(last)].set()
         assert {(await one).text for one in asked} == {TEXT}

@@ -11,7 +11,7 @@ import pytest
 from router.asking import ask, failure, request
 from router.fake_model import ids_of, request_of
 from router.fake_workers import FakeDecode, Point, ends_its_engine, holds, once, raises
-from router.fakes import FakeFleet, run, until
+from router.fakes import FakeFleet, pass_time, run, until
 
 from effuse.protos import errors
 from effuse.router.answers import add_up, split
@@ -216,9 +216,7 @@ def test_all_end_together(how: str) -> None:
             await counted.wait()
 
         worker.at["commit 1"] = hold
-        call = fleet.generation.Generate(
-            request(n=3, request_id="mine"), timeout=0.5 if how == "deadline" else 30
-        )
+        call = fleet.generation.Generate(request(n=3, request_id="mine"), timeout=30)
         asking = asyncio.ensure_future(call)
         await reached.wait()
         running = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="mine"))
@@ -226,6 +224,8 @@ def test_all_end_together(how: str) -> None:
         assert (running.decode_worker, running.prefill_worker) == ("d0", "p0")
         if how == "client":
             call.cancel()
+        elif how == "deadline":
+            pass_time(30)
         elif how == "id":
             ended = await fleet.generation.CancelRequest(pb.CancelRequestRequest(request_id="mine"))
             assert ended.was_running

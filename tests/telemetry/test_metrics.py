@@ -55,10 +55,11 @@ def test_who_connects_and_says_nothing_is_left_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else each of them has a thread for ever."""
-    monkeypatch.setattr("effuse.telemetry.metrics.ScrapeHandler.timeout", 0.1)
     metrics = ProcessMetrics(dict)
     with metrics.served("127.0.0.1", 0) as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
-            assert silent.recv(1) == b""
+        with monkeypatch.context() as impatient:
+            impatient.setattr("effuse.telemetry.metrics.ScrapeHandler.timeout", 0.1)
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+                assert silent.recv(1) == b""
         assert "process_resident_memory_bytes" in scrape(port)
     assert capsys.readouterr().err == ""

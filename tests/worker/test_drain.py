@@ -9,6 +9,7 @@ import fake_engine
 import fronts
 from eventually import eventually
 from fronts import decode_request, event_of, running
+from router.fakes import pass_time
 from worker.test_front import CONFIG, DECODE, NOT_SERVING, SERVING, failure, health
 
 from effuse.decode_worker.server import make_role
@@ -41,16 +42,16 @@ def test_a_drain_can_be_taken_back(tmp_path: Path) -> None:
     async def go() -> None:
         async with running(make_role(), CONFIG, tmp_path) as one:
             endless = one.decode.Decode(
-                decode_request("endless", one.incarnation, fake_engine.ENDLESS), timeout=20
+                decode_request("endless", one.incarnation, fake_engine.ENDLESS), timeout=50
             )
             assert (await event_of(endless)).HasField("reservation")
-            await one.worker.Drain(pb.DrainRequest(deadline_s=0.2), timeout=30)
+            await one.worker.Drain(pb.DrainRequest(deadline_s=20), timeout=30)
             assert isinstance(await failure(one, decode_request("new", one.incarnation)), Draining)
             answered = await one.worker.Undrain(pb.UndrainRequest(), timeout=30)
             assert answered.running == 1
             await eventually(lambda: is_serving(one))
             assert not (await one.load()).draining
-            await asyncio.sleep(0.4)  # past the deadline of the drain
+            pass_time(21)  # past the deadline of the drain
             other = one.decode.Decode(
                 decode_request("other", one.incarnation, fake_engine.ENDLESS), timeout=20
             )

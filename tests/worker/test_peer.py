@@ -30,6 +30,7 @@ from effuse.worker.wire import Writer
 NOBODY = 20011  # nobody listens there, and no kernel hands it out
 ONE = AttemptId("r", 1, "t1")
 QUICK = Patience(call_s=20.0, first_pause_s=0.001, most_pause_s=0.002, elsewhere_s=60.0)
+HURRIED = dataclasses.replace(QUICK, call_s=0.05)  # where no call is answered anyhow
 
 
 class Worker(pb_grpc.WorkerServiceServicer):
@@ -89,12 +90,11 @@ async def within(writer: Writer) -> bool:
         return await peer.until_gone(writer, ONE, "test", patience=QUICK)
 
 
-async def tries(writer: Writer, elapsed_s: float, most: int = 5) -> int:
+async def tries(writer: Writer, elapsed_s: float, most: int = 5, patience: Patience = QUICK) -> int:
     """How often the writer is asked before it is given up on, each try `elapsed_s` after the one
     before; `most` where it is not given up on."""
     asked = iter(range(most))
     clock = (number * elapsed_s for number in itertools.count())
-    patience = dataclasses.replace(QUICK, call_s=0.05)
 
     def goes_on() -> bool:
         return next(asked, None) is not None
@@ -219,7 +219,7 @@ def test_an_engine_that_outlives_its_front_is_waited_for() -> None:
 def test_no_silence_is_long_enough_for_one_that_is_beside_us() -> None:
     async def go() -> None:
         async with silence() as writer:
-            assert await tries(writer, elapsed_s=1e6) == 5
+            assert await tries(writer, elapsed_s=1e6, patience=HURRIED) == 5
 
     asyncio.run(go())
 
@@ -229,7 +229,7 @@ def test_one_elsewhere_is_asked_for_a_while() -> None:
 
     async def go() -> None:
         async with silence() as writer:
-            assert await tries(elsewhere(writer), elapsed_s=25.0) == 3
+            assert await tries(elsewhere(writer), elapsed_s=25.0, patience=HURRIED) == 3
 
     asyncio.run(go())
 
