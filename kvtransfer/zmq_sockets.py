@@ -1,8 +1,8 @@
 """The sockets of the ZMQ transport: one that listens, one to each receiver, and the keys of both.
 
 ZMQ bounds a frame, not a message: frames that announce another one pile up in its memory until the
-last has come. What each connection has sent, by the kernel's count, is held against what has come
-out of the listening socket, and a connection that is too far ahead is cut.
+last has come. What it has read of each connection, by the kernel's count, is held against what has
+come out of the listening socket, and a connection that is too far ahead is cut.
 
 One pair of CurveZMQ keys follows from the fleet's secret, and every worker has it, as server and
 as client. Each connection has keys of its own on top, which are gone with it, so that what was
@@ -11,10 +11,12 @@ recorded stays closed to who learns the secret later. http://curvezmq.org/page:r
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
 import struct
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +33,7 @@ LOG = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 32
 SHORT_HEADER, LONG_HEADER = 2, 9  # of frames of up to 255 bytes, and of others
-SLACK_BYTES = 16 << 20  # of the kernel's buffers
+SLACK_BYTES = 16 << 20  # beyond what an honest connection holds
 _LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
 KEY_BYTES = 32
@@ -102,16 +104,17 @@ class Connection:
     since: float  # when it was accepted
     num_taken: int = 0  # bytes that came out of the ZMQ socket
 
-    def num_received(self) -> int:
-        """Bytes that the kernel has received on it."""
+    def num_read(self) -> int:
+        """Bytes that ZMQ has read of it at least: the kernel may keep more than ZMQ does."""
         info = self.twin.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         received: int = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]
-        return received
+        (unread,) = struct.unpack("i", fcntl.ioctl(self.twin, termios.FIONREAD, bytes(4)))
+        return received - int(unread)
 
     def num_waiting(self, now: float) -> int:
         """Bytes that ZMQ holds at least."""
         num_beats = int((now - self.since) * 1000 / HEARTBEAT_MS)
-        return self.num_received() - self.num_taken - num_beats * HEARTBEAT_BYTES
+        return self.num_read() - self.num_taken - num_beats * HEARTBEAT_BYTES
 
     def cut(self) -> None:
         """Ends the connection, for ZMQ too."""

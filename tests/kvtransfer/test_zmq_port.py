@@ -184,6 +184,29 @@ def test_many_honest_messages_are_not_taken_for_a_flood(
     assert port.is_honest(number=2)
 
 
+def test_what_waits_in_the_kernel_is_no_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it keeps up to 32 MiB of a connection, here while others have their turns."""
+    monkeypatch.setattr(zmq_sockets, "SLACK_BYTES", 1 << 10)
+    monkeypatch.setattr(zmq_sockets, "MESSAGES_A_TURN", 0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with contextlib.closing(
+        ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 16, queued=2)
+    ) as listener:
+        peer = ZmqPeer(context, f"tcp://127.0.0.1:{listener.port}", time.monotonic())
+        for _ in range(64):
+            peer.socket.send(bytes(1 << 16))
+        for _ in range(100):
+            assert listener.receive() == [] and not peer.is_lost()
+            time.sleep(0.01)
+        monkeypatch.setattr(zmq_sockets, "MESSAGES_A_TURN", 32)
+        taken, ends_at = 0, time.monotonic() + DEADLINE_S
+        while taken < 64 and time.monotonic() < ends_at:
+            taken += len(listener.receive())
+        peer.close()
+    context.term()
+    assert taken == 64
+
+
 @pytest.mark.parametrize("keys", [None, CurveKeys.of(bytes(32))], ids=["plain", "encrypted"])
 def test_a_connection_is_not_cut_for_its_age(
     keys: CurveKeys | None, monkeypatch: pytest.MonkeyPatch
