@@ -128,9 +128,9 @@ class Pushes:
                 pass  # the latter is the transport's
 
     def lose(self, peer: Peer, refusal: HandoffRefused) -> None:
-        """A receiver is out of reach: fails what goes there."""
+        """A receiver is out of reach: fails what goes there and was not accepted."""
         for push in list(self._pushes.values()):
-            if push.peer is peer:
+            if push.peer is peer and not push.is_accepted:
                 self._fail(push.transfer_id, refusal)
 
     def turn(self) -> bool:

@@ -317,6 +317,17 @@ def test_a_lost_receiver_fails_what_goes_there_and_nothing_else(desk: Desk) -> N
     assert desk.events == [PushFailed(NAME, Cause.PEER, "gone")]
 
 
+def test_a_receiver_that_is_lost_once_it_has_accepted_has_the_pages(desk: Desk) -> None:
+    """Its last word and the end of its connection may be heard at once."""
+    desk.push(3, 5, 6, 7)
+    desk.finish()
+    desk.land()
+    desk.pushes.hear(PEER, Accepted(NAME))
+    desk.pushes.lose(PEER, HandoffRefused(Cause.PEER, "gone"))
+    desk.turn()
+    assert [type(event) for event in desk.events] == [Pushed]
+
+
 def test_a_receiver_that_cannot_be_told_fails_the_push(desk: Desk) -> None:
     desk.transport.refusal = HandoffRefused(Cause.PEER, "no route")
     desk.push(3)
