@@ -246,6 +246,11 @@ class Receptions:
     def _check_size(self, num_pages: int, groups: range, payload: Sequence[memoryview]) -> None:
         size = len(groups) * self._destination.layout.group_bytes
         sizes = [part.nbytes for part in payload]
+        if num_pages * size > self._transport.chunk_bytes:  # there is no more room on a GPU's way
+            raise HandoffRefused(
+                Cause.SIZE,
+                f"{num_pages * size} bytes in one piece, at most {self._transport.chunk_bytes}",
+            )
         if sum(sizes) != num_pages * size or any(nbytes % size for nbytes in sizes):
             raise HandoffRefused(
                 Cause.SIZE, f"{num_pages} pieces of {size} bytes are expected, got {sizes}"

@@ -96,7 +96,7 @@ class Transport(Protocol):
 
     name: str
     is_two_sided: bool  # the receiver places the bytes: what it refuses is never placed
-    chunk_bytes: int  # most of one delivery
+    chunk_bytes: int  # most of one delivery, in either direction
     window_bytes: int  # most of a push that is under way
     drain_s: float  # a receiver that does not answer for so long may be dropped
 

@@ -178,6 +178,20 @@ def test_more_bytes_than_pages_are_refused(two_sided: Scene) -> None:
     assert two_sided.refusal()[0] is Cause.SIZE
 
 
+def test_more_in_one_piece_than_there_is_room_for_is_refused(two_sided: Scene) -> None:
+    """What is copied into a GPU's pages passes through a buffer of that size."""
+    two_sided.transport.chunk_bytes = 2 * SMALL.page_bytes
+    two_sided.begin()
+    two_sided.send(0, 2)
+    assert two_sided.events == []
+    two_sided.expect(PAGES)
+    two_sided.begin()
+    two_sided.memory.tensor.zero_()
+    two_sided.send(0, 3)
+    assert two_sided.refusal()[0] is Cause.SIZE
+    assert not two_sided.memory.tensor.any()
+
+
 def test_bytes_where_none_are_needed_are_refused(one_sided: Scene) -> None:
     one_sided.begin()
     honest = Pages(one_sided.reserved.attempt, "prefill-1", "decode-1", 0, PAGES, 0, ALL.stop)
