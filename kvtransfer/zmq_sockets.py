@@ -44,6 +44,14 @@ HEARTBEAT_BYTES = 64
 """More than one takes, encrypted. They never come out of the socket: without them in the account a
 connection would be cut for its age."""
 SILENCE_MS = 5000
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 20,  # seconds, as the next one
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 4,
+}
+"""By which a listener learns that a sender's host is gone. It sends no heartbeats of its own, and
+those of the sender may be late behind the bytes of a slow link."""
 _PEER_EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED
@@ -151,6 +159,8 @@ class ZmqListener:
             keys.serve(self.socket)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, queued)
+        for option, value in KEEPALIVE.items():
+            self.socket.setsockopt(option, value)
         self._num_added = 0 if keys is None else FRAME_BYTES
         self.socket.setsockopt(zmq.MAXMSGSIZE, message_bytes + self._num_added)
         self.monitor = self.socket.get_monitor_socket(_LISTENER_EVENTS)

@@ -245,6 +245,25 @@ def _resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+def test_the_kernel_asks_after_a_sender_that_says_nothing() -> None:
+    """Of a host that has vanished nothing comes, not even an end: its connection, what it had sent
+    and two descriptors would be kept for ever."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 16, queued=2)
+    with socket.create_connection(("127.0.0.1", listener.port), DEADLINE_S):
+        assert listener.monitor.poll(int(DEADLINE_S * 1000)), "nothing was accepted"
+        listener.receive()
+        (connection,) = listener._connections.values()
+        asked = connection.twin.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, pause_s, tries = (
+            connection.twin.getsockopt(socket.IPPROTO_TCP, name) for name in names
+        )
+    listener.close()
+    context.term()
+    assert asked and idle_s + pause_s * tries <= 60
+
+
 def test_a_peer_of_an_old_protocol_ends_nothing() -> None:
     """ZMQ does not say over which connection a message of ZMTP 1 came."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
