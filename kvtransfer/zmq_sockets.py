@@ -216,7 +216,10 @@ class ZmqListener:
             self._connections[descriptor] = Connection(twin, time.monotonic())
 
     def _count(self, frames: list[zmq.Frame]) -> None:
-        connection = self._connections.get(_descriptor_of(frames))
+        descriptor = _descriptor_of(frames)
+        if descriptor not in self._connections:
+            self._watch()  # it was accepted a moment ago
+        connection = self._connections.get(descriptor)
         if connection is not None:
             connection.num_taken += sum(self._num_on_wire(len(frame)) for frame in frames)
 

@@ -245,6 +245,36 @@ def _resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
+def test_what_a_connection_says_as_it_is_accepted_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While the listener takes messages it has not heard of the connection yet: what came meanwhile
+    would be held against it for as long as it lasts."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 20, queued=2)
+    sender, watch, has_sent = context.socket(zmq.DEALER), listener._watch, False
+    sender.setsockopt(zmq.LINGER, 0)
+
+    def watch_too_early() -> None:
+        nonlocal has_sent
+        watch()
+        if not has_sent:
+            has_sent = True
+            sender.connect(f"tcp://127.0.0.1:{listener.port}")
+            sender.send(bytes(1 << 20))
+            assert listener.socket.poll(int(DEADLINE_S * 1000)), "nothing came"
+
+    monkeypatch.setattr(listener, "_watch", watch_too_early)
+    assert len(listener.receive()) == 1
+    listener.receive()
+    (connection,) = listener._connections.values()
+    waiting = connection.num_waiting(connection.since)
+    sender.close()
+    listener.close()
+    context.term()
+    assert 0 <= waiting < 1 << 10, "no more than the greeting"
+
+
 def test_the_kernel_asks_after_a_sender_that_says_nothing() -> None:
     """Of a host that has vanished nothing comes, not even an end: its connection, what it had sent
     and two descriptors would be kept for ever."""
