@@ -114,6 +114,7 @@ class ZmqTransport:
         self._address = ReceiverAddress(connector=self.name)
         self._staging: Staging | None = None
         self._peers: dict[str, ZmqPeer] = {}
+        self._poller = zmq.Poller()  # of all sockets that there are
         self._fetching: list[ZmqDelivery] = []  # to be sent once they are on the host
         self._sent: dict[tuple[str, int, int], ZmqDelivery] = {}  # not answered yet
 
@@ -130,6 +131,7 @@ class ZmqTransport:
             queued=queued,
             keys=self._keys,
         )
+        self._watch(self._listener.socket, self._listener.monitor)
         endpoint = f"tcp://{host_and_port(self._advertised, self._listener.port)}"
         self._address = ReceiverAddress(connector=self.name, endpoint=endpoint)
         if self._memory.device.type == "cuda":
@@ -162,6 +164,7 @@ class ZmqTransport:
             except zmq.ZMQError as error:
                 raise HandoffRefused(Cause.PEER, f"endpoint {endpoint!r}: {error}") from error
             self._peers[endpoint] = peer
+            self._watch(peer.socket, peer.monitor)
         return peer
 
     def leave(self, peer: Peer) -> None:
@@ -176,6 +179,8 @@ class ZmqTransport:
         assert isinstance(peer, ZmqPeer)
         if self._peers.get(peer.endpoint) is peer:
             del self._peers[peer.endpoint]
+            self._poller.unregister(peer.socket)
+            self._poller.unregister(peer.monitor)
         peer.close()
         self._fetching = [delivery for delivery in self._fetching if delivery.peer is not peer]
         self._sent = {key: one for key, one in self._sent.items() if one.peer is not peer}
@@ -214,8 +219,13 @@ class ZmqTransport:
         self._send_fetched(heard)
         for message in self._listener.receive():
             self._take(message, heard)
+        # Of hundreds of peers hardly one has said anything: to ask each of them takes milliseconds.
+        ready = {source for source, _ in self._poller.poll(0)}
         for peer in list(self._peers.values()):
-            self._hear_peer(peer, heard)
+            if peer.socket in ready or peer.monitor in ready:
+                self._hear_peer(peer, heard)
+            elif not peer.is_connected and self._now() - peer.opened_at > CONNECT_S:
+                self._lose(peer, f"cannot be reached within {CONNECT_S} s", heard)
         return heard
 
     def _send_fetched(self, heard: list[Heard]) -> None:
@@ -256,8 +266,6 @@ class ZmqTransport:
             heard.append(FromReceiver(peer, answer))
         if peer.is_lost():
             self._lose(peer, "closed the connection", heard)
-        elif not peer.is_connected and self._now() - peer.opened_at > CONNECT_S:
-            self._lose(peer, f"cannot be reached within {CONNECT_S} s", heard)
 
     def _lose(self, peer: ZmqPeer, reason: str, heard: list[Heard]) -> None:
         self.drop(peer)
@@ -291,13 +299,12 @@ class ZmqTransport:
         if is_moving and self._staging is not None:
             time.sleep(DEVICE_PAUSE_S)
             return
-        poller = zmq.Poller()
-        for source in (requests, self._listener.socket, self._listener.monitor):
-            poller.register(source, zmq.POLLIN)
-        for peer in self._peers.values():
-            poller.register(peer.socket, zmq.POLLIN)
-            poller.register(peer.monitor, zmq.POLLIN)
-        poller.poll(MOVING_MS if is_moving else IDLE_MS)
+        self._poller.register(requests, zmq.POLLIN)
+        self._poller.poll(MOVING_MS if is_moving else IDLE_MS)
+
+    def _watch(self, *sockets: zmq.Socket[bytes]) -> None:
+        for one in sockets:
+            self._poller.register(one, zmq.POLLIN)
 
 
 @contextmanager

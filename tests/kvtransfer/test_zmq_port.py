@@ -28,12 +28,14 @@ from effuse.kvtransfer.connector import Arrived, Connector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
     MAX_MANIFEST_BYTES,
+    Accepted,
     AttemptId,
     Begin,
     PageRef,
     Pages,
     ReceiverAddress,
     Rejected,
+    decode_to_receiver,
     decode_to_sender,
     encode,
 )
@@ -238,6 +240,38 @@ def test_a_transport_has_room_for_as_many_peers_as_a_fleet_has() -> None:
         endpoint = f"tcp://127.1.{number // 250}.{number % 250 + 1}:9"
         address = ReceiverAddress(connector="zmq", endpoint=endpoint)
         transport.reach(reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)]))
+    transport.close()
+
+
+def test_peers_that_say_nothing_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill worker is connected to every decode worker of its fleet: to ask each of hundreds
+    takes milliseconds, in every turn of a handoff."""
+    transport = ZmqTransport(PageMemory(SMALL, 1))
+    transport.open()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as receiver:
+        receiver.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+        port = receiver.bind_to_random_port("tcp://*")
+        for number in range(1, 51):
+            endpoint = f"tcp://127.0.0.{number}:{port}"
+            address = ReceiverAddress(connector="zmq", endpoint=endpoint)
+            peer = transport.reach(reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)]))
+            transport.say(peer, decode_to_receiver(BEGIN))
+        names = [receiver.recv_multipart()[0] for _ in range(50)]
+        ends_at = time.monotonic() + DEADLINE_S
+        while not all(one.is_connected for one in transport._peers.values()):
+            assert transport.hear() == [] and time.monotonic() < ends_at
+        asked, answers = [], ZmqPeer.answers
+
+        def note(one: ZmqPeer) -> list[bytes]:
+            asked.append(one.endpoint)
+            return answers(one)
+
+        monkeypatch.setattr(ZmqPeer, "answers", note)
+        assert transport.hear() == [] and asked == []
+        receiver.send_multipart([names[7], encode(Accepted("transfer-7"))])
+        while not (heard := transport.hear()):
+            assert time.monotonic() < ends_at, "nothing was heard"
+        assert len(heard) == 1 and len(asked) == 1
     transport.close()
 
 
