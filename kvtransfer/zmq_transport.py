@@ -43,7 +43,13 @@ from effuse.kvtransfer.transport import (
     Peer,
     Reply,
 )
-from effuse.kvtransfer.zmq_sockets import CurveKeys, Received, ZmqListener, ZmqPeer
+from effuse.kvtransfer.zmq_sockets import (
+    MESSAGES_A_TURN,
+    CurveKeys,
+    Received,
+    ZmqListener,
+    ZmqPeer,
+)
 
 CHUNK_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
@@ -251,7 +257,8 @@ class ZmqTransport:
         heard.append(FromWriter(message, payload, received.sender))
 
     def _hear_peer(self, peer: ZmqPeer, heard: list[Heard]) -> None:
-        for data in peer.answers():
+        answers = peer.answers()
+        for data in answers:
             try:
                 answer = decode_to_sender(data)
             except MalformedMessage as error:
@@ -264,7 +271,8 @@ class ZmqTransport:
                     delivery.is_placed = True
                     del self._sent[key]
             heard.append(FromReceiver(peer, answer))
-        if peer.is_lost():
+        # One that is lost may have said more before, which is taken first.
+        if len(answers) < MESSAGES_A_TURN and peer.is_lost():
             self._lose(peer, "closed the connection", heard)
 
     def _lose(self, peer: ZmqPeer, reason: str, heard: list[Heard]) -> None:

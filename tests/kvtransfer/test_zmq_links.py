@@ -4,6 +4,7 @@ and the next one arrives."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,12 +12,23 @@ import msgspec
 import pytest
 import zmq
 from fault_proxy import FaultProxy, Harm
-from kvtransfer.fixtures import LARGE, SMALL, boundary, digests_of, filled, next_event, reservation
+from kvtransfer.fixtures import (
+    DEADLINE_S,
+    LARGE,
+    SMALL,
+    boundary,
+    digests_of,
+    filled,
+    next_event,
+    reservation,
+)
 from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
+from effuse.kvtransfer import zmq_sockets
 from effuse.kvtransfer.connector import Cause, Connector, PushCancelled, Pushed, PushFailed
-from effuse.kvtransfer.messages import Accepted, PageRef, Placed, ReceiverAddress, encode
+from effuse.kvtransfer.messages import Accepted, Begin, PageRef, Placed, ReceiverAddress, encode
+from effuse.kvtransfer.transport import Heard, Lost
 from effuse.kvtransfer.zmq_transport import ZmqTransport
 
 PAGES = range(2)  # 128 KiB: less than three seconds of a slow link
@@ -146,3 +158,30 @@ def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
         assert isinstance(next_event(sender, held.transfer_id), PushCancelled)
     finally:
         sender.close()
+
+
+def test_a_receiver_that_never_stops_answering_does_not_hold_up_the_others(
+    receiver: zmq.Socket[bytes],
+) -> None:
+    """What it says is taken in turns, and all of it before the end of its connection."""
+    transport = ZmqTransport(filled(SMALL, 1))
+    transport.open()
+    endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
+    address = ReceiverAddress(connector="zmq", endpoint=endpoint)
+    held = reservation(filled(SMALL, 1), address, [PageRef(0, 1)])
+    peer = transport.reach(held)
+    transport.say(peer, Begin(held.attempt, "prefill-1", "decode-1", held.fingerprint))
+    name, count = receiver.recv_multipart()[0], 20 * zmq_sockets.MESSAGES_A_TURN
+    for _ in range(count):
+        receiver.send_multipart([name, encode(Placed(held.transfer_id, 0, 0))])
+    receiver.setsockopt(zmq.LINGER, -1)
+    receiver.close()
+    heard: list[Heard] = []
+    ends_at = time.monotonic() + DEADLINE_S
+    while not any(isinstance(one, Lost) for one in heard):
+        assert time.monotonic() < ends_at, "the end was never heard"
+        one_look = transport.hear()
+        assert len(one_look) <= zmq_sockets.MESSAGES_A_TURN + 1
+        heard += one_look
+    transport.close()
+    assert len(heard) == count + 1
