@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,6 +45,8 @@ from effuse.v1 import generation_pb2
 
 if TYPE_CHECKING:
     from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+_LOOK_S = 0.2  # between looks at whether Ctrl-C came while a chat waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +209,9 @@ def _read_line() -> str:
     try:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
+            # A thread of gRPC may be given the signal, of which a read would not hear.
+            while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+                pass
         return sys.stdin.readline()
     except UnicodeDecodeError:
         return "\udcff"

@@ -105,6 +105,7 @@ def test_a_chat_keeps_its_history(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal("\n\udcff\nand\n"))
+    monkeypatch.setattr("effuse.cli.generate.select.select", lambda *_: ([0], [], []))
     answer = "the answer is three"
 
     async def body(fleet: FakeFleet) -> None:
