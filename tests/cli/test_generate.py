@@ -128,6 +128,7 @@ def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
     async def body(fleet: FakeFleet) -> None:
         job = parse(["--chat", "hi", "--target", f"127.0.0.1:{fleet.router.port}"])
         monkeypatch.setattr(sys, "stdin", Terminal("x" * 500 + "\nand\n"))
+        monkeypatch.setattr("effuse.cli.generate.select.select", lambda *_: ([0], [], []))
         await generate.run(job)
         first, second = fleet.prefill[0].prompts
         assert second[: len(first)] == first and second[-4:] == [*ids_of("and"), ANSWER]
