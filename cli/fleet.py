@@ -35,7 +35,7 @@ from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.placement.store import RedisAccess
-from effuse.protos.rpc import NO_PROXY
+from effuse.protos.rpc import near_options
 
 LOG: Final = logging.getLogger(__name__)
 Role = Literal["redis", "router", "prefill", "decode"]
@@ -290,7 +290,7 @@ class Fleet:
 
     def channel(self) -> grpc.Channel:
         """A new channel to the router; the caller closes it."""
-        return grpc.insecure_channel(self.address, [NO_PROXY])
+        return grpc.insecure_channel(self.address, near_options())
 
     def wait_for_workers(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait until every router can choose among this many live workers. Raises FleetError."""

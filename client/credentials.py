@@ -16,7 +16,7 @@ import grpc.aio
 
 from effuse.config.checks import is_loopback
 from effuse.protos.channels import MetadataChannel
-from effuse.protos.rpc import NO_PROXY
+from effuse.protos.rpc import near_options
 from effuse.protos.tls import ChannelTls, TlsFiles
 
 AUTHORIZATION: Final = "authorization"
@@ -89,7 +89,7 @@ def _near(target: str, arguments: Arguments) -> Arguments:
     """`arguments`, and no proxy of the environment's where the router is on this machine."""
     host = target.rpartition(":")[0]
     is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # all of our own, to who connects
-    return [*arguments, NO_PROXY] if is_near else arguments
+    return [*arguments, *near_options()] if is_near else arguments
 
 
 def read_token(path: Path | None) -> str | None:

@@ -127,7 +127,7 @@ class FleetAccess:
             channel = grpc.aio.secure_channel(
                 address,
                 self._tls.credentials,
-                [*options, rpc.NO_PROXY, ("grpc.ssl_target_name_override", FLEET_NAME)],
+                [*options, *rpc.near_options(), ("grpc.ssl_target_name_override", FLEET_NAME)],
             )
         return FleetChannel(channel, address, self.secret)
 

@@ -76,9 +76,13 @@ router to clients."""
 
 Options = list[tuple[str, int]]
 
-NO_PROXY: Final = ("grpc.enable_http_proxy", 0)
-"""Of a channel within a fleet or a machine: else gRPC goes by way of the proxy for the web that the
-environment names (http_proxy), even to loopback, and tells it all."""
+
+def near_options() -> Options:
+    """Of a channel within a fleet or a machine: none goes by way of the proxy for the web that the
+    environment names (http_proxy), as gRPC's do by default, even to loopback, and tell it all. One
+    in gRPC's own variable is meant."""
+    is_meant = os.environ.get("grpc_proxy")  # noqa: SIM112  # as gRPC spells it
+    return [] if is_meant else [("grpc.enable_http_proxy", 0)]
 
 
 def server_options(
@@ -139,7 +143,7 @@ def connect(
     max_message_bytes: int = FLEET_LIMITS.max_message_bytes,
 ) -> grpc.aio.Channel:
     """Returns a channel to `address` ("host:port"); it connects at the first call."""
-    options = [*channel_options(keepalive, max_message_bytes), NO_PROXY]
+    options = [*channel_options(keepalive, max_message_bytes), *near_options()]
     return grpc.aio.insecure_channel(address, options)
 
 
