@@ -296,6 +296,14 @@ def test_methods_are_found_by_their_names_alone(monkeypatch: pytest.MonkeyPatch)
     run(body)
 
 
+def test_only_a_proxy_in_grpcs_own_variable_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("grpc_proxy", raising=False)
+    assert rpc.near_options() == [("grpc.enable_http_proxy", 0)]
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+    assert not rpc.near_options()
+
+
 def test_servers_that_share_a_port_take_turns() -> None:
     async def main() -> None:
         first, second, third = (
