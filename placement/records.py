@@ -193,6 +193,7 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     router_id: str
     address: str  # host:port where clients find it; routers may share one
     waiting: U32 = 0  # requests without a seat
+    waiting_by_model: dict[str, U32] | None = None  # the same, for each model that has requests
     loads: tuple[RoutedLoad, ...] = ()
 
 

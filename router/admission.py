@@ -1,10 +1,11 @@
 """Who may run now, who waits, who is refused: a bounded queue in front of the fleet.
 
-As many requests run at once as live decode workers have seats, within a limit; one for several
-answers counts as often as it has answers. What is beyond that waits here, where it holds nothing
-and has its turn with any worker, and not in the queue of one of them; first come, first served, but
-for what a request's class adds to its waiting, and tenants by turns (`fair_queue.py`). A
-waiting request is bounded by its own deadline, and refused where that cannot be met (`HoldTimes`).
+Of each model as many requests run at once as live decode workers of it have seats, within a limit
+for all; one for several answers counts as often as it has answers. What is beyond that waits here,
+where it holds nothing and has its turn with any worker, and not in the queue of one of them; first
+come, first served, but for what a request's class adds to its waiting, and tenants by turns
+(`tenants.py`). Models wait for their own workers alone. A waiting request is bounded by its own
+deadline, and refused where that cannot be met (`HoldTimes`).
 Not here: where a request goes (`policy.py`).
 """
 
@@ -54,6 +55,7 @@ waits for the difference goes before all of its tenant that come then."""
 class SlotNeed:
     """What a request needs a slot for."""
 
+    model: str = ""  # whose workers it needs
     place: float = 0.0  # the time of coming, or what counts as such; smaller ones go first
     tenant: str = ""
     size: int = 1  # tokens of an answer at most
@@ -65,6 +67,7 @@ class SlotNeed:
         """That of a client's request, which counts as having come earlier or later by its class."""
         place = arrived - AHEAD_S[asked.priority]
         return cls(
+            model=asked.model.name,
             place=place,
             tenant=tenant,
             size=asked.most_tokens,
@@ -85,6 +88,22 @@ class Turn:
     num_answers: int
 
 
+class ModelSlots:
+    """Those of one model's workers: how many there are, how many are held, and who waits."""
+
+    def __init__(self, max_running: int) -> None:
+        self.max_running = max_running
+        self.has_workers = False
+        self.running = 0
+        self.waiting: FairQueue[Turn] = FairQueue()
+        self.holds = HoldTimes()
+
+    @property
+    def has_free(self) -> bool:
+        """Whether one of them is free."""
+        return self.running < self.max_running
+
+
 class HeldSlots:
     """Those of an admitted request: one for each of its answers that has not ended."""
 
@@ -99,7 +118,7 @@ class HeldSlots:
         wait for one after the request was admitted."""
         self._num_left -= 1
         began = max(self._began, began)
-        self._admission.end_answer(began, self._need.size, is_answered=is_answered)
+        self._admission.end_answer(began, self._need, is_answered=is_answered)
 
     def end_all(self, *, is_answered: bool) -> None:
         """Frees what is left of them."""
@@ -108,44 +127,69 @@ class HeldSlots:
 
 
 class Admission:
-    """`max_running` answers at once, `most_running` at most; `max_waiting` behind them, those of a
-    tenant by their places. One free slot, or one free place in the queue, is enough for a request
-    with all its answers: none is for ever too large. `now` is a monotonic clock in seconds."""
+    """Answers of each model at once as its workers have seats, `most_running` at most of all;
+    `max_waiting` behind them, those of a tenant by their places. One free slot, or one free place
+    in the queue, is enough for a request with all its answers: none is for ever too large. `now` is
+    a monotonic clock in seconds."""
 
     def __init__(
         self, most_running: int, max_waiting: int, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.most_running = most_running
-        self.max_running = most_running
         self.max_waiting = max_waiting
-        self.knows_seats = False  # of a live decode worker
-        self.holds = HoldTimes()
         self.num_shed = 0
+        self.num_running = 0  # slots that requests hold: one for each answer that has not ended
+        self.num_waiting = 0  # answers that requests in the queue are to have
         self._now = now
-        self._running = 0
-        self._waiting: FairQueue[Turn] = FairQueue()
+        self._models: dict[str, ModelSlots] = {}  # those that workers had so far
 
     @property
-    def num_running(self) -> int:
-        """Slots that requests hold: one for each answer that has not ended."""
-        return self._running
+    def max_running(self) -> int:
+        """Slots that there are."""
+        with_workers = [slots.max_running for slots in self._models.values() if slots.has_workers]
+        return count_seats(with_workers, self.most_running)
 
     @property
-    def num_waiting(self) -> int:
+    def knows_seats(self) -> bool:
+        """Whether a decode worker is live."""
+        return any(slots.has_workers for slots in self._models.values())
+
+    @property
+    def only_model(self) -> str:
+        """The one that decode workers serve; empty where it is none, or one of several."""
+        names = [name for name, slots in self._models.items() if slots.has_workers]
+        return names[0] if len(names) == 1 else ""
+
+    def running_by_model(self) -> dict[str, int]:
+        """Slots that requests hold."""
+        return {name: slots.running for name, slots in tuple(self._models.items())}
+
+    def waiting_by_model(self) -> dict[str, int]:
         """Answers that requests in the queue are to have."""
-        return len(self._waiting)
+        return {name: len(slots.waiting) for name, slots in tuple(self._models.items())}
 
-    def fit_seats(self, seats: Sequence[int]) -> None:
-        """From now on as many at once as live decode workers have seats for us."""
-        self.knows_seats = bool(seats)
-        num_seats = count_seats(seats, self.most_running)
-        if num_seats != self.max_running:
-            self.resize(num_seats)
+    def slots_of(self, model: str) -> ModelSlots:
+        """Those of one model, of which nobody should wait to be told that it has no workers."""
+        slots = self._models.get(model)
+        if slots is None:
+            slots = self._models[model] = ModelSlots(self.most_running)
+        return slots
 
-    def resize(self, max_running: int) -> None:
-        """From now on `max_running` at once; what runs beyond it is left to end."""
-        self.max_running = max_running
-        self._admit_next()
+    def fit_seats(self, seats: Mapping[str, Sequence[int]]) -> bool:
+        """From now on as many at once as live decode workers of each model have seats for us; what
+        runs beyond it is left to end. Those that wait for workers to come back take no slots from
+        models that have some. Whether that changes anything."""
+        before = [(one.max_running, one.has_workers) for one in self._models.values()]
+        left = max(1, self.most_running - sum(map(sum, seats.values())))
+        for model in self._models.keys() | seats.keys():
+            slots = self.slots_of(model)
+            slots.has_workers = model in seats
+            most = self.most_running if slots.has_workers else left
+            slots.max_running = count_seats(seats.get(model, ()), most)
+        is_changed = before != [(one.max_running, one.has_workers) for one in self._models.values()]
+        if is_changed:
+            self._admit_next()
+        return is_changed
 
     @asynccontextmanager
     async def slot(self, need: SlotNeed = ANY) -> AsyncIterator[HeldSlots]:
@@ -162,41 +206,50 @@ class Admission:
         held = HeldSlots(self, need, began)
         try:
             if has_waited:
-                self._check_turn(deadline - began, need.size)
+                self._check_turn(need, deadline - began)
             yield held
             is_answered = True
         finally:
             held.end_all(is_answered=is_answered)
 
-    def end_answer(self, began: float, size: int, *, is_answered: bool) -> None:
-        """Frees a slot, which an answer of this size has held since `began`, for who is next."""
-        self.holds.add(self._now() - began, size, is_answered=is_answered)
-        self._running -= 1
+    def end_answer(self, began: float, need: SlotNeed, *, is_answered: bool) -> None:
+        """Frees a slot, which an answer to this request has held since `began`, for who is next."""
+        slots = self.slots_of(need.model)
+        slots.holds.add(self._now() - began, need.size, is_answered=is_answered)
+        self._count_running(slots, -1)
         self._admit_next()
 
     def check(self, need: SlotNeed = ANY) -> None:
-        """Raises where a request would be refused now; costs nothing."""
-        if self._running + need.num_answers <= self.max_running and not self._waiting:
+        """Raises where a request would be refused now; costs nothing. Its model may be one that
+        nobody has."""
+        slots = self._models.get(need.model)
+        if slots is None:
+            slots = ModelSlots(self.most_running)
+        if self._num_beyond(slots) + need.num_answers <= 0 and not slots.waiting:
             return
-        if self._running >= self.max_running and not self._has_place(need):
+        if not self._has_free(slots) and not self._has_place(slots, need):
             raise self._refusal()
-        ahead = self._waiting.ahead_of(need.tenant, need.place, need.num_answers)
-        behind = self._num_beyond() + ahead + need.num_answers
-        late_s = self.holds.late_s(need.left_s, need.size, behind, self.max_running)
+        ahead = slots.waiting.ahead_of(need.tenant, need.place, need.num_answers)
+        behind = self._num_beyond(slots) + ahead + need.num_answers
+        late_s = slots.holds.late_s(need.left_s, need.size, behind, slots.max_running)
         if behind > 0 and late_s > 0:
             own = "" if need.num_answers == 1 else f" and it has {need.num_answers} answers"
             raise self._shed(f"{ahead} requests wait before it{own}", need.left_s, late_s)
 
-    def _num_beyond(self) -> int:
+    def _has_free(self, slots: ModelSlots) -> bool:
+        return slots.has_free and self.num_running < self.most_running
+
+    def _num_beyond(self, slots: ModelSlots) -> int:
         """Slots held beyond those that there are, by answers without a seat yet; below 0 as many
         are free."""
-        return self._running - self.max_running
+        return max(slots.running - slots.max_running, self.num_running - self.most_running)
 
-    def _check_turn(self, left_s: float, size: int) -> None:
+    def _check_turn(self, need: SlotNeed, left_s: float) -> None:
         """Raises where a request whose turn has come has too little time left for it, or for the
         answers that wait for seats."""
-        wait_s = self.holds.wait_s(self._num_beyond(), self.max_running)
-        late_s = self.holds.hold_s(size, TURN_MARGIN) + wait_s - left_s
+        slots = self.slots_of(need.model)
+        wait_s = slots.holds.wait_s(self._num_beyond(slots), slots.max_running)
+        late_s = slots.holds.hold_s(need.size, TURN_MARGIN) + wait_s - left_s
         if late_s > 0:
             raise self._shed("its turn came late", left_s, late_s)
 
@@ -210,48 +263,70 @@ class Admission:
 
     def _refusal(self) -> Overloaded:
         return Overloaded(
-            f"{self._running} requests are running and {len(self._waiting)} are waiting, which "
+            f"{self.num_running} requests are running and {self.num_waiting} are waiting, which "
             "is all this router takes; try again later",
             retry_after_s=1.0,
         )
 
-    def _has_place(self, need: SlotNeed) -> bool:
+    # The queue: its places are for all models, its turns for each one.
+
+    def _has_place(self, slots: ModelSlots, need: SlotNeed) -> bool:
         """Whether the queue has a free place, or one once the newest requests of tenants that have
-        more in it than this one would have give way."""
-        too_many = len(self._waiting) + 1 - self.max_waiting
-        most = self._waiting.length_of(need.tenant) + need.num_answers
-        return too_many <= 0 or self._waiting.count_beyond(most) >= too_many
+        more in it for a model than this one would have give way."""
+        too_many = self.num_waiting + 1 - self.max_waiting
+        if too_many <= 0:
+            return True
+        most = slots.waiting.length_of(need.tenant) + need.num_answers
+        return sum(one.waiting.count_beyond(most) for one in self._models.values()) >= too_many
 
     async def _take_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
-        if self._running < self.max_running and not self._waiting:
-            self._running += need.num_answers
+        slots = self.slots_of(need.model)
+        if self._has_free(slots) and not slots.waiting:
+            self._count_running(slots, need.num_answers)
             return False
-        while self._waiting and len(self._waiting) >= self.max_waiting:
-            refused = self._waiting.pop_last(self._waiting.longest())
-            if not refused.comes.done():
-                refused.comes.set_exception(self._refusal())
+        while self.num_waiting and self.num_waiting >= self.max_waiting:
+            self._refuse_last()
         turn = Turn(asyncio.get_running_loop().create_future(), need.num_answers)
         cost = need.size * need.num_answers
-        self._waiting.push(need.tenant, cost, turn, need.place, need.num_answers)
+        slots.waiting.push(need.tenant, cost, turn, need.place, need.num_answers)
+        self.num_waiting += need.num_answers
         try:
             await turn.comes
         except asyncio.CancelledError:
             comes = turn.comes
             if comes.done() and not comes.cancelled() and comes.exception() is None:
-                self._running -= need.num_answers  # its turn came in the same moment
+                self._count_running(slots, -need.num_answers)  # its turn came in the same moment
                 self._admit_next()
-            else:
-                self._waiting.remove(need.tenant, turn)
+            elif slots.waiting.remove(need.tenant, turn):
+                self.num_waiting -= need.num_answers
             raise
         return True
 
+    def _refuse_last(self) -> None:
+        """The newest request of the tenant that has most in the queue for a model gives way."""
+        full = [slots.waiting for slots in self._models.values() if slots.waiting]
+        waiting = max(full, key=lambda one: one.length_of(one.longest()))
+        refused = waiting.pop_last(waiting.longest())
+        self.num_waiting -= refused.num_answers
+        if not refused.comes.done():
+            refused.comes.set_exception(self._refusal())
+
     def _admit_next(self) -> None:
-        while self._waiting and self._running < self.max_running:
-            turn = self._waiting.pop()
+        """Gives free slots to those that wait: within the limit for all, first of the model that
+        has least running."""
+        models = self._models.values()
+        while ready := [one for one in models if one.waiting and self._has_free(one)]:
+            slots = min(ready, key=lambda one: one.running)
+            turn = slots.waiting.pop()
+            self.num_waiting -= turn.num_answers
             if not turn.comes.done():
-                self._running += turn.num_answers
+                self._count_running(slots, turn.num_answers)
                 turn.comes.set_result(None)
+
+    def _count_running(self, slots: ModelSlots, num_answers: int) -> None:
+        slots.running += num_answers
+        self.num_running += num_answers
 
 
 class HoldTimes:

@@ -77,7 +77,8 @@ def accept(
             router.count_seats()
         tenant = router.tenant()
         router.quotas.check(tenant)
-        router.admission.check(SlotNeed(tenant=tenant.name))
+        model = message.model or router.admission.only_model
+        router.admission.check(SlotNeed(model=model, tenant=tenant.name))
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))

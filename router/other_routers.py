@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from effuse.placement.records import MalformedRecord, RouterRecord, WorkerRecord, decode_router
 from effuse.placement.store import StoreUnavailable
@@ -43,6 +43,13 @@ def fair_share(seats: int, contenders: int, rank: int) -> int:
     return max(1, seats // contenders + (rank < seats % contenders))
 
 
+class Contenders(NamedTuple):
+    """Other routers that have requests of one model, and whether any of these wait."""
+
+    ids: list[str]
+    any_waits: bool
+
+
 class OtherRouters:
     """One per router."""
 
@@ -50,8 +57,7 @@ class OtherRouters:
         self._store = store
         self._id = router_id
         self._others: dict[str, RouterRecord] = {}
-        self._wanting: list[str] = []  # others that have requests or want to
-        self._any_waits = False
+        self._contenders: dict[str, Contenders] = {}  # by model
         self._taken: Counter[tuple[str, str]] = Counter()  # others' seats, by a worker's life
         self._is_current = True
 
@@ -102,24 +108,38 @@ class OtherRouters:
     def seats(self, worker: WorkerRecord) -> int:
         """How many requests we may have on a decode worker.
 
-        What others leave free, and no more than our share while one of them has requests that wait.
-        Where they cannot be heard it is our share, whatever they had last."""
+        What others leave free, and no more than our share while one of them has requests that wait
+        for the worker's model. Where they cannot be heard it is our share, whatever they had last.
+        """
         seats = worker.capacity.max_num_seqs
         if not self._is_current:
             return self._share(seats, self._others)
-        if not self._wanting:
-            return seats
         free = max(0, seats - self._taken[worker.life])
-        return min(free, self._share(seats, self._wanting)) if self._any_waits else free
+        contenders = self._contenders_for(worker.model.name)
+        return min(free, self._share(seats, contenders.ids)) if contenders.any_waits else free
 
     def _share(self, seats: int, others: Collection[str]) -> int:
         return fair_share(seats, len(others) + 1, sum(other < self._id for other in others))
 
+    def _contenders_for(self, model: str) -> Contenders:
+        """Found once for each exchange: every choice asks for the seats of every worker."""
+        found = self._contenders.get(model)
+        if found is None:
+            waiting = {one.router_id: _waiting_for(model, one) for one in self._others.values()}
+            ids = [router_id for router_id, number in waiting.items() if number is not None]
+            found = self._contenders[model] = Contenders(ids, any(waiting.values()))
+        return found
+
     def _add_up(self) -> None:
-        """Once for each exchange: every choice asks for the seats of every worker."""
-        wanting = [other for other in self._others.values() if other.waiting or other.loads]
-        self._wanting = [other.router_id for other in wanting]
-        self._any_waits = any(other.waiting for other in wanting)
+        self._contenders.clear()
         self._taken.clear()
-        for load in (load for other in wanting for load in other.loads):
+        for load in (load for other in self._others.values() for load in other.loads):
             self._taken[load.worker_id, load.incarnation] += load.requests
+
+
+def _waiting_for(model: str, other: RouterRecord) -> int | None:
+    """Requests of another router that wait for a model's workers; None where it has none of it. One
+    that tells of no models may mean each."""
+    if other.waiting_by_model is not None:
+        return other.waiting_by_model.get(model)
+    return other.waiting if other.waiting or other.loads else None

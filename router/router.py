@@ -32,7 +32,7 @@ from effuse.router.config import RouterConfig
 from effuse.router.failures import Failure, RetryBudget
 from effuse.router.fleet import RoutedFleet
 from effuse.router.known_requests import KnownRequests
-from effuse.router.metrics import RouterMetrics
+from effuse.router.metrics import MODEL, RouterMetrics
 from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
@@ -92,11 +92,14 @@ class Router:
         self.metrics_port = 0
         self.ready = asyncio.Event()
 
-    def count_seats(self) -> None:
-        """Brings the queue in step with the decode workers that are live now."""
-        candidates = self.fleet.candidates()
-        ready = [c for c in candidates if c.condition is Condition.READY]
-        self.admission.fit_seats([c.num_seats for c in ready if c.record.role == "decode"])
+    def count_seats(self) -> bool:
+        """Brings the queue in step with the decode workers that are live now. Whether there are
+        other seats than before."""
+        seats: dict[str, list[int]] = {}
+        for one in self.fleet.candidates():
+            if one.condition is Condition.READY and one.record.role == "decode":
+                seats.setdefault(one.record.model.name, []).append(one.num_seats)
+        return self.admission.fit_seats(seats)
 
     def can_serve(self, model: str | None = None) -> bool:
         """Whether a decode worker is live that some request could be placed on, or one for `model`,
@@ -110,14 +113,14 @@ class Router:
         follows what may run here."""
         port = self.port or self.config.port
         address = host_and_port(self.config.host, port) if port else ""  # not known yet
+        running, waiting = self.admission.running_by_model(), self.admission.waiting_by_model()
         own = RouterRecord(
             router_id=self.id, address=address, waiting=self.admission.num_waiting,
+            waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
             loads=self.fleet.loads(),
         )  # fmt: skip
         await self.others.exchange(own)
-        before = self.admission.max_running
-        self.count_seats()
-        if self.admission.max_running != before:
+        if self.count_seats():
             self.fleet.announce_change()
 
     async def drain(self) -> None:
@@ -227,9 +230,12 @@ class Router:
 
     def _add_readings(self) -> None:
         admission, cleanup, placements = self.admission, self.cleanup, self.placements
+        for name, about, by_model in (
+            ("num_requests_running", "Requests on workers", admission.running_by_model),
+            ("num_requests_waiting", "Requests in the queue", admission.waiting_by_model),
+        ):
+            self.metrics.read_gauges(name, about, MODEL, by_model)
         for gauge, text, read in (
-            ("num_requests_running", "Requests on workers", lambda: admission.num_running),
-            ("num_requests_waiting", "Requests in the queue", lambda: admission.num_waiting),
             ("num_requests_alone", "Requests that workers are kept for",
              lambda: self.fleet.num_alone),
             ("retry_budget", "Attempts after losses that need not wait",

@@ -340,15 +340,16 @@ class FairQueue(Generic[Item]):
         self._forget(tenant, entry)
         return entry.item
 
-    def remove(self, tenant: str, item: Item) -> None:
-        """Takes out one item of a tenant, if it is there."""
+    def remove(self, tenant: str, item: Item) -> bool:
+        """Takes out one item of a tenant, if it is there; whether it was."""
         line = self._lines.get(tenant)
         for entry in () if line is None else tuple(line.waiting):
             if entry.item is item:
                 assert line is not None
                 line.waiting.remove(entry)
                 self._forget(tenant, entry)
-                return
+                return True
+        return False
 
     def _forget(self, tenant: str, gone: _Entry[Item]) -> None:
         """An item has gone. Who has nothing to wait for saves nothing."""

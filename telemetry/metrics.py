@@ -83,6 +83,19 @@ class ProcessMetrics(Collector):
         """Adds a value that `read` gives at the time of a scrape."""
         self._read.append(lambda: GaugeMetricFamily(PREFIX + name, text, read()))
 
+    def read_gauges(
+        self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """The same of several, each told by the value of a label."""
+
+        def family() -> Metric:
+            gauges = GaugeMetricFamily(PREFIX + name, text, labels=[label])
+            for one, value in read().items():
+                gauges.add_metric([one], value)
+            return gauges
+
+        self._read.append(family)
+
     def read_counter(self, name: str, text: str, read: Read) -> None:
         """The same of a count that only grows; `_total` is added to its name."""
         self._read.append(lambda: CounterMetricFamily(PREFIX + name, text, read()))

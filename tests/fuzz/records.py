@@ -47,7 +47,11 @@ WORKERS: Final = [
     for name, role in _STRANGERS
 ]
 ROUTER: Final = RouterRecord(
-    router_id="r2", address="127.0.0.1:2", waiting=1, loads=(RoutedLoad("d0", "1", 3),)
+    router_id="r2",
+    address="127.0.0.1:2",
+    waiting=1,
+    waiting_by_model={"fake": 1},
+    loads=(RoutedLoad("d0", "1", 3),),
 )
 PLACEMENT: Final = PlacementRecord(
     request_id="kept",

@@ -9,7 +9,7 @@ import pytest
 
 from effuse.client.params import Priority
 from effuse.protos.errors import Overloaded
-from effuse.router.admission import AHEAD_S, Admission, SlotNeed
+from effuse.router.admission import AHEAD_S, LEAST_HOLDS, Admission, SlotNeed
 
 
 async def hold(
@@ -95,16 +95,17 @@ def test_no_slot_is_lost_whenever_cancelled() -> None:
 
 def test_new_slots_go_to_those_who_wait_and_lost_ones_are_not_filled() -> None:
     async def main() -> None:
-        admission, order = Admission(1, 9), list[int]()
+        admission, order = Admission(9, 9), list[int]()
+        admission.fit_seats({"": [1]})
         releases = [asyncio.Event() for _ in range(4)]
         async with asyncio.TaskGroup() as group:
             for at, release in enumerate(releases):
                 group.create_task(hold(admission, release, order, at))
             await turns()
-            admission.resize(3)
+            admission.fit_seats({"": [3]})
             await turns()
             assert (order, admission.num_running) == ([0, 1, 2], 3)
-            admission.resize(1)
+            admission.fit_seats({"": [1]})
             for release in releases[:2]:
                 release.set()
             await turns()
@@ -258,3 +259,125 @@ def test_a_turn_that_comes_as_its_request_is_cancelled_is_given_back_whole() -> 
 async def _hold_three(admission: Admission) -> None:
     async with admission.slot(SlotNeed(num_answers=3)):
         await asyncio.Event().wait()
+
+
+def test_models_wait_for_their_own_workers() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(8, 4), asyncio.Event(), list[str]()
+
+        async def one(model: str) -> None:
+            async with admission.slot(SlotNeed(model=model)):
+                order.append(model)
+                await release.wait()
+
+        admission.fit_seats({"busy": [1, 1], "idle": [1]})
+        async with asyncio.TaskGroup() as group:
+            for _ in range(5):
+                group.create_task(one("busy"))
+            await turns()
+            group.create_task(one("idle"))
+            await turns()
+            assert order == ["busy", "busy", "idle"]
+            assert admission.running_by_model() == {"busy": 2, "idle": 1}
+            assert admission.waiting_by_model() == {"busy": 3, "idle": 0}
+            assert (admission.num_running, admission.num_waiting) == (3, 3)
+            assert admission.max_running == 3
+            release.set()
+        assert len(order) == 6
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_one_model_leaves_places_in_the_queue_to_another() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(8, 3), asyncio.Event(), list[str]()
+
+        async def one(model: str) -> None:
+            async with admission.slot(SlotNeed(model=model)):
+                order.append(model)
+                await release.wait()
+
+        admission.fit_seats({"busy": [1], "other": [1]})
+        async with asyncio.TaskGroup() as group:
+            busy = [asyncio.create_task(one("busy")) for _ in range(4)]
+            group.create_task(one("other"))
+            await turns()
+            with pytest.raises(Overloaded):
+                admission.check(SlotNeed(model="busy"))
+            group.create_task(one("other"))
+            await turns()
+            assert admission.waiting_by_model() == {"busy": 2, "other": 1}
+            with pytest.raises(Overloaded):
+                await busy[-1]
+            release.set()
+            await asyncio.gather(*busy[:-1])
+        assert sorted(order) == ["busy"] * 3 + ["other"] * 2
+
+    asyncio.run(main())
+
+
+def test_within_the_limit_for_all_the_model_that_has_least_is_next() -> None:
+    async def main() -> None:
+        admission, order = Admission(4, 9), list[str]()
+        releases = [asyncio.Event() for _ in range(8)]
+
+        async def one(model: str, release: asyncio.Event) -> None:
+            async with admission.slot(SlotNeed(model=model)):
+                order.append(model)
+                await release.wait()
+
+        admission.fit_seats({"busy": [8], "other": [8]})
+        async with asyncio.TaskGroup() as group:
+            for model, release in zip(["busy"] * 6 + ["other"] * 2, releases, strict=True):
+                group.create_task(one(model, release))
+            await turns()
+            assert order == ["busy"] * 4
+            for release in releases[:2]:
+                release.set()
+                await turns()
+            assert order == ["busy"] * 4 + ["other"] * 2
+            for release in releases:
+                release.set()
+        assert admission.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_those_that_wait_for_workers_to_come_back_leave_others_their_seats() -> None:
+    """Each of them holds a slot, to be told at once where no worker can come."""
+
+    async def main() -> None:
+        admission, release, order = Admission(8, 9), asyncio.Event(), list[str]()
+
+        async def one(model: str) -> None:
+            async with admission.slot(SlotNeed(model=model)):
+                order.append(model)
+                await release.wait()
+
+        admission.fit_seats({"lost": [2], "well": [3]})
+        admission.fit_seats({"well": [3]})
+        async with asyncio.TaskGroup() as group:
+            for model in ["lost"] * 9 + ["well"] * 4:
+                group.create_task(one(model))
+            await turns()
+            assert admission.running_by_model() == {"lost": 5, "well": 3}
+            admission.fit_seats({})
+            await turns()
+            assert admission.num_running == 8, "as many as may run at all"
+            release.set()
+
+    asyncio.run(main())
+
+
+def test_what_is_known_of_one_model_says_nothing_of_another() -> None:
+    admission = Admission(8, 9)
+    admission.fit_seats({"slow": [1], "fast": [1]})
+    for _ in range(LEAST_HOLDS):
+        admission.slots_of("slow").holds.add(60.0, 1, is_answered=True)
+    admission.slots_of("slow").running = admission.slots_of("fast").running = 1
+    with pytest.raises(Overloaded, match="after its deadline"):
+        admission.check(SlotNeed(model="slow", left_s=5.0))
+    admission.check(SlotNeed(model="fast", left_s=5.0))
+    admission.check(SlotNeed(model="of which nobody has heard", left_s=5.0))
+    assert admission.only_model == ""

@@ -149,6 +149,32 @@ def test_without_redis_those_that_had_nothing_to_do_have_their_share_too() -> No
     asyncio.run(go())
 
 
+def test_requests_that_wait_for_one_model_leave_others_seats_alone() -> None:
+    async def go() -> None:
+        one, two = peers(2, 8)
+        other = msgspec.structs.replace(
+            one.worker,
+            worker_id="d1",
+            model=msgspec.structs.replace(one.worker.model, name="other"),
+        )
+        await one.exchange()
+        for by_model, seats_of_other in (
+            ({one.worker.model.name: 5}, 8),
+            ({one.worker.model.name: 5, "other": 0}, 8),
+            ({one.worker.model.name: 0, "other": 5}, 4),
+            (None, 4),  # a router of before, which may mean either
+        ):
+            told = RouterRecord(
+                router_id=two.name, address="", waiting=5, waiting_by_model=by_model
+            )
+            await two.routers.exchange(told)
+            await one.exchange()
+            assert one.routers.seats(other) == seats_of_other
+        assert one.routers.seats(one.worker) == 4
+
+    asyncio.run(go())
+
+
 def test_a_router_that_ended_leaves_its_seats() -> None:
     async def go() -> None:
         one, two = peers(2, 8)

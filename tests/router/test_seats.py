@@ -23,9 +23,10 @@ def resized(record: WorkerRecord, max_num_seqs: int) -> WorkerRecord:
     return msgspec.structs.replace(record, capacity=capacity)
 
 
-def ask(fleet: FakeFleet) -> asyncio.Task[pb.GenerateResponse]:
+def ask(fleet: FakeFleet, model: str | None = None) -> asyncio.Task[pb.GenerateResponse]:
     async def one() -> pb.GenerateResponse:
-        return await fleet.generation.Generate(pb.GenerateRequest(prompt="?"), timeout=30)
+        request = pb.GenerateRequest(prompt="?", model=model)
+        return await fleet.generation.Generate(request, timeout=30)
 
     return asyncio.create_task(one())
 
@@ -87,7 +88,7 @@ def test_one_that_cannot_be_answered_in_time_is_refused_before_a_worker_is_asked
         worker, admission = fleet.decode[0], fleet.router.admission
         await give_seats(fleet, worker, 1)
         for _ in range(LEAST_HOLDS):
-            admission.holds.add(5.0, 256, is_answered=True)
+            admission.slots_of("fake").holds.add(5.0, 256, is_answered=True)
         go = asyncio.Event()
         worker.at["start"] = holds(go)
         running = ask(fleet)
@@ -122,3 +123,32 @@ def test_seats_that_come_are_given_to_those_who_wait() -> None:
         await asyncio.gather(*asking)
 
     run(body)
+
+
+def test_a_busy_model_takes_nothing_from_another_one() -> None:
+    """Its requests wait for its own workers, and the other one's go to theirs at once."""
+
+    async def body(fleet: FakeFleet) -> None:
+        admission = fleet.router.admission
+        for worker in (fleet.decode[1], fleet.prefill[1]):
+            info = msgspec.structs.replace(worker.record.model, name="other")
+            worker.record = msgspec.structs.replace(worker.record, model=info)
+        fleet.decode[0].record = resized(fleet.decode[0].record, 2)
+        fleet.decode[1].record = resized(fleet.decode[1].record, 2)
+        await fleet.announce()
+        await until(lambda: admission.max_running == 4)
+        go = asyncio.Event()
+        fleet.decode[0].at["start"] = holds(go)
+        asking = [ask(fleet, "fake") for _ in range(12)]
+        await until(lambda: admission.num_waiting == 10)
+        answers = await asyncio.gather(*(ask(fleet, "other") for _ in range(5)))
+        assert {answer.text for answer in answers} == {"the answer is three"}
+        assert admission.waiting_by_model() == {"fake": 10, "other": 0}
+        waiting = "effuse_num_requests_waiting"
+        assert fleet.metric(waiting, model_name="fake") == 10
+        assert fleet.metric(waiting, model_name="other") == 0
+        go.set()
+        await asyncio.gather(*asking)
+        assert (len(fleet.decode[0].served), len(fleet.decode[1].served)) == (12, 5)
+
+    run(body, num_prefill=2, num_decode=2)

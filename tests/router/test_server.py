@@ -364,7 +364,7 @@ def test_metrics_are_served_as_prometheus_text() -> None:
             f"effuse_inter_block_latency_seconds_count{{{of}}} {gaps}.0",
             f"effuse_request_queue_time_seconds_count{{{of}}} 1.0",
             f"effuse_tokens_per_forward_count{{{of}}} 1.0",
-            'effuse_num_requests_running{role="router"} 0.0',
+            f"effuse_num_requests_running{{{of}}} 0.0",
             'effuse_retries_total{role="router"} 0.0',
         ):
             assert line in text.splitlines(), line
