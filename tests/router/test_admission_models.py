@@ -1,0 +1,182 @@
+"""Models of one fleet in the queue: each waits for its own workers, all share its places."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from effuse.protos.errors import Overloaded
+from effuse.router.admission import LEAST_HOLDS, Admission, SlotNeed
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_models_wait_for_their_own_workers() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(8, 4), asyncio.Event(), list[str]()
+
+        async def one(model: str) -> None:
+            async with admission.slot(SlotNeed(model=model)):
+                order.append(model)
+                await release.wait()
+
+        admission.fit_seats({"busy": [1, 1], "idle": [1]})
+        async with asyncio.TaskGroup() as group:
+            for _ in range(5):
+                group.create_task(one("busy"))
+            await turns()
+            group.create_task(one("idle"))
+            await turns()
+            assert order == ["busy", "busy", "idle"]
+            assert admission.running_by_model() == {"busy": 2, "idle": 1}
+            assert admission.waiting_by_model() == {"busy": 3, "idle": 0}
+            assert (admission.num_running, admission.num_waiting) == (3, 3)
+            assert admission.max_running == 3
+            release.set()
+        assert len(order) == 6
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_one_model_leaves_places_in_the_queue_to_another() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(8, 3), asyncio.Event(), list[str]()
+
+        async def one(model: str) -> None:
+            async with admission.slot(SlotNeed(model=model)):
+                order.append(model)
+                await release.wait()
+
+        admission.fit_seats({"busy": [1], "other": [1]})
+        async with asyncio.TaskGroup() as group:
+            busy = [asyncio.create_task(one("busy")) for _ in range(4)]
+            group.create_task(one("other"))
+            await turns()
+            with pytest.raises(Overloaded):
+                admission.check(SlotNeed(model="busy"))
+            group.create_task(one("other"))
+            await turns()
+            assert admission.waiting_by_model() == {"busy": 2, "other": 1}
+            with pytest.raises(Overloaded):
+                await busy[-1]
+            release.set()
+            await asyncio.gather(*busy[:-1])
+        assert sorted(order) == ["busy"] * 3 + ["other"] * 2
+
+    asyncio.run(main())
+
+
+def test_within_the_limit_for_all_the_model_that_has_least_is_next() -> None:
+    async def main() -> None:
+        admission, order = Admission(4, 9), list[str]()
+        releases = [asyncio.Event() for _ in range(8)]
+
+        async def one(model: str, release: asyncio.Event) -> None:
+            async with admission.slot(SlotNeed(model=model)):
+                order.append(model)
+                await release.wait()
+
+        admission.fit_seats({"busy": [8], "other": [8]})
+        async with asyncio.TaskGroup() as group:
+            for model, release in zip(["busy"] * 6 + ["other"] * 2, releases, strict=True):
+                group.create_task(one(model, release))
+            await turns()
+            assert order == ["busy"] * 4
+            for release in releases[:2]:
+                release.set()
+                await turns()
+            assert order == ["busy"] * 4 + ["other"] * 2
+            for release in releases:
+                release.set()
+        assert admission.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_those_that_wait_for_workers_to_come_back_leave_others_their_seats() -> None:
+    """Each of them holds a slot, to be told at once where no worker can come."""
+
+    async def main() -> None:
+        admission, release, order = Admission(8, 9), asyncio.Event(), list[str]()
+
+        async def one(model: str) -> None:
+            async with admission.slot(SlotNeed(model=model)):
+                order.append(model)
+                await release.wait()
+
+        admission.fit_seats({"lost": [2], "well": [3]})
+        admission.fit_seats({"well": [3]})
+        async with asyncio.TaskGroup() as group:
+            for model in ["lost"] * 9 + ["well"] * 4:
+                group.create_task(one(model))
+            await turns()
+            assert admission.running_by_model() == {"lost": 5, "well": 3}
+            admission.fit_seats({})
+            await turns()
+            assert admission.num_running == 8, "as many as may run at all"
+            release.set()
+
+    asyncio.run(main())
+
+
+def test_what_is_known_of_one_model_says_nothing_of_another() -> None:
+    admission = Admission(8, 9)
+    admission.fit_seats({"slow": [1], "fast": [1]})
+    for _ in range(LEAST_HOLDS):
+        admission.slots_of("slow").holds.add(60.0, 1, is_answered=True)
+    admission.slots_of("slow").running = admission.slots_of("fast").running = 1
+    with pytest.raises(Overloaded, match="after its deadline"):
+        admission.check(SlotNeed(model="slow", left_s=5.0))
+    admission.check(SlotNeed(model="fast", left_s=5.0))
+    admission.check(SlotNeed(model="of which nobody has heard", left_s=5.0))
+    assert admission.only_model == ""
+
+
+def test_whatever_comes_no_slot_or_place_is_lost_between_models() -> None:
+    """Requests of three models and tenants, cancelled, refused and admitted as seats change."""
+
+    async def main() -> None:
+        draw = random.Random(5)
+        for _ in range(150):
+            admission, release = Admission(draw.randint(1, 6), draw.randint(0, 6)), asyncio.Event()
+
+            async def one(
+                need: SlotNeed, admission: Admission = admission, release: asyncio.Event = release
+            ) -> None:
+                async with admission.slot(need):
+                    await release.wait()
+
+            tasks = []
+            for _ in range(40):
+                action = draw.choice(["ask", "ask", "cancel", "seats", "turn"])
+                model, tenant = draw.choice("abc"), draw.choice("xyz")
+                if action == "ask":
+                    need = SlotNeed(model=model, tenant=tenant, num_answers=draw.randint(1, 3))
+                    tasks.append(asyncio.create_task(one(need)))
+                elif action == "cancel" and tasks:
+                    draw.choice(tasks).cancel()
+                elif action == "seats":
+                    models = draw.sample("abc", draw.randint(0, 3))
+                    admission.fit_seats({name: [draw.randint(0, 3)] for name in models})
+                else:
+                    await turns(draw.randint(1, 4))
+                assert admission.num_running == sum(admission.running_by_model().values())
+                assert admission.num_waiting == sum(admission.waiting_by_model().values())
+                if not tasks:
+                    continue
+                free = admission.num_running < admission.most_running
+                for name, waiting in admission.waiting_by_model().items():
+                    assert not (waiting and free and admission.slots_of(name).has_free), name
+            admission.fit_seats({name: [9] for name in "abc"})
+            release.set()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(end, Overloaded | asyncio.CancelledError | None) for end in ends)
+            assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    asyncio.run(main())
