@@ -3,8 +3,8 @@
 A digest is xxh3_64 of a piece under a seed. It catches accidents: flipped bits, words, runs and
 pieces in the wrong place, bytes that never arrived or belong to another page. How often it misses
 is known from experience alone, not proven: in xxHash's own tests, and in ours over corruptions of
-pages, digests of different pieces agree as often as a random function's, once in 2**64. Each life of a
-receiver has a seed of its own, so that what one misses is found by another. It is no defence
+pages, digests of different pieces agree as often as a random function's, once in 2**64. Each life
+of a receiver has a seed of its own, so that what one misses is found by another. It is no defence
 against an attacker: xxh3 is not cryptographic.
 """
 
