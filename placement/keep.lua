@@ -1,9 +1,16 @@
 #!lua
 -- Keeps an answer for a while; of all that are kept the first to run out go beyond a number, and
 -- beyond a sum of their bytes.
--- KEYS: answer, answers (ids by when they run out), sizes (bytes by id, the sum under '').
+-- KEYS: answer, answers (ids by when they run out), sizes (bytes by id, the sum under ''), request.
 -- ARGV: request id, digest of what was asked, response, ms to keep it, most answers, most bytes, what
--- answer keys begin with (they share the slot).
+-- answer keys and what router keys begin with (they share the slot), the router if it has held the id
+-- since the request began, or ''. Such a one has lost it to a router that lives or has ended it.
+local held = redis.call('HMGET', KEYS[4], 'router', 'state')
+if ARGV[9] ~= '' and held[1] and held[1] ~= ARGV[9] then
+  if held[2] ~= 'running' or redis.call('EXISTS', ARGV[8] .. held[1]) == 1 then
+    return 'duplicate'
+  end
+end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 

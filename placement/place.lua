@@ -2,16 +2,18 @@
 -- Writes a request's placement and its place in the list of running or of ended ones, together.
 -- KEYS: request, running, ended.  ARGV: request id, attempt, router id, state, record, lifetime in
 -- ms, most ended ones to keep, what placement keys and what router keys begin with (they share the
--- slot).
+-- slot), 1 if the router has held the id since the request began.
 -- While a record says running, no older attempt overwrites it, and no other router while the lease of
--- its own holds; an ended one is free for whoever uses the id next. A Redis that is full refuses this
--- script as a whole.
+-- its own holds; an ended one is free for whoever uses the id next, and not for who lost it to the
+-- router that ended it. A Redis that is full refuses this script as a whole.
 local held = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'router')
 local attempt = tonumber(held[1])
 if attempt then
-  local is_anothers = held[3] ~= ARGV[3] and held[2] == 'running'
-  if is_anothers and redis.call('EXISTS', ARGV[9] .. held[3]) == 1 then
-    return 'duplicate'
+  if held[3] ~= ARGV[3] then
+    local runs = held[2] == 'running'
+    if runs and redis.call('EXISTS', ARGV[9] .. held[3]) == 1 or not runs and ARGV[10] == '1' then
+      return 'duplicate'
+    end
   end
   if held[3] == ARGV[3] and held[2] == 'running' and attempt > tonumber(ARGV[2]) then
     return 'stale'

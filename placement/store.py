@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -198,19 +198,21 @@ class Store:
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return [(cast(bytes, record), cast(int, left) / 1000) for record, left in pairs]
 
-    async def place(self, placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+    async def place(
+        self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()
+    ) -> list[Placing]:
         """Writes placements, each for so many seconds, in one round trip; of ended ones the oldest
         go beyond `most_ended`.
 
         Over one that runs, an older attempt or, as long as its own lives, another router's is
-        refused. Raises `StoreFull` where Redis has no memory left for one of them; those before it
-        are written.
+        refused, and an id of `held` also over what another router ended. Raises `StoreFull` where
+        Redis has no memory left for one of them; those before it are written.
         """
 
         async def write() -> object:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for number, (record, lifetime_s) in enumerate(placements):
-                    keys, args = self._placing(record, lifetime_s)
+                    keys, args = self._placing(record, lifetime_s, record.request_id in held)
                     # The first one brings the script: nobody has to ask whether Redis has it.
                     place = self._place
                     script = ("EVALSHA", place.sha) if number else ("EVAL", place.script)
@@ -221,7 +223,7 @@ class Store:
         return [cast(Placing, one.decode()) for one in cast(list[bytes], told)]
 
     def _placing(
-        self, record: PlacementRecord, lifetime_s: float
+        self, record: PlacementRecord, lifetime_s: float, is_held: bool
     ) -> tuple[list[str], list[str | bytes | int]]:
         """Keys and arguments of the script that writes a placement."""
         keys = self.keys
@@ -235,6 +237,7 @@ class Store:
             self._most_ended,
             keys.request_prefix,
             keys.router_prefix,
+            int(is_held),
         ]
         return [keys.request(record.request_id), keys.running, keys.ended], args
 
@@ -271,15 +274,17 @@ class Store:
         return Claim(earlier=rest[0] or None)
 
     async def keep_answer(
-        self, request_id: str, digest: str, response: bytes, keep_s: float
+        self, request_id: str, digest: str, response: bytes, keep_s: float, holder: str = ""
     ) -> None:
         """Keeps the answer to what `digest` stands for; beyond `MOST_ANSWERS` and
-        `MOST_ANSWER_BYTES` those that run out first go. Raises `StoreFull`."""
+        `MOST_ANSWER_BYTES` those that run out first go. One of a router that has held the id, its
+        `holder`, is not kept where that is another's by now. Raises `StoreFull`."""
         keys = self.keys
         args: list[str | bytes | int] = [request_id, digest, response, _ms(keep_s)]
-        args += [MOST_ANSWERS, MOST_ANSWER_BYTES, keys.answer_prefix]
+        args += [MOST_ANSWERS, MOST_ANSWER_BYTES, keys.answer_prefix, keys.router_prefix, holder]
         of_all = [keys.answer(request_id), keys.answers, keys.answer_sizes]
-        await self._run_script(self._keep, of_all, args, self.placement_circuit)
+        script_keys = [*of_all, keys.request(request_id)]
+        await self._run_script(self._keep, script_keys, args, self.placement_circuit)
 
     async def answer(self, request_id: str, digest: str) -> bytes | None:
         """Returns the kept answer to what `digest` stands for, undecoded; None where there is none:

@@ -66,6 +66,7 @@ class PlacementWriter:
         self._answer_bytes = 0
         self._renew_at: dict[str, tuple[float, PlacementRecord]] = {}
         self._writing: set[str] = set()  # ids of records under way, less those that were put again
+        self._held: set[str] = set()  # ids that Redis has had from here; their end is not written
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -74,15 +75,21 @@ class PlacementWriter:
         self.dropped_answers = 0
         self.refused = 0  # records that Redis held something newer for
 
-    def put(self, record: PlacementRecord) -> None:
-        """Writes `record` soon, instead of what still waits for the same request."""
+    def put(self, record: PlacementRecord, *, is_claimed: bool = False) -> None:
+        """Writes `record` soon, instead of what still waits for the same request.
+
+        What Redis has had from here, by a claim or written, and is another router's by now was lost
+        to it, as where this process stood still: then nothing more is written of the request."""
+        if is_claimed:
+            self._held.add(record.request_id)
         self._writing.discard(record.request_id)
         self._renew_at.pop(record.request_id, None)
         self._pending.pop(record.request_id, None)
         self._pending[record.request_id] = record
         if len(self._pending) > self._most_pending:
             oldest = next(iter(self._pending))
-            del self._pending[oldest]
+            if self._pending.pop(oldest).state != "running":
+                self._held.discard(oldest)
             self.dropped_answers += self._take_answer(oldest) is not None
             self.dropped += 1
         self._empty.clear()
@@ -135,8 +142,9 @@ class PlacementWriter:
             self._writing = {record.request_id for record in records}
             try:
                 for record in records:
-                    await self._write_answer(record.request_id)
-                told = await self._store.place([(one, self._lifetime_s(one)) for one in records])
+                    await self._write_answer(record)
+                lifetimes = [(one, self._lifetime_s(one)) for one in records]
+                told = await self._store.place(lifetimes, self._held)
             except StoreUnavailable as error:
                 LOG.debug("%d placements wait: %s", len(self._pending), error)
                 if isinstance(error, StoreFull):
@@ -151,12 +159,14 @@ class PlacementWriter:
         self._empty.set()
         return True
 
-    async def _write_answer(self, request_id: str) -> None:
+    async def _write_answer(self, record: PlacementRecord) -> None:
         """Before its record, so that nobody finds an end without it."""
+        request_id = record.request_id
         kept = self._answers.get(request_id)
         if kept is None:
             return
-        await self._store.keep_answer(request_id, kept.digest, kept.response, kept.keep_s)
+        holder = record.router_id if request_id in self._held else ""
+        await self._store.keep_answer(request_id, kept.digest, kept.response, kept.keep_s, holder)
         if self._answers.get(request_id) is kept:
             self._take_answer(request_id)
 
@@ -179,6 +189,14 @@ class PlacementWriter:
             LOG.warning("placement of %s is %s", record.request_id, answer)
         elif record.state == "running" and record.request_id in self._writing:
             self._renew_at[record.request_id] = (self._now() + self.times.renew_s, record)
+        self._note_held(record, answer)
+
+    def _note_held(self, record: PlacementRecord, answer: Placing) -> None:
+        is_known = record.request_id in self._pending or record.request_id in self._renew_at
+        if record.state == "running" and answer == "placed" and is_known:
+            self._held.add(record.request_id)
+        elif record.state != "running" and record.request_id not in self._pending:
+            self._held.discard(record.request_id)
 
     def _lifetime_s(self, record: PlacementRecord) -> float:
         running = record.state == "running"

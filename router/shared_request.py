@@ -120,7 +120,7 @@ class SharedRequest:
                 seed = decode_placement(claim.earlier).seed
                 self._request.asked = self._request.asked.seeded(seed)
         self._record = self._first_record()
-        self._write(self._record)
+        self._write(self._record, is_claimed=True)
         return None
 
     def _runs_elsewhere(self, value: bytes) -> AlreadyRunning:
@@ -195,7 +195,13 @@ class SharedRequest:
             asked=self._request.asked_digest,
         )
 
-    def _write(self, record: PlacementRecord, answer: pb.GenerateResponse | None = None) -> None:
+    def _write(
+        self,
+        record: PlacementRecord,
+        answer: pb.GenerateResponse | None = None,
+        *,
+        is_claimed: bool = False,
+    ) -> None:
         """In the order of calls, once the request has gone on its way."""
 
         def put() -> None:
@@ -203,7 +209,7 @@ class SharedRequest:
             if answer is not None:
                 digest, keep_s = self._request.asked_digest, self._router.config.keep_answers_s
                 placements.keep(record.request_id, digest, answer.SerializeToString(), keep_s)
-            placements.put(record)
+            placements.put(record, is_claimed=is_claimed)
 
         asyncio.get_running_loop().call_soon(put)
 

