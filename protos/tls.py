@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
 
 LOG: Final = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Stamp = tuple[tuple[int, int, int], ...]
 """Device, inode and time of change of each file."""
 
@@ -61,7 +63,7 @@ def _no_password() -> str:
 
 
 class Renewal:
-    """Tells whether files have changed and can be used; who is told reads them then."""
+    """Reads files when they have changed and can be used."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises OSError where they cannot be used now."""
@@ -70,23 +72,24 @@ class Renewal:
         self._stamp = files.stamp()
         files.check()
 
-    def has_come(self) -> bool:
-        """True once for each change to files that can be used; others are logged, once, and looked
-        at again."""
+    def newest(self, read: Callable[[], T]) -> T | None:
+        """What `read` makes of them, once for each change to files that can be used; others are
+        logged, once, and looked at again."""
         try:
             stamp = self._files.stamp()
             if stamp == self._stamp:
                 self._trouble = ""
-                return False
+                return None
             self._files.check()
+            found = read()
         except OSError as error:
             if str(error) != self._trouble:  # not at each look
                 LOG.warning("keeping the certificates that were read before: %s", error)
             self._trouble = str(error)
-            return False
+            return None
         self._stamp, self._trouble = stamp, ""
         LOG.info("took new certificates from %s", self._files.cert or self._files.ca)
-        return True
+        return found
 
 
 class ServerTls:
@@ -108,7 +111,7 @@ class ServerTls:
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """What is new; None keeps what is there. Runs in a thread of gRPC at each handshake."""
-        return self._configuration() if self._renewal.has_come() else None
+        return self._renewal.newest(self._configuration)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         assert self._files.key is not None and self._files.cert is not None
@@ -129,8 +132,9 @@ class ChannelTls:
 
     def look(self) -> None:
         """Reads the files again if they have changed."""
-        if self._renewal.has_come():
-            self.credentials = self._read_all()
+        found = self._renewal.newest(self._read_all)
+        if found is not None:
+            self.credentials = found
             self.version += 1
 
     def _read_all(self) -> grpc.ChannelCredentials:

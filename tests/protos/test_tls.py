@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -202,6 +203,25 @@ def test_files_that_are_gone_are_told_once_and_not_at_each_look(
         kept.rename(files.key)
         assert member.look() == 0
         files.key.rename(kept)
+
+
+def test_files_that_vanish_right_behind_their_check_are_read_once_they_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Authority.make(tmp_path / "ca").sign("member", FLEET_NAME)
+    assert files.key is not None
+    member, server = FleetAccess(files), ServerTls(files)
+    newest = files.key.stat().st_mtime + 10
+    os.utime(files.key, (newest, newest))
+
+    def gone(self: Path) -> bytes:
+        raise FileNotFoundError(str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", gone)
+        assert (member.look(), server._changed()) == (0, None)
+    assert member.look() == 1
+    assert server._changed() is not None
 
 
 def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
