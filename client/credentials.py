@@ -6,6 +6,7 @@ Not here: deadlines and retries (`options.py`).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from effuse.protos.tls import ChannelTls, TlsFiles
 
 AUTHORIZATION: Final = "authorization"
 TOKEN_VARIABLE: Final = "EFFUSE_TOKEN"
+_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")  # as gRPC's targets may begin
 
 Arguments = Sequence[tuple[str, str | int]]
 
@@ -87,7 +89,7 @@ class _Shower(
 
 def _near(target: str, arguments: Arguments) -> Arguments:
     """`arguments`, and no proxy of the environment's where the router is on this machine."""
-    host = target.rpartition(":")[0]
+    host = _SCHEME.sub("", target).rpartition(":")[0]
     is_near = is_loopback(host) or host in ("0.0.0.0", "[::]")  # all of our own, to who connects
     return [*arguments, *near_options()] if is_near else arguments
 

@@ -257,7 +257,8 @@ def test_others_are_not(
     assert len(router.asked) == calls
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # as a fleet says that listens on all
+# The second as a fleet says that listens on all.
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "dns:///localhost", "ipv4:127.0.0.1"])
 def test_no_proxy_of_the_environment_stands_before_a_router_of_this_machine(
     host: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
