@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import Any, ClassVar, Final
 
 import grpc
@@ -45,7 +46,8 @@ REQUEST_ID_KEY: Final = "x-request-id"
 
 MAX_MESSAGE_CHARS: Final = 1000
 """Statuses travel in HTTP/2 trailers, whose size peers limit (8 KiB by default): gRPC tells of a
-larger one that resources are exhausted. So all of it is ASCII, of which each character is one."""
+larger one that resources are exhausted. So all of it is ASCII, of which each character is one, but
+for those of the message that gRPC sends as three, which count so."""
 _MOST_VIOLATIONS: Final = 8
 _FIELD_CHARS: Final = 100
 _DESCRIPTION_CHARS: Final = 250
@@ -280,7 +282,7 @@ def to_status(error: EffuseError) -> status_pb2.Status:
     """Maps an error to the status that callers get: code, message, ErrorInfo, and RetryInfo or
     BadRequest where they apply."""
     code: int = error.code.value[0]
-    status = status_pb2.Status(code=code, message=_cut(error.message, MAX_MESSAGE_CHARS))
+    status = status_pb2.Status(code=code, message=_cut_message(error.message))
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.labels)
     info.metadata["retryable"] = "true" if error.retryable else "false"
     status.details.add().Pack(info)
@@ -304,8 +306,18 @@ def _bad_request(violations: Sequence[FieldViolation]) -> error_details_pb2.BadR
     return bad
 
 
+def _cut_message(text: str) -> str:
+    plain = _ascii(text)
+    sizes = accumulate(1 if " " <= each <= "~" and each != "%" else 3 for each in plain)
+    return _cut(plain, sum(1 for _ in takewhile(MAX_MESSAGE_CHARS.__ge__, sizes)))
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode("ascii")
+
+
 def _cut(text: str, most: int) -> str:
-    plain = text.encode("ascii", "backslashreplace").decode("ascii")
+    plain = _ascii(text)
     return plain if len(plain) <= most else f"{plain[: most - 4]} ..."
 
 
