@@ -109,7 +109,7 @@ def check_input(
         case "prompt_token_ids":
             _check_prompt_ids(request.prompt_token_ids, model, refused, findings)
         case "chat" if not takes_chats:
-            form = f"prompt or prompt_token_ids: model {model.name!r} has no chat template"
+            form = f"a prompt that is no chat: model {model.name!r} has no chat template"
             findings.add("chat", form, "chat")
         case "chat":
             _check_chat(request.chat, model, findings)

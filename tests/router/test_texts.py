@@ -77,6 +77,18 @@ def test_bad_input_names_its_field(
     run(body)
 
 
+def test_who_asks_for_the_ids_of_a_chat_is_not_told_to_send_ids() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.router.tokenizer._chat_template = None
+        asking = model_pb2.TokenizeRequest(chat=CHAT)
+        error = await failure(fleet.models.Tokenize(asking, timeout=30))
+        assert isinstance(error, errors.InvalidRequest)
+        assert "model 'fake' has no chat template" in error.message
+        assert "prompt_token_ids" not in error.message
+
+    run(body)
+
+
 async def cancel(fleet: FakeFleet, name: str) -> pb.CancelRequestResponse:
     return await fleet.generation.CancelRequest(
         pb.CancelRequestRequest(request_id=name), timeout=30
