@@ -1,16 +1,27 @@
 """Ports of this machine: free ones, taken ones, and one that is held for routers to share."""
 
+import random
 import socket
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final
+
+_LOWEST: Final = 20_000
+_GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of 127.0.0.1 that nobody listens on now. It is none of those that the kernel gives to
+    whoever connects or binds port 0, so that it is still free when it is bound."""
+    ports = range(_LOWEST, int(_GIVEN.read_text().split()[0]))
+    tried = random.SystemRandom().sample(ports, min(len(ports), 100))
+    for port in (*tried, 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError("no port of 127.0.0.1 is free")
 
 
 def check_ports(places: Iterable[tuple[str, int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 from loopbacks import LOOPBACKS
@@ -18,6 +19,14 @@ def test_a_port_is_held_at_an_address_as_grpc_takes_it(host: str) -> None:
         with pytest.raises(OSError, match=r"cannot listen on .*: "):
             check_ports([(host, port)])
     check_ports([(host, port)])
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_somebody_else_meanwhile() -> None:
+    """It gives those of a range to who connects, or asks for any: Redis' was gone now and then."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    found = [free_port() for _ in range(20)]
+    assert not any(first <= port <= last for port in found)
+    check_ports([("127.0.0.1", port) for port in set(found)])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,8 @@ import pytest
 from clients.conftest import Tool
 from clients.running import ANSWER, HERE, QUESTION, run_script
 from load.up import Up
+
+from effuse.cli.ports import free_port
 
 pytestmark = pytest.mark.client
 START_S = 60.0
@@ -41,7 +42,7 @@ def test_openai_through_a_gateway(tool: Tool, fleet: Up, tmp_path: Path) -> None
 @contextlib.contextmanager
 def gateway(smg: Path, worker: str, folder: Path) -> Generator[str, None, None]:
     """The address of a gateway that knows the model, as long as the context lasts."""
-    ports = free_ports(2)
+    ports = free_port(), free_port()
     command = [
         str(smg), "launch", "--host", "127.0.0.1", "--port", str(ports[0]),
         "--worker-urls", f"grpc://{worker}", "--log-level", "warn",
@@ -69,11 +70,3 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
                 return
         time.sleep(0.2)
     raise AssertionError("the gateway knows no model")
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
