@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from effuse.cli.commands import value_of
-from effuse.cli.fleet import Fleet
+from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.cli.status import taken_defaults
 from effuse.client.client import Client
 from effuse.protos.errors import EffuseError
@@ -31,13 +31,13 @@ def scraped(fleet: Fleet) -> list[str]:
 def taken(fleet: Fleet) -> list[str]:
     """A line for each source of what requests take by default, if the router tells it in time; one
     that answers none but its clients is not asked."""
-    if asks_who_calls(fleet):
+    if asks_who_calls(fleet.config):
         return []
     with suppress(EffuseError), Client(fleet.address, timeout_s=_ASK_S) as client:
         return [line for model in client.models() for line in taken_defaults(model)]
     return []
 
 
-def asks_who_calls(fleet: Fleet) -> bool:
-    """Whether its routers answer none but clients that they know, or by TLS alone."""
-    return any(value_of(fleet.config.router_flags, flag) for flag in ("--tls-cert", "--keys"))
+def asks_who_calls(config: FleetConfig) -> bool:
+    """Whether a fleet's routers answer none but clients that they know, or by TLS alone."""
+    return any(value_of(config.router_flags, flag) for flag in ("--tls-cert", "--keys"))

@@ -128,7 +128,8 @@ def _places(config: FleetConfig, view: UpView) -> Iterator[tuple[str, int]]:
     routers = parse_router(config.router_flags)
     yield config.host, config.port
     yield config.host, routers.health_port or 0
-    yield page.HOST, view.page_port or 0
+    if not asks_who_calls(config):
+        yield page.HOST, view.page_port or 0
     if routers.metrics:
         yield routers.metrics_host, routers.metrics_port
 
@@ -375,7 +376,7 @@ def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
     """Serves the page about it; gives the line that says where. Raises OSError.
 
     Whoever reaches the page may look, so there is none of a fleet that asks who calls."""
-    if view.page_port is None or asks_who_calls(fleet):
+    if view.page_port is None or asks_who_calls(fleet.config):
         yield []
         return
     source = page.PageSource(fleet.address, fleet.metrics)

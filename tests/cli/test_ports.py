@@ -40,8 +40,17 @@ def test_two_of_a_fleets_ports_are_not_one(one: str, other: str) -> None:
         refuse_early(config, view)
 
 
-def test_a_port_at_which_nothing_is_to_listen_may_be_taken() -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [("--no-metrics", "--metrics-port"), ("--keys", "{file}", "--page-port"),
+     ("--tls-cert", "{file}", "--tls-key", "{file}", "--page-port")],
+)  # fmt: skip
+def test_a_port_at_which_nothing_is_to_listen_may_be_taken(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    words = [word.format(file=file) for word in flags]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        flags = ["--device", "cpu", "--port", "0", "--no-metrics", "--metrics-port", port]
-        refuse_early(*parse(flags))
+        refuse_early(*parse(["--device", "cpu", "--port", "0", *words, port]))
