@@ -21,6 +21,7 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from eventually import eventually
 
+from effuse.cli import up as up_command
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.logs import main as logs
 from effuse.cli.ports import free_port
@@ -226,3 +227,15 @@ def test_told_to_end_twice_it_does_not_wait_for_what_runs(up: Up) -> None:
     up.wait_for("ends once what runs is answered")
     assert up.end() == 0
     assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
+
+
+def test_what_could_not_be_written_is_left_out_and_what_comes_once_there_is_room_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as stdout, (tmp_path / "out").open("w") as file:
+        monkeypatch.setattr("sys.stdout", stdout)
+        up_command._say(["ready"])
+        assert Path(f"/proc/self/fd/{stdout.fileno()}").readlink() == Path("/dev/full")
+        os.dup2(file.fileno(), stdout.fileno())
+        up_command._say(["ends"])
+        assert (tmp_path / "out").read_text() == "ends\n"
