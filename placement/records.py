@@ -117,6 +117,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         0  # beside the front's: open for as long as this life's engine is
     )
     place: Annotated[str, Meta(max_length=256)] = ""  # kernel and namespaces: `worker.peer.Place`
+    connector: Annotated[str, Meta(max_length=20)] = ""  # by which pages move; empty: not told
     state: WorkerState
     fingerprint: tuple[tuple[str, str], ...]  # (name, value), compared field by field
     model: ModelInfo
@@ -142,8 +143,15 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """What is known of the way to this life of a decode worker."""
         return self._links_by_life.get((peer.worker_id, peer.incarnation))
 
+    def has_connector_of(self, peer: "WorkerRecord") -> bool:
+        """Whether pages move the same way at both, as far as they tell."""
+        return not (self.connector and peer.connector) or self.connector == peer.connector
+
     def may_push_to(self, peer: "WorkerRecord") -> bool:
-        """Whether its limit allows the way to `peer`; one that was not measured only without."""
+        """Whether connectors are the same and its limit allows the way to `peer`; one that was not
+        measured only without."""
+        if not self.has_connector_of(peer):
+            return False
         if not self.min_handoff_gbps:
             return True
         link = self.link_to(peer)

@@ -162,7 +162,7 @@ class Rehearsals:
         if peer is None:
             return False
         try:
-            pushed = await self._measure(own, peer)
+            found = await self._measure(own, peer)
         except (EffuseError, TimeoutError) as error:
             pause_s = self._links.failed(peer, self._now())
             text = "it took too long" if isinstance(error, TimeoutError) else str(error)
@@ -171,31 +171,38 @@ class Rehearsals:
                 *(own.worker_id, peer.worker_id, pause_s, text),
             )
         else:
-            self._note_rate(own, peer, pushed)
+            self._note_link(own, peer, *found)
             self._publish(own)
             self._changed()
         return True
 
-    def _note_rate(self, own: WorkerRecord, peer: WorkerRecord, pushed: PromptPushed) -> None:
-        rate = pushed.bytes / max(pushed.push_s, 1e-9)
-        link = Link(peer.worker_id, peer.incarnation, pushed.transport, rate)
+    def _note_link(
+        self, own: WorkerRecord, peer: WorkerRecord, link: Link, is_fallback: bool
+    ) -> None:
         before = self._links.link_to(peer)
         self._links.measured(peer, link, self._now())
         least = own.min_handoff_gbps
         was_slow = before is not None and before.gigabytes_per_second < least
         is_slow = link.gigabytes_per_second < least
         if before is None or was_slow != is_slow:
-            tell(own.worker_id, link, least, is_fallback=pushed.is_fallback)
+            tell(own.worker_id, link, least, is_fallback=is_fallback)
 
     def _publish(self, own: WorkerRecord) -> None:
         self._shell.links = {own.incarnation: self._links.known()}
 
-    async def _measure(self, own: WorkerRecord, peer: WorkerRecord) -> PromptPushed:
+    async def _measure(self, own: WorkerRecord, peer: WorkerRecord) -> tuple[Link, bool]:
+        """The link, and whether it is slow by nobody's wish. Raises EffuseError or TimeoutError."""
+        if not own.has_connector_of(peer):
+            ways = f"{own.connector} here, {peer.connector} there"
+            return Link(peer.worker_id, peer.incarnation, ways, 0.0), False
         async with self._shell.access.connect(peer.address) as channel:
             await channel.prove()
             stub = decode_stub(channel)
             await self._rehearse(stub, own, peer)
-            return await self._rehearse(stub, own, peer)
+            pushed = await self._rehearse(stub, own, peer)
+        rate = pushed.bytes / max(pushed.push_s, 1e-9)
+        link = Link(peer.worker_id, peer.incarnation, pushed.transport, rate)
+        return link, pushed.is_fallback
 
     async def _rehearse(
         self, stub: pb_grpc.DecodeServiceAsyncStub, own: WorkerRecord, peer: WorkerRecord
@@ -257,7 +264,9 @@ class Rehearsals:
 def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
     """Logs what a link is; loudly where it is slow by nobody's wish, or refused."""
     found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
-    if link.gigabytes_per_second < min_gbps:
+    if not link.bytes_per_second:
+        LOG.warning("%s: REFUSED, --connector has to be the same at both", found)
+    elif link.gigabytes_per_second < min_gbps:
         LOG.warning("%s: REFUSED, --min-handoff-gbps asks for %.10g", found, min_gbps)
     elif is_fallback:
         LOG.warning(

@@ -253,5 +253,5 @@ def _describe_link(link: Link, least: float) -> model_pb2.WorkerLink:
         peer_incarnation=link.peer_incarnation,
         transport=link.transport,
         gigabytes_per_second=link.gigabytes_per_second,
-        refused=link.gigabytes_per_second < least,
+        refused=link.gigabytes_per_second < least or not link.bytes_per_second,
     )

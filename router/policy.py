@@ -219,8 +219,8 @@ def _may_keep_one(candidates: Sequence[Candidate], need: AttemptNeeds, role: Rol
 
 
 def why_refused(candidates: Sequence[Candidate], model: str) -> str:
-    """Of the links that prefill workers refuse, the fastest: how fast it is, and how fast it should
-    be. Empty where none is refused."""
+    """Of the links that no prompt may take, the fastest: how fast it is, and how fast it should be,
+    or that its ends have two connectors. Empty where none is refused."""
     need = AttemptNeeds(model=model, mode="remote")
     usable = [c for c in candidates if _is_usable(c, need)]
     fitting = _by_fingerprint(c for c in usable if c.record.role == "prefill")
@@ -233,7 +233,12 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
     ]
     if not refused:
         return ""
-    prefill, decode = max(refused, key=lambda pair: _rate(*pair))
+    prefill, decode = max(
+        refused, key=lambda ends: (ends[0].has_connector_of(ends[1]), _rate(*ends))
+    )
+    if not prefill.has_connector_of(decode):
+        ways = f"{prefill.worker_id} moves pages by {prefill.connector} and {decode.worker_id}"
+        return f"{ways} by {decode.connector}, --connector has to be the same"
     link = prefill.link_to(decode)
     found = "has not been measured yet"
     if link is not None:

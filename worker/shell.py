@@ -159,6 +159,7 @@ class Shell:
             incarnation=life.incarnation,
             engine_port=life.ready.engine_port,
             place=self.place,
+            connector=self.config.connector,
             state=self._state(),
             fingerprint=life.ready.fingerprint,
             model=life.ready.model,

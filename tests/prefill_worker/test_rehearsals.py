@@ -281,6 +281,22 @@ def test_a_link_below_the_limit_is_announced_and_measured_again(
     run(tmp_path, body, gbps=1.0)
 
 
+def test_a_link_between_two_connectors_is_announced_as_refused_and_not_tried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(scene: Scene) -> None:
+        scene.records = [msgspec.structs.replace(one, connector="nixl") for one in scene.records]
+        for at in (0.0, 100.0):
+            scene.time = at
+            await scene.settle()
+        assert scene.links == (Link("d0", "d0-life", "zmq here, nixl there", 0.0),)
+        assert not scene.peers["d0"].asked
+        (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+        assert "REFUSED, --connector has to be the same at both" in told.getMessage()
+
+    run(tmp_path, body)
+
+
 def test_a_worker_that_drains_measures_nothing(tmp_path: Path) -> None:
     async def body(scene: Scene) -> None:
         scene.one.front.shell.is_draining = True

@@ -285,6 +285,24 @@ def test_the_fastest_of_refused_links_is_named_with_its_rate_and_the_flag() -> N
     assert why_refused(workers, "another model") == ""
 
 
+def test_pages_go_only_where_they_are_taken_the_same_way() -> None:
+    def moves(worker_id: str, connector: str) -> Candidate:
+        return candidate(msgspec.structs.replace(worker(worker_id), connector=connector))
+
+    zmq, nixl, unknown = moves("p0", "zmq"), moves("d0", "nixl"), moves("d1", "")
+    assert place([zmq, nixl], need("remote")) is None
+    assert names(place([zmq, nixl], need("auto"))) == (None, "d0")
+    assert names(place([zmq, nixl, unknown], need("remote"))) == ("p0", "d1")
+    assert why_refused([zmq, nixl], "fake") == (
+        "p0 moves pages by zmq and d0 by nixl, --connector has to be the same"
+    )
+    slow = linked("p1", {"d0": 1.25})
+    assert why_refused([zmq, nixl, slow], "fake") == (
+        "the link p1 to d0 (tcp) moves 1.25 GB/s, --min-handoff-gbps asks for 2 "
+        "(2 links are refused, this is the fastest)"
+    )
+
+
 def test_who_shares_a_prompt_goes_where_its_kv_is() -> None:
     workers = [
         candidate(worker("d0")),

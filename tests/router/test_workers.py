@@ -87,6 +87,25 @@ def test_prompts_take_only_links_that_are_fast_enough(mode: str, gbps: float, pr
     run(body, prefill=mode)
 
 
+def test_a_link_that_moves_nothing_is_told_as_refused_and_why() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        prefill, decode = fleet.prefill[0], fleet.decode[0]
+        link = Link("d0", "1", "zmq here, nixl there", 0.0)
+        prefill.record = msgspec.structs.replace(prefill.record, connector="zmq", links=(link,))
+        decode.record = msgspec.structs.replace(decode.record, connector="nixl")
+        await fleet.announce()
+        listed = await fleet.models.ListWorkers(model_pb2.ListWorkersRequest())
+        (found,) = listed.workers[1].links
+        assert (found.transport, found.refused) == ("zmq here, nixl there", True)
+        error = await failure(ask(fleet))
+        assert type(error) is errors.Unavailable
+        assert error.message == (
+            "p0 moves pages by zmq and d0 by nixl, --connector has to be the same"
+        )
+
+    run(body, prefill="remote")
+
+
 def test_where_prefill_is_remote_a_refused_link_is_named_with_its_rate_and_the_flag() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.prefill[0].record = measured(fleet.prefill[0].record, 1.5, 2.0)
