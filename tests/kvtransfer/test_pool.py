@@ -265,6 +265,7 @@ def instructions_to_take(count: int) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 tells of none the first time
     sys.settrace(trace)
     taken = runs.take(count)
     sys.settrace(before)
