@@ -25,7 +25,9 @@ class Authority:
     def make(cls, home: Path) -> Authority:
         home.mkdir(parents=True)
         made = cls(home)
-        _openssl("req", "-x509", *_EC, "-subj", "/CN=test", "-keyout", made._key, "-out", made.cert)
+        # Without its usage Python 3.13 trusts none.
+        usage = ("-subj", "/CN=test", "-addext", "keyUsage=critical,keyCertSign")
+        _openssl("req", "-x509", *_EC, *usage, "-keyout", made._key, "-out", made.cert)
         return made
 
     @property
