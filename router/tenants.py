@@ -142,8 +142,9 @@ class KeyRing:
             if stamp == self._stamp:
                 self._trouble = ""
                 return
+            text = self._path.read_text()
             self._stamp = stamp
-            self._tenants = parse_keys(self._path.read_text())
+            self._tenants = parse_keys(text)
         except (OSError, ValueError) as error:
             if str(error) != self._trouble:  # not at each call
                 LOG.warning("keeping the keys that were read before: %s", error)

@@ -68,6 +68,22 @@ def test_the_file_is_read_again_when_it_changes(ring: tuple[KeyRing, Path, str])
     assert keys.find(new) == Tenant("other")
 
 
+def test_a_change_that_could_not_be_read_at_once_is_read_later(
+    ring: tuple[KeyRing, Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process has as many files open as it may: a token that was taken back held on."""
+    keys, path, old = ring
+    path.write_text(line_of(make_token(), Tenant("other")))
+
+    def refused(self: Path) -> str:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refused)
+        assert keys.find(old) == Tenant("acme", 2, 600)
+    assert keys.find(old) is None
+
+
 def test_a_file_that_is_gone_is_told_once_and_not_at_each_call(
     ring: tuple[KeyRing, Path, str], caplog: pytest.LogCaptureFixture
 ) -> None:
