@@ -18,6 +18,7 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor, HostExecutor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kernels.marks import QueuedLayers
 from effuse.kernels.step_slots import SlotLayout
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.memory import PageMemory
@@ -72,6 +73,7 @@ def _core(
             parts.runner,
             limits,
             on_device=denoises_on_device(config, model.device),
+            queued=parts.queued,
         ),
         parts.pool,
         Intake(model.config, limits),
@@ -128,13 +130,14 @@ def make_executor(
     limits: DecodeLimits,
     *,
     on_device: bool,
+    queued: QueuedLayers | None = None,
 ) -> Executor:
     """What runs steps over the pages in `memory`, its graphs captured where it denoises
-    `on_device`."""
+    `on_device`. `queued` are the layers of `forward`."""
     host = HostExecutor(forward, memory.copy_page)
     if not on_device:
         return host
-    return DeviceExecutor(host, make_stepper(model, memory.layer_views(), limits))
+    return DeviceExecutor(host, make_stepper(model, memory.layer_views(), limits), queued)
 
 
 def make_stepper(

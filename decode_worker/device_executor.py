@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from effuse.decode_worker.device_buckets import Integers
 from effuse.decode_worker.device_slots import Record, apply_record, slot_row
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.executor import (
@@ -20,6 +21,7 @@ from effuse.decode_worker.executor import (
     StepResult,
 )
 from effuse.decode_worker.request import DecodeRequest
+from effuse.kernels.marks import QueuedLayers
 from effuse.kernels.step_slots import RecordColumn, Status
 from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 
@@ -42,12 +44,16 @@ class DeviceExecutor:
 
     runs_ahead = True
 
-    def __init__(self, prompts: HostExecutor, stepper: DeviceStepper) -> None:
+    def __init__(
+        self, prompts: HostExecutor, stepper: DeviceStepper, queued: QueuedLayers | None = None
+    ) -> None:
         """`prompts` runs what is fed from the host; a stepper has as many slots as requests hold
-        pages."""
+        pages. `queued` are the layers of those forwards, which may take longer than any step: where
+        they end, that is a sign of life."""
         self.counters = prompts.counters
         self._prompts = prompts
         self._stepper = stepper
+        self._queued = queued
         self._guard = ForwardGuard()
         self._residents: dict[str, Resident] = {}  # by transfer id
         self._free_slots = list(range(stepper.layout.num_slots))
@@ -76,6 +82,8 @@ class DeviceExecutor:
         return True
 
     def has_results(self) -> bool:
+        if self._queued is not None:
+            self._queued.look()
         if self._results:
             return True
         most_ahead = 1 if self._residents else 0
@@ -144,12 +152,18 @@ class DeviceExecutor:
                 self._move_out(resident)
                 self._results.append(Broken(resident.request, str(failure), is_retryable=True))
             while self._stepper.num_ahead:
-                self._stepper.read()  # nothing of it may still run when pages are given back
+                self._read_step()  # nothing of it may still run when pages are given back
 
     # After a step.
 
+    def _read_step(self) -> Integers:
+        """Records of the oldest step; waits for it, and shows signs of life meanwhile."""
+        if self._queued is not None:
+            self._queued.wait(self._stepper.has_ended)
+        return self._stepper.read()
+
     def _read_records(self) -> list[StepResult]:
-        records = self._stepper.read()
+        records = self._read_step()
         results: list[StepResult] = []
         for resident in list(self._residents.values()):
             record = Record(records[resident.slot], self._stepper.layout)

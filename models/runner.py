@@ -51,7 +51,8 @@ class ModelRunner:
 
     With `graphs`, which are over the same memory, short prompts are theirs to run. With `marks`,
     which are those of the graphs then, forwards say how many layers they have stored. `on_layer` is
-    called with each layer's number as a forward goes on, but by graphs: those are launched at once.
+    called with each layer's number as a forward goes on, and with the last one's behind a graph,
+    which is launched at once. `wait` is called where candidates are waited for.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ModelRunner:
         graphs: PromptGraphs | None = None,
         marks: LayerMarks | None = None,
         on_layer: Callable[[int], None] | None = None,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         if len(kv) != model.config.num_layers:
             raise ValueError(
@@ -76,6 +78,7 @@ class ModelRunner:
         self._graphs = graphs
         self._marks = marks
         self._on_layer = on_layer
+        self._wait = wait
 
     def progress(self) -> Callable[[], int]:
         """A function that any thread may call: how many groups of layers the next forward has
@@ -100,7 +103,10 @@ class ModelRunner:
     def _forward(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
         """Hidden rows [candidates + kept boundaries, H]."""
         if self._graphs is not None and self._graphs.takes(parts):
-            return self._graphs.run(parts, packed)
+            hidden = self._graphs.run(parts, packed)
+            if self._on_layer is not None:
+                self._on_layer(len(self._kv) - 1)
+            return hidden
         attention = make_attention_batch(
             [len(part.token_ids) for part in parts],
             [part.start + part.num_behind for part in parts],
@@ -134,7 +140,10 @@ class ModelRunner:
                 for _, vector in packed.boundary_candidates
             ]
             rows = rows.index_copy(0, at, torch.stack(vectors))
-        logits, sampling = self.model.logits(rows), self._sampling(packed)
+        logits = self.model.logits(rows)
+        if self._wait is not None:
+            self._wait()
+        sampling = self._sampling(packed)
         config, edits = self.model.config, self._edits(parts)
         if edits is None and not any(part.draw or part.guidance for part in parts):
             candidates = _sample_all(logits, sampling, config)

@@ -15,7 +15,7 @@ import effuse.models
 from effuse.config.checks import as_model_name
 from effuse.config.decoding import Algorithm, Sampling
 from effuse.kernels.attention import block_attention
-from effuse.kernels.marks import LayerMarks
+from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.layout import (
     MOST_GROUPS,
@@ -50,12 +50,14 @@ _CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by pa
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
     """The parts of an engine. `connect` starts the connector of its pages and returns it; it raises
-    ValueError where that cannot be opened."""
+    ValueError where that cannot be opened. `queued` are the runner's layers where they are watched
+    on a device."""
 
     model: Transformer
     memory: PageMemory
     pool: PagePool
     runner: ModelRunner
+    queued: QueuedLayers | None
     fingerprint: Fingerprint
     connect: Callable[[], Connector]
     max_model_len: int
@@ -84,7 +86,8 @@ def assemble(
     # Only who pushes needs to know which layers are stored.
     marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role == "prefill" else None
     graphs = _prompt_graphs(config, model, memory, marks, pulse)
-    runner = _runner(model, memory, graphs, marks, pulse.mark)
+    queued = _queued_layers(device, role, pulse)
+    runner = _runner(model, memory, graphs, marks, pulse, queued)
     warm_up(runner, model.config.block_size)
     agreed = fingerprint(layout, _facts(config, directory, model))
     return Assembly(
@@ -92,6 +95,7 @@ def assemble(
         memory=memory,
         pool=PagePool(memory.num_pages),
         runner=runner,
+        queued=queued,
         fingerprint=agreed,
         connect=partial(_connect, config, memory, incarnation, agreed, role),
         max_model_len=max_model_len,
@@ -150,6 +154,14 @@ def _announce_compiling(config: WorkerConfig, device: torch.device, pulse: Pulse
 
         callback_handler.register_start_callback(lambda _: pulse.begin("compiling"))
         callback_handler.register_end_callback(lambda _: pulse.end())
+
+
+def _queued_layers(device: torch.device, role: Role, pulse: Pulse) -> QueuedLayers | None:
+    """How a decode worker's own forwards show that they go on, of which a canvas' is waited for and
+    a prompt's is not; a prefill worker follows those whose pages it pushes."""
+    if device.type != "cuda" or role != "decode" or not pulse.is_watched:
+        return None
+    return QueuedLayers(place_on_cuda, pulse.mark)
 
 
 def _load(config: WorkerConfig, directory: Path, device: torch.device) -> Transformer:
@@ -253,8 +265,11 @@ def _runner(
     memory: PageMemory,
     graphs: PromptGraphs | None = None,
     marks: LayerMarks | None = None,
-    on_layer: Callable[[int], None] | None = None,
+    pulse: Pulse | None = None,
+    queued: QueuedLayers | None = None,
 ) -> ModelRunner:
+    """Layers are signs of life where they are launched, or where they end if they are queued."""
+    at_launch = None if pulse is None else pulse.mark
     return ModelRunner(
         model,
         memory.layer_views(),
@@ -262,7 +277,8 @@ def _runner(
         block_size=model.config.block_size,
         graphs=graphs,
         marks=marks,
-        on_layer=on_layer,
+        on_layer=at_launch if queued is None else queued.add,
+        wait=None if queued is None else queued.wait,
     )
 
 

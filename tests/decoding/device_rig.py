@@ -8,15 +8,19 @@ from effuse.decode_worker.device_executor import DeviceExecutor
 from effuse.decode_worker.device_step import Adjust
 from effuse.decode_worker.device_stepper import DeviceStepper
 from effuse.decode_worker.executor import Executor, HostExecutor
+from effuse.kernels.marks import QueuedLayers
 
 
 class DeviceRig(Rig):
-    """Takes what `Rig` takes. `adjust` may change candidates, from the next `connect` on."""
+    """Takes what `Rig` takes. `adjust` may change candidates, from the next `connect` on; `queued`
+    are the layers of its forward."""
 
     adjust: Adjust | None = None
+    queued: QueuedLayers | None = None
     stepper: DeviceStepper
 
     def make_executor(self) -> Executor:
         kv = self.memory.layer_views()
         self.stepper = make_stepper(self.model, kv, self.limits, adjust=self.adjust)
-        return DeviceExecutor(HostExecutor(self.forward, self.memory.copy_page), self.stepper)
+        prompts = HostExecutor(self.forward, self.memory.copy_page)
+        return DeviceExecutor(prompts, self.stepper, self.queued)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
 from checkpoints import TinySizes, write_tiny_checkpoint
 from decoding.engines import layout_of, load_tiny
 
 from effuse.kvtransfer.memory import PageMemory
 from effuse.models.runner import ModelRunner
 from effuse.placement.records import Role
+from effuse.worker import assembly
 from effuse.worker.assembly import assemble, warm_up
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Heartbeat
@@ -44,6 +46,26 @@ def test_every_layer_of_a_forward_is_a_sign_of_life(tmp_path: Path, role: Role) 
     assert [beat.marks for beat in told] == list(range(1, parts.model.config.num_layers + 1))
     warm_up(parts.runner, 8)
     assert len(told) == 2 * parts.model.config.num_layers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_layers_that_a_decode_worker_waits_for_are_signs_as_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "_announce_compiling", lambda *_: None)  # for the whole process
+    sizes = TinySizes(hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32)
+    path = write_tiny_checkpoint(tmp_path, "sdar", sizes=sizes)
+    told: list[Heartbeat] = []
+    hours = count(step=3600.0)
+    pulse = Pulse(told.append, now=lambda: next(hours))
+    config = WorkerConfig(model=path, device="cuda", num_pages=8, enforce_eager=True)
+    parts = assemble(config, "life-1", "decode", None, pulse)
+    assert parts.queued is not None
+    before = told[-1].marks
+    assert before == parts.model.config.num_layers  # of the first forward
+    warm_up(parts.runner, 8)
+    assert told[-1].marks == 2 * before
 
 
 @pytest.mark.parametrize("connector", ["nixl", "zmq"])
