@@ -25,6 +25,7 @@ from effuse.kvtransfer.layout import (
     fingerprint,
 )
 from effuse.kvtransfer.memory import PageMemory
+from effuse.kvtransfer.messages import MAX_PAGE_BYTES, MAX_PAGES, MAX_POOL_PAGES
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Transport
@@ -97,7 +98,7 @@ def assemble(
         runner=runner,
         queued=queued,
         fingerprint=agreed,
-        connect=partial(_connect, config, memory, incarnation, agreed, role),
+        connect=partial(_connect, config, memory, max_model_len, incarnation, agreed, role),
         max_model_len=max_model_len,
         ready=Ready(
             model=_model_info(config, directory, model, max_model_len, default_algorithm),
@@ -234,7 +235,7 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
             f"beside weights and a forward of {config.max_num_batched_tokens} tokens"
         )
     torch.cuda.empty_cache()
-    return room // layout.page_bytes
+    return min(room // layout.page_bytes, MAX_POOL_PAGES)
 
 
 def _prompt_graphs(
@@ -319,12 +320,35 @@ def _model_info(
 
 
 def _connect(
-    config: WorkerConfig, memory: PageMemory, incarnation: str, agreed: Fingerprint, role: Role
+    config: WorkerConfig,
+    memory: PageMemory,
+    max_model_len: int,
+    incarnation: str,
+    agreed: Fingerprint,
+    role: Role,
 ) -> Connector:
+    _check_reservable(memory.layout, max_model_len)
     transport = _transport(config, memory, incarnation, role)
     connector = ThreadConnector(transport, memory, incarnation, agreed)
     connector.start()
     return connector
+
+
+def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
+    """Raises ValueError where no reservation could name a page, or all pages of a prompt."""
+    size, page_bytes = layout.page_size, layout.page_bytes
+    if page_bytes > MAX_PAGE_BYTES:
+        most = MAX_PAGE_BYTES * size // page_bytes
+        raise ValueError(
+            f"--page-size: expected at most {most}, as pages of up to {MAX_PAGE_BYTES} bytes are "
+            f"handed over and one of {size} tokens takes {page_bytes} bytes"
+        )
+    if layout.pages_for(max_model_len) > MAX_PAGES:
+        raise ValueError(
+            f"--page-size: expected at least {-(-max_model_len // MAX_PAGES)}, as up to "
+            f"{MAX_PAGES} pages are handed over for a prompt, which may have {max_model_len} "
+            f"tokens, got {size}; or a lower --max-model-len"
+        )
 
 
 def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:

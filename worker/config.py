@@ -14,7 +14,7 @@ import msgspec
 from effuse.config import checks
 from effuse.config.access import Access
 from effuse.config.decoding import WINDOW, Algorithm
-from effuse.kvtransfer.messages import MAX_LEASE_S
+from effuse.kvtransfer.messages import MAX_LEASE_S, MAX_POOL_PAGES
 from effuse.placement.keys import check_name
 from effuse.telemetry.logs import LogFormat, LogLevel
 
@@ -112,8 +112,9 @@ class WorkerConfig(Access):
             self.check_plaintext("host", self.host, "pages")
         for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)
-        for name in ("num_pages", "block_size", "max_model_len"):
+        for name in ("block_size", "max_model_len"):
             checks.whole(name, getattr(self, name), 1)
+        checks.whole("num_pages", self.num_pages, 1, MAX_POOL_PAGES)
         checks.whole("port", self.port, 0, 65535)
         for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):
             checks.seconds(name, getattr(self, name))

@@ -78,6 +78,33 @@ def test_pages_leave_in_as_many_groups_as_the_connector_gains_from(
     assert parts.memory.layout.num_groups == {"nixl": 8, "zmq": 16}[connector]
 
 
+@pytest.mark.parametrize(
+    ("page_size", "max_model_len", "told"),
+    [
+        (1 << 20, None, "--page-size: expected at most 699050, .* takes 402653184 bytes"),
+        (1, None, "--page-size: expected at least 2, .* or a lower --max-model-len"),
+        (1, 1 << 16, None),
+    ],
+)
+def test_pages_that_no_reservation_can_name_are_refused_at_the_start(
+    tmp_path: Path, page_size: int, max_model_len: int | None, told: str | None
+) -> None:
+    """A front takes an engine that tells of them for broken, and replaces it at every request."""
+    config = WorkerConfig(
+        model=write_tiny_checkpoint(tmp_path, "sdar", sizes=TinySizes(max_positions=100_000)),
+        device="cpu",
+        num_pages=1,
+        page_size=page_size,
+        max_model_len=max_model_len,
+    )
+    parts = assemble(config, "life-1", "decode", None, Pulse())
+    if told is None:
+        parts.connect().close()
+        return
+    with pytest.raises(ValueError, match=told):
+        parts.connect()
+
+
 def test_a_model_is_served_under_a_name_that_clients_may_ask_for(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path / "LLaDA 8B (instruct)", "sdar")
     config = WorkerConfig(model=path, device="cpu", num_pages=4)
