@@ -2,7 +2,8 @@
 
 ZMQ bounds a frame, not a message: frames that announce another one pile up in its memory until the
 last has come. What it has read of each connection, by the kernel's count, is held against what has
-come out of the listening socket, and a connection that is too far ahead is cut.
+come out of the listening socket, and a connection that is too far ahead is cut. So is one whose
+message has more frames than any has pages: ZMQ takes 64 bytes for each, and we hundreds.
 
 One pair of CurveZMQ keys follows from the fleet's secret, and every worker has it, as server and
 as client. Each connection has keys of its own on top, which are gone with it, so that what was
@@ -27,11 +28,12 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from effuse.kvtransfer.messages import ToReceiver, encode
+from effuse.kvtransfer.messages import MAX_CHUNK_PAGES, ToReceiver, encode
 
 LOG = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 32
+MOST_FRAMES = 1 + MAX_CHUNK_PAGES  # of a message: what it says, and pages
 SHORT_HEADER, LONG_HEADER = 2, 9  # of frames of up to 255 bytes, and of others
 SLACK_BYTES = 16 << 20  # beyond what an honest connection holds
 _LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -169,6 +171,7 @@ class ZmqListener:
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._most_waiting = (queued + 1) * message_bytes + SLACK_BYTES
         self._connections: dict[int, Connection] = {}  # by ZMQ's descriptor
+        self._drops = False  # the rest of a message that has too many frames
 
     def close(self) -> None:
         """Closes the socket; what is queued is dropped."""
@@ -184,14 +187,33 @@ class ZmqListener:
         self._watch()
         received: list[Received] = []
         for _ in range(MESSAGES_A_TURN):
-            try:
-                sender, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if (message := self._next()) is None:
                 break
-            self._count(frames)
-            received.append(Received(sender.bytes, frames))
+            received.append(message)
         self._guard()
         return received
+
+    def _next(self) -> Received | None:
+        """The next message. None where there is none, and while one is dropped that has too many
+        frames: ZMQ gives no others before its end, which may take many turns."""
+        frames: list[zmq.Frame] = []
+        with suppress(zmq.Again):
+            while len(frames) <= MOST_FRAMES:
+                frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
+                if not frames[-1].more:
+                    break
+        if not frames:
+            return None
+        sender, *frames = frames
+        goes_on = bool((frames or [sender])[-1].more)
+        if self._drops or goes_on:
+            if not self._drops:
+                self._watch()  # it may have been accepted a moment ago
+                self._cut(_descriptor_of(frames), f"a message of more than {MOST_FRAMES} frames")
+            self._drops = goes_on
+            return None
+        self._count(frames)
+        return Received(sender.bytes, frames)
 
     def answer(self, sender: bytes, message: bytes) -> None:
         """Answers a sender, if it is still there."""
@@ -232,10 +254,15 @@ class ZmqListener:
         for descriptor, connection in list(self._connections.items()):
             waiting = connection.num_waiting(now)
             if waiting > self._most_waiting:
-                LOG.warning("cut a connection that sent %d bytes without an end", waiting)
-                connection.cut()
-                connection.twin.close()
-                del self._connections[descriptor]
+                self._cut(descriptor, f"{waiting} bytes without an end")
+
+    def _cut(self, descriptor: int, sent: str) -> None:
+        """Ends a connection, if it is known; what it sent is for the log."""
+        LOG.warning("cut a connection that sent %s", sent)
+        connection = self._connections.pop(descriptor, None)
+        if connection is not None:
+            connection.cut()
+            connection.twin.close()
 
 
 def _descriptor_of(frames: list[zmq.Frame]) -> int:

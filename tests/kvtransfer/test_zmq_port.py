@@ -27,6 +27,7 @@ from effuse.kvtransfer import zmq_sockets
 from effuse.kvtransfer.connector import Arrived, Connector
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import (
+    MAX_CHUNK_PAGES,
     MAX_MANIFEST_BYTES,
     Accepted,
     AttemptId,
@@ -39,7 +40,7 @@ from effuse.kvtransfer.messages import (
     decode_to_sender,
     encode,
 )
-from effuse.kvtransfer.zmq_sockets import CurveKeys, ZmqListener, ZmqPeer
+from effuse.kvtransfer.zmq_sockets import CurveKeys, Received, ZmqListener, ZmqPeer
 from effuse.kvtransfer.zmq_transport import ZmqTransport
 from effuse.placement.records import MOST_LINKS
 
@@ -173,6 +174,46 @@ def test_frames_that_never_end_cost_the_connection_and_not_the_memory(port: Port
     assert num_sent < 2 << 30, "it was never cut"
     assert grown < 256 << 20, f"{grown >> 20} MiB were kept"
     assert port.is_honest(number=2)
+
+
+def test_a_message_of_a_million_frames_costs_the_connection_and_not_the_memory(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are 2 bytes each on the wire, a hundredth of what each is once it is taken."""
+    host, _, number = port.connector.describe().endpoint.removeprefix("tcp://").partition(":")
+    most_taken, take = 0, ZmqListener.receive
+
+    def note(listener: ZmqListener) -> list[Received]:
+        nonlocal most_taken
+        received = take(listener)
+        most_taken = max(most_taken, *(len(one.frames) for one in received), 0)
+        return received
+
+    monkeypatch.setattr(ZmqListener, "receive", note)
+    with socket.create_connection((host, int(number)), DEADLINE_S) as raw:
+        raw.sendall(GREETING + READY)
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(b"\x01\x00" * 1_000_000 + b"\x00\x00")
+            while raw.recv(4096):
+                pass
+    assert most_taken <= 1 + MAX_CHUNK_PAGES
+    assert port.is_honest(number=2)
+
+
+def test_as_many_frames_as_a_chunk_has_pages_are_taken() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 16, queued=2)
+    sender = context.socket(zmq.DEALER)
+    sender.connect(f"tcp://127.0.0.1:{listener.port}")
+    for _ in range(2):
+        sender.send_multipart([b"x"] * (1 + MAX_CHUNK_PAGES))
+    taken: list[int] = []
+    while len(taken) < 2:
+        assert listener.socket.poll(int(DEADLINE_S * 1000)), "nothing came"
+        taken += [len(one.frames) for one in listener.receive()]
+    listener.close()
+    context.destroy(linger=0)
+    assert taken == [1 + MAX_CHUNK_PAGES] * 2
 
 
 def test_many_honest_messages_are_not_taken_for_a_flood(
