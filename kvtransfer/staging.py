@@ -75,6 +75,11 @@ class Staging:
         )
         self._storing: deque[tuple[torch.cuda.Event, Buffer]] = deque()  # oldest first
 
+    @property
+    def num_free(self) -> int:
+        """Buffers that `fetch` may take."""
+        return len(self._free)
+
     def fetch(self, page_ids: Sequence[int], groups: range) -> Fetched | None:
         """Begins to copy groups of layers of pages to the host; None while no buffer is free."""
         if not self._free:

@@ -205,12 +205,18 @@ class ZmqTransport:
                 delivery = ZmqDelivery(peer, header, None)
                 self._send(delivery, self._memory.views(chunk.source_pages, chunk.groups))
                 return delivery
+            if self._num_staged(peer) >= self._staging.num_free:
+                return None  # what is left is for others, should this peer never answer
             fetched = self._staging.fetch(chunk.source_pages, chunk.groups)
         if fetched is None:
             return None
         delivery = ZmqDelivery(peer, header, fetched)
         self._fetching.append(delivery)
         return delivery
+
+    def _num_staged(self, peer: ZmqPeer) -> int:
+        """Buffers that hold what this peer has not answered."""
+        return sum(one.peer is peer for one in (*self._fetching, *self._sent.values()))
 
     def _send(self, delivery: ZmqDelivery, frames: Sequence[memoryview]) -> None:
         header = delivery.header

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,14 +20,17 @@ from kvtransfer.fixtures import (
     digests_of,
     filled,
     next_event,
+    print_of,
     reservation,
 )
 from kvtransfer.receiver_process import make
 from kvtransfer.remote import RemoteReceiver
 
-from effuse.kvtransfer import zmq_sockets
+from effuse.kvtransfer import staging, zmq_sockets
 from effuse.kvtransfer.connector import Cause, Connector, PushCancelled, Pushed, PushFailed
+from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Accepted, Begin, PageRef, Placed, ReceiverAddress, encode
+from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Heard, Lost
 from effuse.kvtransfer.zmq_transport import ZmqTransport
 
@@ -158,6 +161,60 @@ def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
         assert isinstance(next_event(sender, held.transfer_id), PushCancelled)
     finally:
         sender.close()
+
+
+@dataclass
+class Buffers:
+    """Stands in for the pinned buffers of a GPU: each holds a chunk until that was answered."""
+
+    memory: PageMemory
+    num_free: int = staging.NUM_BUFFERS
+
+    def fetch(self, page_ids: Sequence[int], groups: range) -> Copied | None:
+        if not self.num_free:
+            return None
+        self.num_free -= 1
+        return Copied(self, memoryview(b"".join(self.memory.views(page_ids, groups))))
+
+
+@dataclass
+class Copied:
+    """A chunk in one of them."""
+
+    home: Buffers
+    view: memoryview
+
+    def is_over(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        self.home.num_free += 1
+
+
+def test_a_receiver_that_does_not_answer_leaves_buffers_to_the_others(
+    receiver: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has as long as its lease; until then nothing left a GPU for anybody."""
+    memory, target = filled(SMALL, 20), PageMemory(SMALL, 4)
+    transport = ZmqTransport(memory)
+    transport.chunk_bytes = SMALL.page_bytes
+    sender = ThreadConnector(transport, memory, "prefill-1", print_of(SMALL))
+    sender.start()
+    monkeypatch.setattr(transport, "_staging", Buffers(memory))
+    honest = make("zmq", target, "decode-1")
+    honest.start()
+    with contextlib.closing(sender), contextlib.closing(honest):
+        endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
+        silent = ReceiverAddress(connector="zmq", endpoint=endpoint)
+        pages = [PageRef(page, 1) for page in range(16)]
+        sender.push_pages(reservation(memory, silent, pages), range(16), 0)
+        for _ in range(4):
+            receiver.recv_multipart()  # its Begin and some pages
+        held = reservation(target, honest.describe(), pages[:4], number=2)
+        honest.expect(held, "prefill-1")
+        sender.push_pages(held, range(16, 20), 0)
+        sender.finish(held, boundary)
+        assert isinstance(next_event(sender, held.transfer_id), Pushed)
 
 
 def test_a_receiver_that_never_stops_answering_does_not_hold_up_the_others(
