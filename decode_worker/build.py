@@ -18,7 +18,7 @@ from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.executor import Executor, HostExecutor
 from effuse.decode_worker.intake import Boundary, Intake
 from effuse.decode_worker.scheduler import DecodeLimits
-from effuse.kernels.marks import QueuedLayers
+from effuse.kernels.marks import QueuedLayers, place_on_cuda
 from effuse.kernels.step_slots import SlotLayout
 from effuse.kvtransfer.connector import Connector
 from effuse.kvtransfer.memory import PageMemory
@@ -134,10 +134,11 @@ def make_executor(
 ) -> Executor:
     """What runs steps over the pages in `memory`, its graphs captured where it denoises
     `on_device`. `queued` are the layers of `forward`."""
-    host = HostExecutor(forward, memory.copy_page)
+    place = place_on_cuda if model.device.type == "cuda" else None
+    host = HostExecutor(forward, memory.copy_page, place, queued)
     if not on_device:
         return host
-    return DeviceExecutor(host, make_stepper(model, memory.layer_views(), limits), queued)
+    return DeviceExecutor(host, make_stepper(model, memory.layer_views(), limits))
 
 
 def make_stepper(

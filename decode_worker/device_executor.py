@@ -21,7 +21,6 @@ from effuse.decode_worker.executor import (
     StepResult,
 )
 from effuse.decode_worker.request import DecodeRequest
-from effuse.kernels.marks import QueuedLayers
 from effuse.kernels.step_slots import RecordColumn, Status
 from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 
@@ -44,16 +43,12 @@ class DeviceExecutor:
 
     runs_ahead = True
 
-    def __init__(
-        self, prompts: HostExecutor, stepper: DeviceStepper, queued: QueuedLayers | None = None
-    ) -> None:
+    def __init__(self, prompts: HostExecutor, stepper: DeviceStepper) -> None:
         """`prompts` runs what is fed from the host; a stepper has as many slots as requests hold
-        pages. `queued` are the layers of those forwards, which may take longer than any step: where
-        they end, that is a sign of life."""
+        pages."""
         self.counters = prompts.counters
         self._prompts = prompts
         self._stepper = stepper
-        self._queued = queued
         self._guard = ForwardGuard()
         self._residents: dict[str, Resident] = {}  # by transfer id
         self._free_slots = list(range(stepper.layout.num_slots))
@@ -82,8 +77,7 @@ class DeviceExecutor:
         return True
 
     def has_results(self) -> bool:
-        if self._queued is not None:
-            self._queued.look()
+        self._prompts.has_results()  # of which none are left, but layers may have ended
         if self._results:
             return True
         most_ahead = 1 if self._residents else 0
@@ -96,6 +90,7 @@ class DeviceExecutor:
         return self._read_records()
 
     def remove(self, request: DecodeRequest) -> bool:
+        self._prompts.remove(request)
         resident = self._residents.get(request.attempt.transfer_id)
         if resident is not None:
             self._move_out(resident)
@@ -158,8 +153,7 @@ class DeviceExecutor:
 
     def _read_step(self) -> Integers:
         """Records of the oldest step; waits for it, and shows signs of life meanwhile."""
-        if self._queued is not None:
-            self._queued.wait(self._stepper.has_ended)
+        self._prompts.wait(self._stepper.has_ended)
         return self._stepper.read()
 
     def _read_records(self) -> list[StepResult]:

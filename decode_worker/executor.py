@@ -4,7 +4,7 @@
 `device_executor.py` the one whose denoising lives on the device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final, Protocol
@@ -17,6 +17,7 @@ from effuse.decode_worker import canvas, denoise
 from effuse.decode_worker.denoise import StepOutcome, StepPlan
 from effuse.decode_worker.request import DecodeRequest
 from effuse.decode_worker.sequence import HostCandidates
+from effuse.kernels.marks import Place, QueuedLayers
 from effuse.kernels.sampling import ScoreCode
 from effuse.kernels.sampling_llada import LladaDraw
 from effuse.models.part import Forward, Part, PartResult
@@ -111,8 +112,8 @@ class Executor(Protocol):
         ...
 
     def remove(self, request: DecodeRequest) -> bool:
-        """Takes a request out of steps that are launched from now on; True where those that were
-        launched before may still write its pages."""
+        """Takes a request out of steps that are launched from now on; True where those whose
+        results were not read may still write its pages. What else may is waited for."""
         ...
 
     def copy_page(self, source: int, target: int) -> None:
@@ -121,19 +122,34 @@ class Executor(Protocol):
 
 
 class HostExecutor:
-    """Feeds every forward from the host: it has ended when its launch returns.
+    """Feeds every forward from the host: its results are there when its launch returns.
 
-    `copy_page` is that of the pages' memory."""
+    On a device a prompt's forward may write pages for long after that, as nothing of it is waited
+    for, and so may a copy of a page. Whoever gets these pages next through the same queue comes
+    behind them; a prefill worker's bytes do not.
+    """
 
     runs_ahead = False
     is_full = False
 
-    def __init__(self, forward: Forward, copy_page: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        copy_page: Callable[[int, int], None],
+        place: Callable[[], Place] | None = None,
+        queued: QueuedLayers | None = None,
+    ) -> None:
+        """`copy_page` is that of the pages' memory. On a device `place` is that behind all that was
+        launched, and `queued` are the forward's layers: where they end, that is a sign of life."""
         self.counters = Counters()
         self._forward = forward
-        self.copy_page = copy_page
+        self._copy_page = copy_page
+        self._place = place
+        self._queued = queued
         self._guard = ForwardGuard()
         self._results: list[StepResult] = []
+        # What may still write pages: those of a request, by transfer id, or those that are named.
+        self._writing: dict[str | int, Place] = {}
 
     @property
     def is_running(self) -> bool:
@@ -142,9 +158,12 @@ class HostExecutor:
     def launch(self, shares: Sequence[Share]) -> bool:
         if shares:
             self._results = self._run(shares)
+            self._note([share.request.attempt.transfer_id for share in shares])
         return bool(shares)
 
     def has_results(self) -> bool:
+        if self._queued is not None:
+            self._queued.look()
         return bool(self._results)
 
     def read(self) -> list[StepResult]:
@@ -152,7 +171,28 @@ class HostExecutor:
         return results
 
     def remove(self, request: DecodeRequest) -> bool:
+        if self._writing:
+            keys: set[str | int] = {request.attempt.transfer_id, *request.page_ids}
+            for key in keys & self._writing.keys():
+                place = self._writing.pop(key)
+                self.wait(place.query)
+                place.synchronize()
         return False
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Shows signs of life while layers end, until all have or `is_over`."""
+        if self._queued is not None:
+            self._queued.wait(is_over)
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._copy_page(source, target)
+        self._note([source, target])
+
+    def _note(self, keys: Iterable[str | int]) -> None:
+        """All that was launched so far is waited for before pages of these change hands."""
+        if self._place is not None:
+            writing = {key: place for key, place in self._writing.items() if not place.query()}
+            self._writing = writing | dict.fromkeys(keys, self._place())
 
     def _run(self, shares: Sequence[Share]) -> list[StepResult]:
         parts = [_parts_of(share) for share in shares]

@@ -1,4 +1,5 @@
-"""A decode worker's own forwards show that they go on for as long as they take on a device.
+"""A device that is far behind its host: the engine shows that forwards go on, for as long as they
+take, and gives away no page that they may still write.
 
 The device here ends a layer every 2.9 s of the test's clock: each forward outlasts the 3 s that an
 engine may be silent for. Then it ends none any more.
@@ -45,6 +46,9 @@ class Device:
 
     def place(self) -> Place:
         self.num_queued += 1
+        return Place(self, self.num_queued)
+
+    def here(self) -> Place:
         return Place(self, self.num_queued)
 
     def end_layer(self) -> None:
@@ -95,13 +99,21 @@ def turn(rig: Rig, device: Device) -> None:
 
 
 @pytest.fixture
-def prefilling(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceRig, Device]:
-    """An engine that has launched a prompt's forward and two steps behind it."""
+def idle(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceRig, Device]:
+    """An engine whose device copies pages when it comes to it, too."""
     rig, device = DeviceRig(model), Device()
-    rig.forward, rig.queued = runner(rig, device), device.layers
+    rig.forward, rig.queued, rig.place = runner(rig, device), device.layers, device.here
+    monkeypatch.setattr(rig.memory, "copy_page", lambda source, target: device.place())
     rig.connect(None)
     has_ended: Callable[[], bool] = lambda: device.num_ended == device.num_queued  # noqa: E731
     monkeypatch.setattr(rig.stepper, "has_ended", has_ended)
+    return rig, device
+
+
+@pytest.fixture
+def prefilling(idle: tuple[DeviceRig, Device]) -> tuple[DeviceRig, Device]:
+    """It has launched a prompt's forward and two steps behind it."""
+    rig, device = idle
     rig.start(make_request("a", PROMPT))
     for _ in range(4):
         device.clock.now += 0.5  # so that each turn is told
@@ -133,6 +145,34 @@ def test_an_end_that_waits_for_a_prompt_is_no_hang(prefilling: tuple[DeviceRig, 
     turn(rig, device)
     assert device.verdict() is None
     assert rig.pool.num_free == rig.pool.num_pages
+
+
+def test_pages_that_a_prompts_forward_may_still_write_are_nobodys(
+    idle: tuple[DeviceRig, Device],
+) -> None:
+    """A prefill worker's bytes do not come behind it: they would be overwritten, and after they
+    were verified nobody would see that."""
+    rig, device = idle
+    request = make_request("a", PROMPT)
+    rig.start(request)
+    turn(rig, device)
+    assert device.num_queued == LAYERS and device.num_ended == 0
+    rig.engine.handle(Abort(attempt=request.attempt, reason="test"))
+    assert rig.pool.num_free == rig.pool.num_pages
+    assert device.num_ended == LAYERS
+
+
+def test_a_page_that_is_yet_to_be_copied_is_nobodys(idle: tuple[DeviceRig, Device]) -> None:
+    rig, device = idle
+    requests = [make_request(name, PROMPT, group="g") for name in "ab"]
+    for request in requests:
+        rig.start(request)
+    turn(rig, device)
+    device.num_ended = LAYERS
+    turn(rig, device)
+    assert rig.engine.counters.prompts_shared == 1 and device.num_queued == LAYERS + 1
+    rig.engine.handle(Abort(attempt=requests[0].attempt, reason="test"))
+    assert device.num_ended == LAYERS + 1
 
 
 def test_steps_of_a_canvas_that_take_long_are_no_hang(model: Transformer) -> None:
