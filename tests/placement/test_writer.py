@@ -313,3 +313,22 @@ def test_a_claim_that_was_lost_before_its_first_record_was_written_is_lost() -> 
             assert (await held(store), writer.refused) == (theirs, 1)
 
     asyncio.run(go())
+
+
+def test_of_what_has_ended_nothing_is_held_any_more_written_or_dropped() -> None:
+    async def go() -> None:
+        async with writing(most_pending=1) as (writer, store, _):
+            writer.put(redis_server.PLACED, is_claimed=True)
+            writer.put(redis_server.placement(state="finished"))
+            writer.put(redis_server.placement(request_id="r2", state="finished"))
+            assert writer.dropped == 1
+            assert await writer.flush(20)
+            await finish_elsewhere(store)
+            for name in ("r1", "r2"):
+                again = redis_server.placement(request_id=name)
+                writer.put(again)  # the id begins anew
+                assert await writer.flush(20)
+                assert await held(store, name) == again
+            assert not writer.refused
+
+    asyncio.run(go())
