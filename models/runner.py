@@ -18,7 +18,7 @@ from effuse.kernels.attention_batch import make_attention_batch
 from effuse.kernels.marks import LayerMarks
 from effuse.kernels.sampling import Candidates, RowSampling, sample_confidence
 from effuse.kernels.sampling_edits import LogitEdits, edit_logits
-from effuse.kernels.sampling_llada import sample_llada
+from effuse.kernels.sampling_llada import LladaDraw, sample_llada
 from effuse.kernels.sampling_logprobs import token_logprobs
 from effuse.models.config import ModelConfig
 from effuse.models.packing import (
@@ -34,6 +34,8 @@ from effuse.models.transformer import LayerKV, Transformer
 __all__ = ["ModelRunner", "Part", "PartResult"]
 
 _MOST_CHANGED = 256  # rows of logits that are copied to be changed, at a time
+MOST_LOGITS = 1 << 21  # of rows that are drawn at a time on a CPU, where a million take 0.4 s;
+LEAST_ROWS = 16  # but no fewer rows than these
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class ModelRunner:
     With `graphs`, which are over the same memory, short prompts are theirs to run. With `marks`,
     which are those of the graphs then, forwards say how many layers they have stored. `on_layer` is
     called with each layer's number as a forward goes on, and with the last one's behind a graph,
-    which is launched at once. `wait` is called where candidates are waited for.
+    which is launched at once, and while rows are drawn on a CPU. `wait` is called where candidates
+    are waited for.
     """
 
     def __init__(
@@ -104,8 +107,7 @@ class ModelRunner:
         """Hidden rows [candidates + kept boundaries, H]."""
         if self._graphs is not None and self._graphs.takes(parts):
             hidden = self._graphs.run(parts, packed)
-            if self._on_layer is not None:
-                self._on_layer(len(self._kv) - 1)
+            self._show()
             return hidden
         attention = make_attention_batch(
             [len(part.token_ids) for part in parts],
@@ -129,6 +131,11 @@ class ModelRunner:
         if self._on_layer is not None:
             self._on_layer(layer)
 
+    def _show(self) -> None:
+        """A forward goes on behind its last layer."""
+        if self._on_layer is not None:
+            self._on_layer(len(self._kv) - 1)
+
     def _draw(self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor) -> _Drawn:
         if packed.num_candidates == 0:
             return _Drawn([], [], [], [None] * len(parts))
@@ -146,9 +153,9 @@ class ModelRunner:
         sampling = self._sampling(packed)
         config, edits = self.model.config, self._edits(parts)
         if edits is None and not any(part.draw or part.guidance for part in parts):
-            candidates = _sample_all(logits, sampling, config)
+            candidates = _sample_rows(None, logits, sampling, config, self._show)
         else:
-            candidates = _sample_by_part(parts, logits, sampling, edits, config)
+            candidates = _sample_by_part(parts, logits, sampling, edits, config, self._show)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
         tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
@@ -237,8 +244,31 @@ def _logprobs(
     return found
 
 
-def _sample_all(logits: Tensor, sampling: RowSampling, config: ModelConfig) -> Candidates:
-    """Candidates for ``logits`` [R, V] of parts that are all drawn in the same way."""
+def _sample_rows(
+    draw: LladaDraw | None,
+    logits: Tensor,
+    sampling: RowSampling,
+    config: ModelConfig,
+    show: Callable[[], None],
+) -> Candidates:
+    """Candidates for ``logits`` [R, V] that are all drawn in the same way; on a CPU some rows at a
+    time, as each of a large vocabulary takes as long as dozens of layers, with a `show` behind."""
+    most = max(LEAST_ROWS, MOST_LOGITS // logits.shape[1])
+    if logits.device.type != "cpu" or len(logits) <= most:
+        return _sample_span(draw, logits, sampling, config)
+    drawn = []
+    for first in range(0, len(logits), most):
+        span = slice(first, first + most)
+        drawn.append(_sample_span(draw, logits[span], _rows_of(sampling, span), config))
+        show()
+    return _joined(drawn)
+
+
+def _sample_span(
+    draw: LladaDraw | None, logits: Tensor, sampling: RowSampling, config: ModelConfig
+) -> Candidates:
+    if draw is not None:
+        return sample_llada(logits, draw, sampling.position, sampling.denoise_count)
     return sample_confidence(logits, sampling, config.mask_token_id, top_k_first=config.top_k_first)
 
 
@@ -248,6 +278,7 @@ def _sample_by_part(
     sampling: RowSampling,
     edits: LogitEdits | None,
     config: ModelConfig,
+    show: Callable[[], None],
 ) -> Candidates:
     """Candidates for the rows of ``logits`` [R, V], which are those of the parts in their order.
 
@@ -271,11 +302,11 @@ def _sample_by_part(
             own_edits = edits.of_rows(first, end)
         if part.guidance or own_edits is not None:
             free = logits[end : end + len(rows)]
-            changed = list(_sample_changed(part, rows, free, of_part, own_edits, config))
+            changed = list(_sample_changed(part, rows, free, of_part, own_edits, config, show))
             drawn += changed
             led = changed if part.guidance else []
         else:
-            drawn.append(_sample_part(part, rows, of_part, config))
+            drawn.append(_sample_rows(part.draw, rows, of_part, config, show))
         first = end
     return _joined(drawn)
 
@@ -287,6 +318,7 @@ def _sample_changed(
     sampling: RowSampling,
     edits: LogitEdits | None,
     config: ModelConfig,
+    show: Callable[[], None],
 ) -> Iterator[Candidates]:
     """Candidates of a part whose logits are led away from ``free`` or edited, some rows at a time:
     what is changed is copied, as fp32."""
@@ -298,15 +330,7 @@ def _sample_changed(
             rows = unled + (part.guidance + 1) * (rows.float() - unled)
         if edits is not None:
             rows = edit_logits(rows, edits.of_rows(span.start, span.stop), config.mask_token_id)
-        yield _sample_part(part, rows, _rows_of(sampling, span), config)
-
-
-def _sample_part(
-    part: Part, logits: Tensor, sampling: RowSampling, config: ModelConfig
-) -> Candidates:
-    if part.draw is None:
-        return _sample_all(logits, sampling, config)
-    return sample_llada(logits, part.draw, sampling.position, sampling.denoise_count)
+        yield _sample_rows(part.draw, rows, _rows_of(sampling, span), config, show)
 
 
 def _joined(drawn: Sequence[Candidates]) -> Candidates:

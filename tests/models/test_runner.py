@@ -19,6 +19,7 @@ from torch.nn import functional
 from effuse.config.decoding import Sampling
 from effuse.kernels import rowwise
 from effuse.kernels.sampling import Candidates, ScoreCode, sample_confidence
+from effuse.kernels.sampling_llada import LladaDraw
 from effuse.models import runner
 from effuse.models.runner import Part, PartResult
 
@@ -310,6 +311,26 @@ def test_what_leads_logits_copies_some_of_them_at_a_time(
     few = replace(part, candidates=wanted[300:305], denoise_counts=[0] * 5)
     again, _ = model.runner().run([few, replace(few, token_ids=free, guidance=0.0)])
     assert again.tokens == led.tokens[300:305]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [None, LladaDraw(temperature=1.0, seed=3, answer_index=0, never=(MASK_TOKEN_ID,), last=())],
+)
+def test_rows_are_drawn_few_at_a_time_on_a_cpu_each_time_a_sign_of_life(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch, draw: LladaDraw | None
+) -> None:
+    """One of a large vocabulary takes as long as dozens of layers do for it."""
+    part = start_sequence(model, 9, blocks=20)
+    part = replace(part, sampling=Sampling(temperature=1.0, top_p=0.9, seed=3), draw=draw)
+    (at_once,) = model.runner().run([part])
+    monkeypatch.setattr(runner, "MOST_LOGITS", 1 << 10)
+    layers: list[int] = []
+    watched = runner.ModelRunner(
+        model.model, model.kv, page_size=8, block_size=BLOCK, on_layer=layers.append
+    )
+    assert watched.run([part]) == [at_once]
+    assert len(layers) == model.model.config.num_layers + 3, "40 rows, 16 at a time"
 
 
 def test_nothing_to_run(model: PagedModel) -> None:
