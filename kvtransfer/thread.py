@@ -38,6 +38,8 @@ LIVELY_S = 1.0  # a message that was sent may need more looks here before it lea
 HOT_S = 0.0005  # after a movement the next one is due so soon that sleeping costs more
 OPEN_S = 60.0  # registering a large pool takes its time
 JOIN_S = 10.0
+STUCK_S = 180  # in one call, of which none takes longer: a kernel may have to be compiled
+_PAUSE_S = 10.0  # between two polls of the engine, which then stood still itself
 # How long a thread that computes may keep the interpreter from others: the default of 5 ms is as
 # long as several handoffs.
 SWITCH_S = 0.0002
@@ -159,6 +161,8 @@ class ThreadConnector:
         self._requests: deque[Callable[[], None]] = deque()
         self._events: deque[ConnectorEvent] = deque()
         self._error: Exception | None = None
+        self._turns = 0  # of the thread
+        self._turns_seen, self._turned_at, self._polled_at = 0, now(), now()
         self._closing = threading.Event()
         self._opened = threading.Event()
         self._ended = threading.Event()
@@ -226,15 +230,26 @@ class ThreadConnector:
         self._request(lambda: self._exchange.cancel(transfer_id))
 
     def poll(self) -> list[ConnectorEvent]:
-        """Events since the last call. Raises ConnectorDied if the thread has ended by itself."""
+        """Events since the last call. Raises ConnectorDied if the thread has ended by itself, or
+        does not return from a call."""
         if self._ended.is_set():
             raise ConnectorDied(f"the {self._thread.name} has ended") from self._error
+        self._check_turns()
         _lower(self._event_signal)
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def fileno(self) -> int:
         """Readable while poll() has something."""
         return self._event_signal
+
+    def _check_turns(self) -> None:
+        now = self._now()
+        stood_still = now - self._polled_at > _PAUSE_S
+        self._polled_at = now
+        if stood_still or self._turns != self._turns_seen:
+            self._turns_seen, self._turned_at = self._turns, now
+        if (since := now - self._turned_at) >= STUCK_S:
+            raise ConnectorDied(f"the {self._thread.name} has been in one call for {since:.0f} s")
 
     def _request(self, action: Callable[[], None]) -> None:
         """Has the thread run this soon; from any thread."""
@@ -263,6 +278,7 @@ class ThreadConnector:
         # reservation. So requests are served after hearing, before what was heard is taken in.
         heard = self._exchange.hear()
         while self._serve_requests() and threading.main_thread().is_alive():
+            self._turns += 1
             if not self._exchange.turn(heard):
                 self._exchange.wait(self._request_signal)
             heard = self._exchange.hear()

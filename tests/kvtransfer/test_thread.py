@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from kvtransfer.fixtures import DEADLINE_S, SMALL, boundary, filled, print_of, reservation
@@ -15,7 +16,7 @@ from effuse.kvtransfer.connector import ConnectorDied, PushCancelled
 from effuse.kvtransfer.digest import HostDigester
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Accepted, Begin, PageRef, ReceiverAddress, Reservation
-from effuse.kvtransfer.thread import Exchange, ThreadConnector
+from effuse.kvtransfer.thread import STUCK_S, Exchange, ThreadConnector
 from effuse.kvtransfer.transport import FromReceiver, FromWriter, Heard, Pace
 
 
@@ -39,10 +40,12 @@ class Sleepy(FakeTransport):
 class Counting(ThreadConnector):
     """A connector over such a transport."""
 
-    def __init__(self, transport: type[Sleepy] = Sleepy) -> None:
+    def __init__(
+        self, transport: type[Sleepy] = Sleepy, now: Callable[[], float] = time.monotonic
+    ) -> None:
         memory = PageMemory(SMALL, 2)
         self.transport = transport(memory)
-        super().__init__(self.transport, memory, "life-1", print_of(SMALL))
+        super().__init__(self.transport, memory, "life-1", print_of(SMALL), now)
 
 
 @pytest.fixture
@@ -82,6 +85,32 @@ def test_an_event_signal_that_is_raised_late_does_not_make_the_engine_spin(
     os.eventfd_write(thread.fileno(), 1)
     assert thread.poll() == []
     assert not is_readable(thread.fileno())
+
+
+def test_a_thread_that_never_returns_from_a_call_is_told_as_dead() -> None:
+    """Nothing that it was asked to end would ever end, and its engine beats all the same."""
+
+    class Stuck(Sleepy):
+        def hear(self) -> list[Heard]:
+            is_stuck.set()
+            assert may_go_on.wait(DEADLINE_S)
+            return super().hear()
+
+    is_stuck, may_go_on, seconds = threading.Event(), threading.Event(), 1000.0
+    thread = Counting(Stuck, lambda: seconds)
+    thread.start()
+    assert is_stuck.wait(DEADLINE_S)
+    for _ in range(STUCK_S - 1):
+        seconds += 1.0
+        assert thread.poll() == []
+    seconds += 1000.0  # in which our own process stood still
+    for _ in range(STUCK_S):
+        assert thread.poll() == []
+        seconds += 1.0
+    with pytest.raises(ConnectorDied, match="has been in one call for 180 s"):
+        thread.poll()
+    may_go_on.set()
+    thread.close()
 
 
 def test_a_close_between_a_look_and_a_sleep_still_wakes_the_thread() -> None:
