@@ -24,7 +24,8 @@ from decoding.engines import (
 from oracle.decode import decode
 from oracle.settings import OracleResult
 
-from effuse.worker.messages import StartDecode
+from effuse.kernels.marks import place_on_cuda
+from effuse.worker.messages import Abort, StartDecode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,6 +87,25 @@ def test_canvases_on_the_device_are_the_hosts(tmp_path: Path, name: str) -> None
         rig.run()
         told.append([answer.token_ids for answer in answers])
     assert told[0] == told[1]
+
+
+def test_pages_of_a_cancelled_prompt_are_free_once_the_device_has_done_with_them(
+    tmp_path: Path,
+) -> None:
+    directory = write_tiny_checkpoint(tmp_path / "model", "sdar", seed=3, sizes=SIZES)
+    rig = DeviceRig(load_tiny(directory, "cuda"), num_pages=32, page_size=PAGE_SIZE, budget=256)
+    rig.place = place_on_cuda
+    rig.connect(None)
+    rig.start(make_request("first", range(40)))
+    rig.run()  # nothing is left to be compiled
+    torch.cuda._sleep(1 << 31)  # type: ignore[no-untyped-call]  # about a second
+    request = make_request("second", range(40))
+    rig.start(request)
+    rig.step()
+    assert not torch.cuda.current_stream().query()
+    rig.engine.handle(Abort(attempt=request.attempt, reason="test"))
+    assert rig.pool.num_free == rig.pool.num_pages
+    assert torch.cuda.current_stream().query()
 
 
 def _solid(directory: Path, algorithm: str) -> list[tuple[StartDecode, OracleResult]]:
