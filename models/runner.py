@@ -307,6 +307,8 @@ def _sample_by_part(
             led = changed if part.guidance else []
         else:
             drawn.append(_sample_rows(part.draw, rows, of_part, config, show))
+        if logits.device.type == "cpu":
+            show()
         first = end
     return _joined(drawn)
 
