@@ -45,7 +45,9 @@ MESSAGES ?= 1000000
 SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not released and not 64-torch) \
   or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
   or (sampling_equals and top_p_and_top_k))) or last_rows or 160-4 or (late_pages and cuda)
-# For `make k8s-try`: BUILD="docker build -t" builds the images first, on the base image BASE.
+# For `make k8s-try`: a folder of k8s/overlays; BUILD="docker build -t" builds the images first, on the
+# base image BASE.
+OVERLAY ?= 1p1d
 BUILD ?=
 BASE ?=
 
@@ -139,9 +141,9 @@ fuzz: $(VENV)/.dev ## Say a million wrong things to everything that listens (SEE
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seed $(SEED) --count $(MESSAGES)
 
 .PHONY: k8s-try
-k8s-try: $(VENV)/.effuse ## Bring 1P1D up on the cluster KUBECONFIG names, solve a problem, clean up
+k8s-try: $(VENV)/.effuse ## Bring OVERLAY (1p1d) up on the cluster KUBECONFIG names, solve a problem, clean up
 	kubectl="$$(.ci/tool kubectl)"
-	$(BIN)/python k8s/attempt.py --kubectl "$$kubectl" \
+	$(BIN)/python k8s/attempt.py --kubectl "$$kubectl" --overlay "$(OVERLAY)" \
 	  $(if $(BUILD),--build "$(BUILD)") $(if $(BASE),--base "$(BASE)")
 
 .PHONY: wheel

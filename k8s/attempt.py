@@ -1,18 +1,21 @@
-"""`make k8s-try`: brings the 1P1D overlay up on the cluster that KUBECONFIG names, and removes it.
+"""`make k8s-try`: brings an overlay up on the cluster that KUBECONFIG names, and removes it.
 
-A namespace of its own under the restricted pod-security level, every Deployment available, one
-fresh problem through a port-forward answered rightly with its KV moved between pods, and nothing
-left behind. Images are built first where `--build` says how.
+A namespace of its own under the restricted pod-security level, the overlay's Secrets made as the
+README makes them, every Deployment available, one fresh problem through a port-forward answered
+rightly with its KV moved between pods, and nothing left behind. Images are built first where
+`--build` says how.
 """
 
 import argparse
 import asyncio
 import contextlib
+import os
 import re
 import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,18 +23,23 @@ from pathlib import Path
 
 from effuse.cli.generate import ask
 from effuse.client.answer import Answer
+from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import check, problem
-from effuse.protos.rpc import connect
+from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
 from effuse.protos.stubs import generation_stub
+from effuse.protos.tls import TlsFiles
 
 ROOT = Path(__file__).parent.parent
+README = ROOT / "k8s/README.md"
 IMAGES = ("redis", "router", "worker-base", "prefill", "decode")
 DEPLOYMENTS = ("redis", "router", "prefill", "decode")
 FROM_BASE = ("redis", "router", "worker-base")
 TAG = "0.1.0"
 WAIT_S = 600
 FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
+# The README's `kubectl` is ours, in our namespace.
+KUBECTL = 'set -euo pipefail\nkubectl() { command "$KUBECTL" --namespace "$NAMESPACE" "$@"; }\n'
 
 
 class AttemptError(Exception):
@@ -62,7 +70,7 @@ def main() -> int:
     try:
         if found.build:
             build_images(shlex.split(found.build), found.base)
-        attempt(cluster, found.overlay, found.connector)
+        attempt(cluster, ROOT / "k8s/overlays" / found.overlay, found.connector)
     except AttemptError as error:
         print(f"make k8s-try: {error}", file=sys.stderr)
         return 1
@@ -74,7 +82,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make k8s-try", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--kubectl", default="kubectl", help="the kubectl to use")
-    add("--overlay", type=Path, default=ROOT / "k8s/overlays/1p1d", help="what to bring up")
+    add("--overlay", default="1p1d", help="what to bring up: a folder of k8s/overlays, or a path")
     add("--connector", default="nixl", help="what must have moved the KV (default: nixl)")
     add("--build", help="command that builds an image, as in 'docker build -t'")
     add("--base", help="base image with Python 3.11 for the images that are built")
@@ -96,11 +104,14 @@ def build_images(build: Sequence[str], base: str | None) -> None:
 def attempt(cluster: Cluster, overlay: Path, connector: str) -> None:
     """Everything from the namespace's creation to its end. Raises AttemptError."""
     manifests = cluster.run("kustomize", str(overlay))
-    with namespace(cluster):
+    with tempfile.TemporaryDirectory() as files, namespace(cluster):
+        make_secrets(cluster, manifests, Path(files))
         cluster.run("apply", "-f", "-", stdin=manifests)
         wait_until_available(cluster)
-        with port_forward(cluster) as address:
-            answer, expected = asyncio.run(solve(address))
+        authority = Path(files, "router-ca.crt")  # there where the router has TLS
+        tls = TlsFiles(ca=authority) if authority.exists() else None
+        with port_forward(cluster) as port:
+            answer, expected = asyncio.run(solve(f"localhost:{port}", Credentials(tls=tls)))
     stats = answer.stats
     print(f"prompt of {answer.usage.prompt_tokens} tokens, {answer.usage.completion_tokens} tokens "
           f"in {stats.forward_passes} forward passes, {stats.kv_bytes:,} KV bytes over "
@@ -145,6 +156,23 @@ def leftovers(cluster: Cluster) -> list[str]:
     return [one for one in [*namespaces, *volumes] if one in (name, f"namespace/{name}")]
 
 
+def make_secrets(cluster: Cluster, manifests: str, files: Path) -> None:
+    """Make the Secrets that the manifests ask for by the README's own commands, in the folder
+    `files`. Raises AttemptError."""
+    wanted = set(re.findall(r"secretName: (\S+)", manifests))
+    variables = {"KUBECTL": cluster.kubectl, "NAMESPACE": cluster.namespace}
+    for script in re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.M | re.S):
+        if not wanted & set(re.findall(r"create secret generic (\S+)", script)):
+            continue
+        done = subprocess.run(
+            ["bash", "-c", KUBECTL + script], env={**os.environ, **variables}, cwd=files,
+            capture_output=True, text=True, timeout=WAIT_S, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise AttemptError(f"{script}\n{done.stdout}{done.stderr}".strip())
+        print(done.stdout, end="", flush=True)
+
+
 def wait_until_available(cluster: Cluster) -> None:
     """Wait for every Deployment's pods to be Ready."""
     for name in DEPLOYMENTS:
@@ -157,7 +185,7 @@ def wait_until_available(cluster: Cluster) -> None:
 
 @contextlib.contextmanager
 def port_forward(cluster: Cluster) -> Iterator[str]:
-    """An address on this machine that leads to the router's service."""
+    """A port of this machine that leads to the router's service."""
     command = [cluster.kubectl, "--namespace", cluster.namespace, "port-forward"]
     with subprocess.Popen(
         [*command, "service/router", ":50051"], stdout=subprocess.PIPE, text=True
@@ -167,16 +195,17 @@ def port_forward(cluster: Cluster) -> Iterator[str]:
             line = forward.stdout.readline()
             if (match := FORWARDING.search(line)) is None:
                 raise AttemptError(f"kubectl port-forward did not name a port: {line!r}")
-            yield f"127.0.0.1:{match[1]}"
+            yield match[1]
         finally:
             forward.terminate()
 
 
-async def solve(address: str) -> tuple[Answer, bool]:
+async def solve(address: str, credentials: Credentials) -> tuple[Answer, bool]:
     """Send one fresh problem; its answer, and whether it is right."""
     drawn = problem(secrets.randbits(32), 0, "held_out")
     request = make_request(drawn.prompt, Params(max_tokens=160))
-    async with connect(address, keepalive=None) as channel:
+    options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
+    async with credentials.aio_channel(address, options) as channel:
         answer = await ask(generation_stub(channel), request, timeout_s=60.0)
     print(f"{drawn.prompt}\n{answer.text}")
     return answer, check(drawn, answer.text).final

@@ -1,12 +1,70 @@
-"""A component changes every process of the fleet that takes it, or there is no such fleet."""
+"""A component changes every process of the fleet that takes it, or there is no such fleet; and the
+README makes the Secrets that it mounts.
+"""
 
 from __future__ import annotations
 
+import re
+import runpy
+import subprocess
+from pathlib import Path
+
 import pytest
-from k8s.composed import deployments
+import yaml
+from k8s.composed import K8S, deployments
+
+ATTEMPT = runpy.run_path(str(K8S / "attempt.py"))
 
 
 @pytest.mark.parametrize("component", ["monitoring", "redis-password", "tls"])
 def test_workers_in_one_pod_are_not_left_out_of_what_the_router_gets(component: str) -> None:
     with pytest.raises(AssertionError, match="changes workers in pods of their own"):
         deployments("gpu-nvlink-1p1d", component)
+
+
+def _mounted_files(overlay: str) -> dict[str, set[str]]:
+    """Of each Secret of an overlay the files that its processes are told to read."""
+    found: dict[str, set[str]] = {}
+    for deployment in deployments(overlay).values():
+        pod = deployment["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        paths = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        for volume in pod["volumes"]:
+            if "secret" in volume:
+                read = re.findall(rf"{paths[volume['name']]}/([\w.]+)", str(container["args"]))
+                found.setdefault(volume["secret"]["secretName"], set()).update(read)
+    return found
+
+
+def _make_secrets(overlay: str, directory: Path) -> str:
+    """Runs the README's commands for an overlay's Secrets; what they told kubectl."""
+    kubectl, told = directory / "kubectl", directory / "told"
+    kubectl.write_text(f"#!/bin/sh\necho $* >>{told}\n")
+    kubectl.chmod(0o700)
+    cluster = ATTEMPT["Cluster"](str(kubectl), "night")
+    ATTEMPT["make_secrets"](cluster, yaml.safe_dump_all(deployments(overlay).values()), directory)
+    return told.read_text()
+
+
+@pytest.mark.parametrize("overlay", ["tls-1p1d", "password-1p1d"])
+def test_the_readme_makes_the_secrets_that_an_overlay_mounts(overlay: str, tmp_path: Path) -> None:
+    told = _make_secrets(overlay, tmp_path)
+    made = re.findall(r"^--namespace night create secret generic (\S+) (.*)", told, re.MULTILINE)
+    assert made
+    files = {name: set(re.findall(r"--from-\w+=([\w.]+)=", words)) for name, words in made}
+    assert files == _mounted_files(overlay)
+    assert told.count("--namespace night apply -f -") == len(made)  # also where it is there already
+
+
+def test_certificates_of_the_readme_are_renewed_by_the_same_authorities(tmp_path: Path) -> None:
+    _make_secrets("tls-1p1d", tmp_path)
+    first = (tmp_path / "router.crt").read_bytes()
+    _make_secrets("tls-1p1d", tmp_path)
+    assert (tmp_path / "router.crt").read_bytes() != first
+    for who, name in (
+        ("fleet", "hostname effuse-fleet"),
+        ("router", "hostname localhost"),
+        ("router", "ip 127.0.0.1"),
+    ):
+        command = f"openssl verify -CAfile {who}-ca.crt -verify_{name} {who}.crt"
+        subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
