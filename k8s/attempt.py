@@ -9,6 +9,7 @@ rightly with its KV moved between pods, and nothing left behind. Images are buil
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -25,7 +26,7 @@ from effuse.cli.generate import ask
 from effuse.client.answer import Answer
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
-from effuse.problems.problem import check, problem
+from effuse.problems.problem import Problem, check, problem
 from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
 from effuse.protos.stubs import generation_stub
 from effuse.protos.tls import TlsFiles
@@ -37,6 +38,7 @@ DEPLOYMENTS = ("redis", "router", "prefill", "decode")
 FROM_BASE = ("redis", "router", "worker-base")
 TAG = "0.1.0"
 WAIT_S = 600
+LEAST_WORDS = 32  # each is a token at least, and a block of the bundled model 16
 FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
 # The README's `kubectl` is ours, in our namespace.
 KUBECTL = 'set -euo pipefail\nkubectl() { command "$KUBECTL" --namespace "$NAMESPACE" "$@"; }\n'
@@ -202,13 +204,19 @@ def port_forward(cluster: Cluster) -> Iterator[str]:
 
 async def solve(address: str, credentials: Credentials) -> tuple[Answer, bool]:
     """Send one fresh problem; its answer, and whether it is right."""
-    drawn = problem(secrets.randbits(32), 0, "held_out")
+    drawn = long_problem(secrets.randbits(32))
     request = make_request(drawn.prompt, Params(max_tokens=160))
     options = channel_options(CALLER_KEEPALIVE, FLEET_LIMITS.max_message_bytes)
     async with credentials.aio_channel(address, options) as channel:
         answer = await ask(generation_stub(channel), request, timeout_s=60.0)
     print(f"{drawn.prompt}\n{answer.text}")
     return answer, check(drawn, answer.text).final
+
+
+def long_problem(seed: int) -> Problem:
+    """The first problem of the seed that fills pages: a prompt below one block has none to move."""
+    drawn = (problem(seed, index, "held_out") for index in itertools.count())
+    return next(one for one in drawn if len(one.prompt.split()) >= LEAST_WORDS)
 
 
 def diagnosis(cluster: Cluster) -> str:

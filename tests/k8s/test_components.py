@@ -1,9 +1,10 @@
 """A component changes every process of the fleet that takes it, or there is no such fleet; and the
-README makes the Secrets that it mounts.
+README makes the Secrets that it mounts. What `make k8s-try` asks moves KV.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from k8s.composed import K8S, deployments
+
+from effuse.router.tokenizer import bundled_directory, read_backend
 
 ATTEMPT = runpy.run_path(str(K8S / "attempt.py"))
 
@@ -68,3 +71,11 @@ def test_certificates_of_the_readme_are_renewed_by_the_same_authorities(tmp_path
     ):
         command = f"openssl verify -CAfile {who}-ca.crt -verify_{name} {who}.crt"
         subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_each_problem_that_is_tried_fills_a_page() -> None:
+    directory = bundled_directory()
+    block = json.loads((directory / "config.json").read_text())["block_size"]
+    tokenizer = read_backend(directory)
+    for seed in range(50):
+        assert len(tokenizer.encode(ATTEMPT["long_problem"](seed).prompt).ids) >= block
