@@ -1,0 +1,23 @@
+"""In which order a rolling update replaces pods."""
+
+from __future__ import annotations
+
+import pytest
+from k8s.composed import deployments, overlays
+
+
+@pytest.mark.parametrize("name", [one for one in overlays() if "gpu" not in one])
+def test_the_next_one_is_ready_before_the_only_one_that_can_answer_goes(name: str) -> None:
+    for role in ("router", "decode"):
+        strategy = deployments(name)[role]["spec"]["strategy"]["rollingUpdate"]
+        assert strategy == {"maxUnavailable": 0, "maxSurge": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("gpu-1p1d", ["prefill", "decode"]), ("gpu-nvlink-1p1d", ["workers"])],
+)
+def test_an_update_waits_for_no_gpu_that_is_not_there(name: str, workers: list[str]) -> None:
+    for worker in workers:
+        strategy = deployments(name)[worker]["spec"]["strategy"]["rollingUpdate"]
+        assert strategy == {"maxUnavailable": 1, "maxSurge": 0}
