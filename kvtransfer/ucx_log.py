@@ -75,14 +75,18 @@ class Reader:
 def route_of(
     tables: Iterable[Table], *, on_gpu: bool, num_bytes: int, scope: str | None = None
 ) -> Route:
-    """What writes of so many bytes of pages take by these tables, those of one scope or all but
-    self; where they differ, all names."""
+    """What writes of so many bytes of pages take by these tables, those of one scope or, without
+    it or where it has none, all but self; where they differ, all names."""
     memory = " from cuda" if on_gpu else " from host"
+    meant = [
+        table
+        for table in tables
+        if table.scope != "self" and "ucp_put" in table.title and memory in table.title
+    ]
+    # To UCX pods of one node may be on two.
     rows = [
         row
-        for table in tables
-        if table.scope != "self" and scope in (None, table.scope)
-        if "ucp_put" in table.title and memory in table.title
+        for table in [one for one in meant if one.scope == scope] or meant
         for row in table.rows
         if row.first <= num_bytes and (row.last is None or num_bytes <= row.last)
     ]

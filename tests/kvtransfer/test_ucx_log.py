@@ -101,6 +101,12 @@ def test_the_machine_decides_and_where_it_does_not_both_are_named() -> None:
     assert (near, far) == (Route("cuda_ipc"), Route("rc_mlx5 or tcp", is_fallback=True))
 
 
+def test_what_moves_bytes_between_pods_of_one_node_is_known() -> None:
+    """One kernel runs both; UCX, as they share no namespace, takes them for two machines."""
+    tables, _ = read(*table("a inter-node cfg#1", HOST, "0..inf | zero-copy | tcp/eth0"))
+    assert route_of(tables, scope="intra-node", on_gpu=False, num_bytes=4096) == Route("tcp")
+
+
 SCRIPT = """
 import ctypes, logging, os, sys
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level="INFO")
