@@ -1,4 +1,4 @@
-"""In which order a rolling update replaces pods."""
+"""In which order a rolling update replaces pods, and how soon one that hangs is replaced."""
 
 from __future__ import annotations
 
@@ -21,3 +21,16 @@ def test_an_update_waits_for_no_gpu_that_is_not_there(name: str, workers: list[s
     for worker in workers:
         strategy = deployments(name)[worker]["spec"]["strategy"]["rollingUpdate"]
         assert strategy == {"maxUnavailable": 1, "maxSurge": 0}
+
+
+@pytest.mark.parametrize("name", overlays())
+def test_a_front_that_answers_nobody_is_not_waited_for_as_for_one_that_drains(name: str) -> None:
+    """It does not hear SIGTERM: all of the pod's grace period would go by before it is killed."""
+    for deployment in deployments(name).values():
+        pod = deployment["spec"]["template"]["spec"]
+        for container in pod["containers"]:
+            probe = container["livenessProbe"]
+            waited_s = probe.get(
+                "terminationGracePeriodSeconds", pod["terminationGracePeriodSeconds"]
+            )
+            assert waited_s <= 10, container["name"]
