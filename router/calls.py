@@ -130,16 +130,13 @@ class PrefillCall:
         self.reader = asyncio.create_task(self._follow_push())
 
     async def send_reservation(self, reservation: worker_pb2.Reservation) -> None:
-        """Passes on where the pages go."""
+        """Passes on where the pages go. Nothing follows, and the worker ends the call: to close our
+        half of it would be one more message, and 0.1 ms, of every request."""
         is_heard = False
         with ignore_ended_call():
             await self.stream.write(worker_pb2.PrefillRequest(reservation=reservation))
             is_heard = True
         self._is_unheard = not is_heard
-        if is_heard:
-            # A call that ends meanwhile says why to who reads it.
-            with suppress(grpc.aio.InternalError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await self.stream.done_writing()
 
     async def _follow_push(self) -> None:
         try:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc.aio
 import pytest
 from grpc.aio._call import StreamStreamCall
 from router.asking import ask
-from router.fake_workers import once, raises
+from router.fake_workers import once
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
@@ -17,21 +16,6 @@ from effuse.router.failures import Failure, FailureKind
 from effuse.v1 import worker_pb2
 
 TEXT = "the answer is three"
-
-
-def test_a_call_that_ends_while_it_is_half_closed_says_why_to_its_reader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def ends(call: object) -> None:
-        raise grpc.aio.InternalError("Failed execute_batch")  # as grpcio does at a deadline
-
-    async def body(fleet: FakeFleet) -> None:
-        monkeypatch.setattr(StreamStreamCall, "done_writing", ends)
-        fleet.prefill[0].at["reservation"] = raises(errors.TransferFailed("it broke"))
-        answer = await ask(fleet)
-        assert (answer.text, answer.stats.prefill_worker) == (TEXT, "p1")
-
-    run(body, num_prefill=2)
 
 
 @pytest.mark.parametrize(
