@@ -91,7 +91,7 @@ class Attempt:
                     await self._router.fleet.peer(worker.address).channel.prove()
             if prefill is not None and not request.is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
-                await self._open_prefill(prefill).send_prompt(self._id)
+                await self._open_prefill(prefill).send_prompt(self._id, self._break_off)
             decode = self._decode = self._open_decode()
             try:
                 while self._reason is None:
@@ -104,7 +104,7 @@ class Attempt:
                         call = self._prefill
                         if call is None:
                             call = self._open_prefill(prefill)
-                            await call.send_prompt(self._id)
+                            await call.send_prompt(self._id, self._break_off)
                         await call.send_reservation(response.reservation)
             except EffuseError as error:
                 if (last := self._end_without_word(error)) is not None:
@@ -149,7 +149,6 @@ class Attempt:
             stub.Prefill(timeout=self._time_left(), metadata=self._router.traces.carrier()),
             worker,
             self._request,
-            on_failure=self._break_off,
             ask=self._router.fleet.ask,
             now=self._router.now,
         )

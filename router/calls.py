@@ -93,8 +93,7 @@ class PrefillCall:
     """One Prefill call: the prompt goes out, then the reservation, until pages are pushed.
 
     What it says counts only while the prompt's KV is on its way: once pages are pushed or verified,
-    how it ends concerns nobody. `failure` is set, and `on_failure` called, where it fails the
-    attempt."""
+    how it ends concerns nobody. `failure` is set where it fails the attempt."""
 
     def __init__(
         self,
@@ -102,7 +101,6 @@ class PrefillCall:
         worker: WorkerRecord,
         request: Request,
         *,
-        on_failure: Callable[[], None],
         ask: Callable[[WorkerRecord], Awaitable[Condition | None]],
         now: Callable[[], float],
     ) -> None:
@@ -113,13 +111,15 @@ class PrefillCall:
         self.failure: AttemptFailed | None = None
         self._is_unheard = False  # the reservation found the call over
         self._request = request
-        self._on_failure = on_failure
         self._ask = ask
         self._now = now
         self._peer = f"prefill worker {worker.worker_id}"
 
-    async def send_prompt(self, attempt: worker_pb2.AttemptId) -> None:
-        """Sends the prompt, and listens from then on, to the end of the call."""
+    async def send_prompt(
+        self, attempt: worker_pb2.AttemptId, on_failure: Callable[[], None]
+    ) -> None:
+        """Sends the prompt, and listens from then on, to the end of the call; `on_failure` hears
+        where that fails the attempt."""
         start = worker_pb2.PrefillStart(
             attempt=attempt,
             prompt_token_ids=self._request.prompt_token_ids,
@@ -127,7 +127,9 @@ class PrefillCall:
         )
         with ignore_ended_call():
             await self.stream.write(worker_pb2.PrefillRequest(start=start))
-        self.reader = asyncio.create_task(self._follow_push())
+        # Not kept here: an attempt and its call would hold each other, and all that is of a request
+        # would be left to the garbage collector.
+        self.reader = asyncio.create_task(self._follow_push(on_failure))
 
     async def send_reservation(self, reservation: worker_pb2.Reservation) -> None:
         """Passes on where the pages go. Nothing follows, and the worker ends the call: to close our
@@ -138,7 +140,7 @@ class PrefillCall:
             is_heard = True
         self._is_unheard = not is_heard
 
-    async def _follow_push(self) -> None:
+    async def _follow_push(self, on_failure: Callable[[], None]) -> None:
         try:
             await self._read_all()
         except EffuseError as error:
@@ -148,7 +150,7 @@ class PrefillCall:
             if self._is_unheard and await self._has_lost_its_status():
                 error = await self._ask_why()
             self.failure = AttemptFailed(error, self.worker)
-            self._on_failure()
+            on_failure()
 
     async def _has_lost_its_status(self) -> bool:
         """Whether grpcio has put an error of its own in the place of the worker's: it does where a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from router.fake_workers import once
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
+from effuse.router.attempt import Attempt
 from effuse.router.failures import Failure, FailureKind
 from effuse.v1 import worker_pb2
 
@@ -60,3 +62,19 @@ def test_a_worker_whose_error_grpcio_has_lost_is_asked_how_it_is(
         assert is_engine_lost == (is_there and is_starting)
 
     run(body, num_prefill=2, prefill="remote")
+
+
+def test_an_attempt_is_gone_once_its_calls_are_without_the_garbage_collector() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await ask(fleet)).text == TEXT
+            while any(  # noqa: ASYNC110  # nothing tells of that
+                type(one) is Attempt for one in gc.get_objects()
+            ):
+                await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+
+    run(body)
