@@ -63,8 +63,9 @@ class Detokenizer:
 
     def held_back(self) -> str:
         """What would be returned if the ids were over."""
-        ids = self._window + self._open
-        return self._decoder.decode(ids)[self._shown :] if ids else ""
+        if not self._open and len(self._window) == self._settled:
+            return ""  # the last piece was complete
+        return self._decoder.decode(self._window + self._open)[self._shown :]
 
     def _complete_text(self, num_ids: int) -> str:
         """Moves the first open ids into the window and returns what they complete."""
@@ -75,7 +76,7 @@ class Detokenizer:
         end = len(text) - min(num_open, MOST_BYTES - 1)
         piece = text[self._shown : end]
         if not num_open:
-            self._slide_window()
+            self._slide_window(text)
             return piece
         self._shown = max(self._shown, end)
         if len(self._window) >= self._most_window:
@@ -96,11 +97,14 @@ class Detokenizer:
                 self._most_window = LONG_WINDOW
                 return
 
-    def _slide_window(self) -> None:
-        """All is returned: what came since the last complete piece is the context of the next."""
-        self._window = self._window[self._settled :]
+    def _slide_window(self, text: str) -> None:
+        """All of the window's text is returned: what came since the last complete piece is the
+        context of the next."""
+        if self._settled:
+            self._window = self._window[self._settled :]
+            text = self._decoder.decode(self._window)
         self._settled = len(self._window)
-        self._shown = len(self._decoder.decode(self._window))
+        self._shown = len(text)
 
 
 class StopMatcher:
