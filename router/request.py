@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import count, pairwise
 from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
 
 from effuse.placement.records import Role
 from effuse.protos.errors import EffuseError
@@ -327,11 +328,11 @@ class Request:
         forwards = self.earlier_forwards + self.forwards
         first_block = self.commit_times[0] if self.commit_times else self.arrived
         return pb.GenerationStats(
-            queue_duration=timedelta(seconds=self.queue_s),
-            prefill_duration=timedelta(seconds=max(0.0, self.prefilled - self.arrived)),
-            handoff_duration=timedelta(seconds=self.handoff_s),
-            time_to_first_block=timedelta(seconds=max(0.0, first_block - self.arrived)),
-            total_duration=timedelta(seconds=now - self.arrived),
+            queue_duration=_duration(self.queue_s),
+            prefill_duration=_duration(max(0.0, self.prefilled - self.arrived)),
+            handoff_duration=_duration(self.handoff_s),
+            time_to_first_block=_duration(max(0.0, first_block - self.arrived)),
+            total_duration=_duration(now - self.arrived),
             forward_passes=forwards,
             tokens_per_forward=self.num_tokens / forwards if forwards else 0.0,
             kv_bytes=self.kv_bytes,
@@ -390,3 +391,8 @@ class Request:
             f"{m.event.value}{f' ({m.note})' if m.note else ''} +{m.at_s - start:.3f}s"
             for m in self.story
         )
+
+
+def _duration(seconds: float) -> Duration:
+    whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
+    return Duration(seconds=whole, nanos=nanos)
