@@ -87,8 +87,10 @@ class Attempt:
         prefill, request = self._placement.prefill, self._request
         with self._judging():
             for worker in self._workers():
-                with _blaming(worker):
+                try:
                     await self._router.fleet.peer(worker.address).channel.prove()
+                except PeerLost as error:
+                    raise AttemptFailed(error, worker) from error
             if prefill is not None and not request.is_patient:
                 # Decode has time until the prompt is computed; the prompt has none to lose.
                 await self._open_prefill(prefill).send_prompt(self._id, self._break_off)
@@ -325,12 +327,3 @@ class Attempt:
 def _sampling(sampling: Sampling) -> worker_pb2.DecodeSampling:
     fields = asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
     return worker_pb2.DecodeSampling(**fields)
-
-
-@contextmanager
-def _blaming(worker: WorkerRecord) -> Iterator[None]:
-    """Who does not show that it belongs to the fleet has failed the attempt."""
-    try:
-        yield
-    except PeerLost as error:
-        raise AttemptFailed(error, worker) from error

@@ -315,7 +315,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 def request_span(
     router: Router, context: grpc.aio.ServicerContext[Sent, Response]
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[object]:
     """A request's own span, within that of its client if there is one; whichever service it came
     by."""
     return router.traces.span("generate", context.invocation_metadata() or ())

@@ -9,8 +9,8 @@ the extra `traces`; without it, and without an endpoint, a span costs a function
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
@@ -57,21 +57,18 @@ class Traces:
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)
 
-    @contextmanager
     def span(
         self,
         name: str,
         parent: Carrier | None = None,
         attributes: Mapping[str, Attribute] | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[object]:
         """What is done within it. `parent`: metadata of the call that asked for it; else the span
         that is open here, if any. An exception is recorded, and passes."""
         if self._tracer is None:
-            yield
-            return
+            return nullcontext()
         context = None if parent is None else _context_of(parent)
-        with self._tracer.start_as_current_span(name, context, attributes=attributes):
-            yield
+        return self._tracer.start_as_current_span(name, context, attributes=attributes)
 
     def record(self, name: str, seconds: float) -> None:
         """A span within the open one that has just ended, and took so long."""

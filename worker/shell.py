@@ -110,7 +110,7 @@ class Shell:
         most = self.config.max_request_s
         return most if remaining_s is None else min(remaining_s, most)
 
-    def span(self, name: str, metadata: Carrier | None) -> AbstractContextManager[None]:
+    def span(self, name: str, metadata: Carrier | None) -> AbstractContextManager[object]:
         """What this worker does for a call, within the span that the call names."""
         attributes = {"effuse.worker": self.identity.worker_id}
         return self.traces.span(name, metadata or (), attributes)
