@@ -81,7 +81,7 @@ def accept(
         router.admission.check(SlotNeed(model=model, tenant=tenant.name))
         asked_digest = digest_of_asked(message, tenant) if message.HasField("request_id") else ""
         router.requests.check_id(request_id)
-        asked = router.resolve(message, is_stream=is_stream).seeded(secrets.randbits(64))
+        asked = router.resolve(message, is_stream=is_stream, seed=secrets.randbits(64))
         router.quotas.check(tenant, asked.num_answers)
         # grpcio's types hide that there may be none
         time_left: float | None = context.time_remaining()

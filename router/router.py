@@ -91,6 +91,8 @@ class Router:
         self.port = 0
         self.metrics_port = 0
         self.ready = asyncio.Event()
+        most = config.max_answers
+        self._answers = replace(ANSWERS, high=most, note=", this router's --max-answers")
 
     def count_seats(self) -> bool:
         """Brings the queue in step with the decode workers that are live now. Whether there are
@@ -135,10 +137,10 @@ class Router:
             self.requests.cut_off()
             await self.requests.idle.wait()  # its caller brings the deadline
 
-    def resolve(self, message: pb.GenerateRequest, *, is_stream: bool) -> Asked:
-        """What a client's message asks for, every setting resolved; raises `EffuseError` with all
-        that can be said against it."""
-        tokenizer, most = self.tokenizer, self.config.max_answers
+    def resolve(self, message: pb.GenerateRequest, *, is_stream: bool, seed: int = 0) -> Asked:
+        """What a client's message asks for, every setting resolved, with `seed` where it sets none;
+        raises `EffuseError` with all that can be said against it."""
+        tokenizer = self.tokenizer
         return validate(
             message,
             self.catalogue.find(message.model if message.HasField("model") else None),
@@ -147,7 +149,8 @@ class Router:
             decode_prefills=self.fleet.mode != "remote",
             takes_chats=tokenizer.has_chat_template,
             chat_end_ids=tokenizer.chat_end_ids,
-            answers=replace(ANSWERS, high=most, note=", this router's --max-answers"),
+            answers=self._answers,
+            seed=seed,
         )
 
     def tenant(self) -> Tenant:

@@ -170,6 +170,7 @@ def validate(
     takes_chats: bool = True,
     chat_end_ids: Collection[int] = (),
     answers: Bounds = ANSWERS,
+    seed: int = 0,
 ) -> Asked:
     """Resolves `request` for `model`; raises `InvalidRequest` naming every field that is wrong.
 
@@ -177,7 +178,7 @@ def validate(
     `takes_chats`: whether there is a chat template for the model. `chat_end_ids`: what ends an
     answer in it, beside the model's end-of-sequence ids.
     `decode_prefills`: whether decode workers may compute prompts themselves. `answers`: how many
-    may be asked for."""
+    may be asked for. `seed`: a uint64, for a request that sets none."""
     findings = Findings()
     refused = {i: "reserved" for i in reserved_ids if i not in model.eos_token_ids}
     refused[model.mask_token_id] = "mask"
@@ -208,7 +209,7 @@ def validate(
         min_tokens=request.stopping.min_tokens,
         stops=tuple(request.stopping.stop),
         stop_token_ids=_resolve_stop_ids(request.stopping, end_ids),
-        sampling=_resolve_sampling(request.sampling, model),
+        sampling=_resolve_sampling(request.sampling, model, seed),
         has_seed=request.sampling.HasField("seed"),
         num_answers=num_answers,
         settings=_resolve_settings(request.decoding, algorithm, model),
@@ -375,12 +376,11 @@ def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> 
     return tuple(sorted({*ends, *stopping.stop_token_ids}))
 
 
-def _resolve_sampling(sampling: pb.SamplingParams, model: ModelInfo) -> Sampling:
-    given = _given(sampling)
+def _resolve_sampling(sampling: pb.SamplingParams, model: ModelInfo, seed: int) -> Sampling:
+    given = {"seed": seed, **_given(sampling)}
     if sampling.logit_bias:
         given["logit_bias"] = tuple(sorted(sampling.logit_bias.items()))
-    defaults = model.defaults.sampling
-    return msgspec.structs.replace(defaults, **given) if given else defaults
+    return msgspec.structs.replace(model.defaults.sampling, **given)
 
 
 def _resolve_settings(
