@@ -136,6 +136,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.worker_id, self.incarnation
 
     @cached_property
+    def fingerprint_text(self) -> str:
+        """The fingerprint as one value that is compared, and looked up by, in no time."""
+        return repr(self.fingerprint)
+
+    @cached_property
     def _links_by_life(self) -> dict[tuple[str, str], Link]:
         return {(link.peer, link.peer_incarnation): link for link in self.links}
 

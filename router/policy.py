@@ -136,8 +136,8 @@ class Prospect(Enum):
     NONE = "none"
 
 
-Fitting = dict[Fingerprint, list[Candidate]]
-"""Prefill workers by their fingerprint."""
+Fitting = dict[str, list[Candidate]]
+"""Prefill workers by the text of their fingerprint."""
 
 
 def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | None:
@@ -147,7 +147,7 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
     over to it, a few prompts at a time; `remote` never, `local` always. Whose prompt's KV is at a
     worker goes there if it has a seat."""
     usable = [c for c in candidates if _is_usable(c, need)]
-    if beside := [c for c in usable if c.life == need.beside and c.has_seat]:
+    if need.beside and (beside := [c for c in usable if c.life == need.beside and c.has_seat]):
         return Placement(beside[0].record, None, shares_prompt=True)
     writers = [c for c in usable if c.record.role == "prefill" and not c.is_full]
     fitting = _by_fingerprint(() if need.mode == "local" else writers)
@@ -228,7 +228,7 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
         (prefill.record, decode.record)
         for decode in usable
         if decode.record.role == "decode"
-        for prefill in fitting.get(decode.record.fingerprint, ())
+        for prefill in fitting.get(decode.record.fingerprint_text, ())
         if not prefill.record.may_push_to(decode.record)
     ]
     if not refused:
@@ -281,7 +281,7 @@ def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:
 def _by_fingerprint(prefillers: Iterable[Candidate]) -> Fitting:
     fitting: Fitting = {}
     for candidate in prefillers:
-        fitting.setdefault(candidate.record.fingerprint, []).append(candidate)
+        fitting.setdefault(candidate.record.fingerprint_text, []).append(candidate)
     return fitting
 
 
@@ -296,15 +296,14 @@ def _may_decode(candidate: Candidate, fitting: Fitting, need: AttemptNeeds) -> b
 
 def _is_cut_off(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool:
     """Whether prefill workers fit, and none of them is trusted to hand over to it."""
-    if decode.record.fingerprint not in fitting:
+    if decode.record.fingerprint_text not in fitting:
         return False
-    trusted = ((w.life, decode.life) not in need.doubtful for w in _writers(decode, fitting, need))
-    return not any(trusted)
+    return all((w.life, decode.life) in need.doubtful for w in _writers(decode, fitting, need))
 
 
 def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterator[Candidate]:
     """Prefill workers that can hand over to `decode`."""
-    for candidate in fitting.get(decode.record.fingerprint, ()):
+    for candidate in fitting.get(decode.record.fingerprint_text, ()):
         if (
             candidate.record.may_push_to(decode.record)
             and (candidate.life, decode.life) not in need.broken
