@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from effuse.client.chat import ROLES
@@ -44,9 +44,10 @@ class Findings:
         if self.violations:
             raise InvalidRequest(self.violations)
 
-    def number(self, name: str, value: float, bounds: Bounds) -> None:
-        """A number within `bounds`."""
-        if value not in bounds:
+    def number(self, name: str, value: float, bounds: Bounds, *, most: float | None = None) -> None:
+        """A number within `bounds`, whose upper end is `most` where that is given."""
+        if value not in bounds or (most is not None and value > most):
+            bounds = bounds if most is None else replace(bounds, high=most)
             self.add(name, bounds.form, f"{value:g}" if isinstance(value, float) else value)
 
     def choice(self, name: str, value: int, names: Sequence[str]) -> None:

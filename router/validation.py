@@ -7,7 +7,7 @@ before the prompt is tokenised. Not here: its input (`findings.py`), whether the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -256,9 +256,8 @@ def _check_sampling(
         name = field.name
         if (bounds := DRAWS.get(name)) is None:
             continue
-        if name == "top_k":
-            bounds = replace(bounds, high=model.vocab_size)
-        findings.number(f"sampling.{name}", value, bounds)
+        most = model.vocab_size if name == "top_k" else None
+        findings.number(f"sampling.{name}", value, bounds, most=most)
     _check_bias(sampling.logit_bias, refused, model, findings)
 
 
@@ -283,11 +282,11 @@ def _check_bias(
 
 def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Findings) -> None:
     if stopping.HasField("max_tokens"):
-        bounds = replace(MAX_TOKENS, high=model.max_model_len - 1)
-        findings.number("stopping.max_tokens", stopping.max_tokens, bounds)
+        most = model.max_model_len - 1
+        findings.number("stopping.max_tokens", stopping.max_tokens, MAX_TOKENS, most=most)
     if stopping.min_tokens:
         most = stopping.max_tokens if stopping.HasField("max_tokens") else model.max_model_len - 1
-        findings.number("stopping.min_tokens", stopping.min_tokens, replace(MIN_TOKENS, high=most))
+        findings.number("stopping.min_tokens", stopping.min_tokens, MIN_TOKENS, most=most)
     if len(stopping.stop) > MAX_STOPS:
         findings.add("stopping.stop", f"at most {MAX_STOPS} strings", len(stopping.stop))
     else:
@@ -348,12 +347,12 @@ def _check_algorithm(
             if sampling.HasField(name):
                 form = f"it unset with {algorithm}, which does not use it"
                 findings.add(f"sampling.{name}", form, "a value")
-    others = " or ".join(_by_blocks(model))
     if algorithm == "fast_dllm_v2" and model.architecture != "fast_dllm_v2":
-        form = f"{others} for a model that was not tuned for it"
+        form = f"{_by_blocks(model)} for a model that was not tuned for it"
         findings.add("decoding.algorithm", form, algorithm)
     if algorithm not in CANVAS_ALGORITHMS:
         return
+    others = _by_blocks(model)
     if model.prompt_attention != "bidirectional":
         form = f"{others} for a model whose prompt does not attend to all of itself"
         findings.add("decoding.algorithm", form, algorithm)
@@ -362,13 +361,14 @@ def _check_algorithm(
         findings.add("decoding.algorithm", form, algorithm)
 
 
-def _by_blocks(model: ModelInfo) -> Iterator[Algorithm]:
+def _by_blocks(model: ModelInfo) -> str:
     """Algorithms that any model takes, but for those of another model's tuning."""
-    for algorithm in _ALGORITHMS.values():
-        if algorithm in CANVAS_ALGORITHMS:
-            continue
-        if algorithm != "fast_dllm_v2" or model.architecture == algorithm:
-            yield algorithm
+    return " or ".join(
+        algorithm
+        for algorithm in _ALGORITHMS.values()
+        if algorithm not in CANVAS_ALGORITHMS
+        and (algorithm != "fast_dllm_v2" or model.architecture == algorithm)
+    )
 
 
 def _resolve_stop_ids(stopping: pb.StoppingParams, end_ids: Collection[int]) -> tuple[int, ...]:
