@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -49,8 +49,7 @@ class BrokenStream(Exception):
     """A worker's commits do not continue what was delivered; its attempt must end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """One line of a story."""
 
     at_s: float  # on the router's clock
