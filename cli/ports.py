@@ -13,8 +13,10 @@ _GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on now. It is none of those that the kernel gives to
-    whoever connects or binds port 0, so that it is still free when it is bound."""
-    ports = range(_LOWEST, int(_GIVEN.read_text().split()[0]))
+    whoever connects or binds port 0, as far as it tells them, so that it is still free when it is
+    bound."""
+    given = _GIVEN.read_text().split() if _GIVEN.exists() else [str(_LOWEST)]
+    ports = range(_LOWEST, int(given[0]))
     tried = random.SystemRandom().sample(ports, min(len(ports), 100))
     for port in (*tried, 0):
         with socket.socket() as probe, suppress(OSError):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from loopbacks import LOOPBACKS
 
+from effuse.cli import ports
 from effuse.cli.ports import check_ports, free_port, hold_port
 from effuse.cli.up import parse, refuse_early
 
@@ -27,6 +28,13 @@ def test_a_free_port_is_none_that_the_kernel_gives_to_somebody_else_meanwhile() 
     found = [free_port() for _ in range(20)]
     assert not any(first <= port <= last for port in found)
     check_ports([("127.0.0.1", port) for port in set(found)])
+
+
+def test_a_free_port_is_found_where_nobody_tells_what_the_kernel_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ports, "_GIVEN", tmp_path / "none")
+    check_ports([("127.0.0.1", free_port())])
 
 
 @pytest.mark.parametrize(

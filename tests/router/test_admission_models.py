@@ -11,6 +11,12 @@ from effuse.protos.errors import Overloaded
 from effuse.router.admission import LEAST_HOLDS, Admission, SlotNeed
 
 
+async def hold(admission: Admission, release: asyncio.Event, order: list[str], model: str) -> None:
+    async with admission.slot(SlotNeed(model=model)):
+        order.append(model)
+        await release.wait()
+
+
 async def turns(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -20,17 +26,12 @@ def test_models_wait_for_their_own_workers() -> None:
     async def main() -> None:
         admission, release, order = Admission(8, 4), asyncio.Event(), list[str]()
 
-        async def one(model: str) -> None:
-            async with admission.slot(SlotNeed(model=model)):
-                order.append(model)
-                await release.wait()
-
         admission.fit_seats({"busy": [1, 1], "idle": [1]})
         async with asyncio.TaskGroup() as group:
             for _ in range(5):
-                group.create_task(one("busy"))
+                group.create_task(hold(admission, release, order, "busy"))
             await turns()
-            group.create_task(one("idle"))
+            group.create_task(hold(admission, release, order, "idle"))
             await turns()
             assert order == ["busy", "busy", "idle"]
             assert admission.running_by_model() == {"busy": 2, "idle": 1}
@@ -48,19 +49,14 @@ def test_one_model_leaves_places_in_the_queue_to_another() -> None:
     async def main() -> None:
         admission, release, order = Admission(8, 3), asyncio.Event(), list[str]()
 
-        async def one(model: str) -> None:
-            async with admission.slot(SlotNeed(model=model)):
-                order.append(model)
-                await release.wait()
-
         admission.fit_seats({"busy": [1], "other": [1]})
         async with asyncio.TaskGroup() as group:
-            busy = [asyncio.create_task(one("busy")) for _ in range(4)]
-            group.create_task(one("other"))
+            busy = [asyncio.create_task(hold(admission, release, order, "busy")) for _ in range(4)]
+            group.create_task(hold(admission, release, order, "other"))
             await turns()
             with pytest.raises(Overloaded):
                 admission.check(SlotNeed(model="busy"))
-            group.create_task(one("other"))
+            group.create_task(hold(admission, release, order, "other"))
             await turns()
             assert admission.waiting_by_model() == {"busy": 2, "other": 1}
             with pytest.raises(Overloaded):
@@ -77,15 +73,10 @@ def test_within_the_limit_for_all_the_model_that_has_least_is_next() -> None:
         admission, order = Admission(4, 9), list[str]()
         releases = [asyncio.Event() for _ in range(8)]
 
-        async def one(model: str, release: asyncio.Event) -> None:
-            async with admission.slot(SlotNeed(model=model)):
-                order.append(model)
-                await release.wait()
-
         admission.fit_seats({"busy": [8], "other": [8]})
         async with asyncio.TaskGroup() as group:
             for model, release in zip(["busy"] * 6 + ["other"] * 2, releases, strict=True):
-                group.create_task(one(model, release))
+                group.create_task(hold(admission, release, order, model))
             await turns()
             assert order == ["busy"] * 4
             for release in releases[:2]:
@@ -105,16 +96,11 @@ def test_those_that_wait_for_workers_to_come_back_leave_others_their_seats() -> 
     async def main() -> None:
         admission, release, order = Admission(8, 9), asyncio.Event(), list[str]()
 
-        async def one(model: str) -> None:
-            async with admission.slot(SlotNeed(model=model)):
-                order.append(model)
-                await release.wait()
-
         admission.fit_seats({"lost": [2], "well": [3]})
         admission.fit_seats({"well": [3]})
         async with asyncio.TaskGroup() as group:
             for model in ["lost"] * 9 + ["well"] * 4:
-                group.create_task(one(model))
+                group.create_task(hold(admission, release, order, model))
             await turns()
             assert admission.running_by_model() == {"lost": 5, "well": 3}
             admission.fit_seats({})
