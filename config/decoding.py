@@ -9,7 +9,7 @@ the model (its vocabulary, block size and context), which who knows the model ch
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Final, Literal, cast, get_args
 
 import msgspec
 
@@ -247,6 +247,13 @@ def plain_settings(algorithm: Algorithm, block_size: int) -> DecodeSettings:
     return msgspec.structs.replace(settings, block_length=block_size, remasking="low_confidence")
 
 
+_FLOAT32: Final = struct.Struct("f")
+
+
+def _float32(number: float) -> float:
+    return cast(float, _FLOAT32.unpack(_FLOAT32.pack(number))[0])
+
+
 _SAMPLING: Final = {
     "temperature": TEMPERATURE,
     "top_p": TOP_P,
@@ -284,14 +291,23 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-_FLOAT32: Final = struct.Struct("f")
+_USUAL: Final[Mapping[type[msgspec.Struct], Mapping[str, object]]] = {
+    kind: {
+        field.name: _float32(field.default) if isinstance(field.default, float) else field.default
+        for field in msgspec.structs.fields(kind)
+    }
+    for kind in (Sampling, Stopping, DecodeSettings, DecodingDefaults)
+}
+"""Defaults, as they are kept: most numbers of most requests, which need no check."""
 
 
 def _check_numbers(value: msgspec.Struct, bounds: Mapping[str, Bounds]) -> None:
+    usual = _USUAL[type(value)]
     for name, accepted in bounds.items():
-        found = getattr(value, name)
+        found, default = getattr(value, name), usual[name]
+        if found == default and type(found) is type(default):
+            continue
         if found not in accepted:
             raise SettingError(name, accepted.form, found)
         if not accepted.is_whole:
-            (rounded,) = _FLOAT32.unpack(_FLOAT32.pack(found))
-            msgspec.structs.force_setattr(value, name, rounded)
+            msgspec.structs.force_setattr(value, name, _float32(found))

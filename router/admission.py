@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -105,13 +104,24 @@ class ModelSlots:
 
 
 class HeldSlots:
-    """Those of an admitted request: one for each of its answers that has not ended."""
+    """Those of a request, within `async with`: one for each of its answers that has not ended."""
 
-    def __init__(self, admission: Admission, need: SlotNeed, began: float) -> None:
+    def __init__(self, admission: Admission, need: SlotNeed) -> None:
         self._admission = admission
         self._need = need
-        self._began = began
-        self._num_left = need.num_answers
+        self._began = 0.0
+        self._num_left = 0
+
+    async def __aenter__(self) -> HeldSlots:
+        """Waits for them; raises as `Admission.slot` says."""
+        self._began = await self._admission.take_slot(self._need)
+        self._num_left = self._need.num_answers
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Frees what is left of them."""
+        while self._num_left:
+            self.end_answer(self._began, is_answered=kind is None)
 
     def end_answer(self, began: float, *, is_answered: bool = True) -> None:
         """Frees the slot of an answer that has ended. It had a seat since `began`, where it had to
@@ -119,11 +129,6 @@ class HeldSlots:
         self._num_left -= 1
         began = max(self._began, began)
         self._admission.end_answer(began, self._need, is_answered=is_answered)
-
-    def end_all(self, *, is_answered: bool) -> None:
-        """Frees what is left of them."""
-        while self._num_left:
-            self.end_answer(self._began, is_answered=is_answered)
 
 
 class Admission:
@@ -191,26 +196,29 @@ class Admission:
             self._admit_next()
         return is_changed
 
-    @asynccontextmanager
-    async def slot(self, need: SlotNeed = ANY) -> AsyncIterator[HeldSlots]:
+    def slot(self, need: SlotNeed = ANY) -> HeldSlots:
         """Holds a slot for each answer, until that has ended; it waits for one, and its answers
         wait for workers' seats by themselves. Waits in the queue, before those of the same tenant
         of a larger place; the caller bounds how long.
 
         Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full
         and another tenant has less in it; at its turn, if its deadline cannot be met any more."""
+        return HeldSlots(self, need)
+
+    async def take_slot(self, need: SlotNeed) -> float:
+        """Takes what `slot` holds, and returns when it did."""
         self.check(need)
         deadline = self._now() + need.left_s
-        has_waited = await self._take_slot(need)
-        began, is_answered = self._now(), False
-        held = HeldSlots(self, need, began)
-        try:
-            if has_waited:
+        has_waited = await self._wait_for_slot(need)
+        began = self._now()
+        if has_waited:
+            try:
                 self._check_turn(need, deadline - began)
-            yield held
-            is_answered = True
-        finally:
-            held.end_all(is_answered=is_answered)
+            except Overloaded:
+                for _ in range(need.num_answers):
+                    self.end_answer(began, need, is_answered=False)
+                raise
+        return began
 
     def end_answer(self, began: float, need: SlotNeed, *, is_answered: bool) -> None:
         """Frees a slot, which an answer to this request has held since `began`, for who is next."""
@@ -279,7 +287,7 @@ class Admission:
         most = slots.waiting.length_of(need.tenant) + need.num_answers
         return sum(one.waiting.count_beyond(most) for one in self._models.values()) >= too_many
 
-    async def _take_slot(self, need: SlotNeed) -> bool:
+    async def _wait_for_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
         slots = self.slots_of(need.model)
         if self._has_free(slots) and not slots.waiting:

@@ -235,22 +235,27 @@ class Cleanup:
         num_left = len(calls) + len(readers)
         self.num_open += 1
         self._all_settled.clear()
+        loop = asyncio.get_running_loop()
 
         def cut_off() -> None:
             self.num_late += 1
             _cut_off(readers, end_calls)
 
-        def note_end(_: object) -> None:
-            nonlocal num_left
-            num_left -= 1
-            if not num_left:
-                late.cancel()
-                self._note_settled()
+        def watch() -> None:
+            # A timer and no task: every request passes here, and hardly one is late.
+            late = loop.call_later(self._settle_s, cut_off)
 
-        # A timer and no task: every request passes here, and hardly one is late.
-        late = asyncio.get_running_loop().call_later(self._settle_s, cut_off)
-        for one in (*calls, *readers):
-            one.add_done_callback(note_end)
+            def note_end(_: object) -> None:
+                nonlocal num_left
+                num_left -= 1
+                if not num_left:
+                    late.cancel()
+                    self._note_settled()
+
+            for one in (*calls, *readers):
+                one.add_done_callback(note_end)
+
+        loop.call_soon(watch)  # once the answer is on its way
 
     def _note_settled(self) -> None:
         self.num_open -= 1

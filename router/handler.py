@@ -245,7 +245,7 @@ def _is_repeated(context: grpc.aio.ServicerContext[Sent, Response]) -> bool:
 
 def _request_id(message: pb.GenerateRequest) -> str:
     """The client's, or one of ours where there is none, or one that `validate` refuses."""
-    if REQUEST_ID.fullmatch(message.request_id):
+    if message.request_id and REQUEST_ID.fullmatch(message.request_id):
         return message.request_id
     return f"req-{secrets.token_hex(12)}"
 

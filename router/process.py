@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 import grpc.aio
+import uvloop
 
 from effuse.compat import (
     kserve_pb2,
@@ -70,7 +71,8 @@ def main(argv: Sequence[str]) -> None:
         tokenizer = Tokenizer.load(
             config.model or bundled_directory(), threads=config.tokenizer_threads
         )
-        asyncio.run(_run(config, tokenizer))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(config, tokenizer))
     except* (TokenizerError, OSError, TracesUnavailable) as failed:
         errors = _texts(failed)
     if errors:

@@ -22,6 +22,8 @@ class State(Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__  # that of Enum is a Python function, called at each event
+
 
 class Event(Enum):
     """What happens to a request."""
@@ -34,6 +36,8 @@ class Event(Enum):
     FINISHED = "finished"  # also of a request whose answers have, or whose answer was kept
     FAILED = "failed"
     CANCELLED = "cancelled"  # by the client or by its deadline
+
+    __hash__ = object.__hash__
 
 
 _S, _E = State, Event

@@ -38,7 +38,7 @@ from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, Prospect
 from effuse.router.request import Request
-from effuse.router.tenants import KeyRing, Quotas, Tenant
+from effuse.router.tenants import NOBODY, KeyRing, Quotas, Tenant
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import Asked, validate
 from effuse.telemetry import logs
@@ -156,7 +156,9 @@ class Router:
     def tenant(self) -> Tenant:
         """Whose call is being answered, and what it may have."""
         name = CALLER.get()
-        return Tenant(name) if self.keys is None else self.keys.tenant(name)
+        if self.keys is not None:
+            return self.keys.tenant(name)
+        return Tenant(name) if name else NOBODY
 
     # What engines die of.
 

@@ -258,7 +258,8 @@ def _check_sampling(
             continue
         most = model.vocab_size if name == "top_k" else None
         findings.number(f"sampling.{name}", value, bounds, most=most)
-    _check_bias(sampling.logit_bias, refused, model, findings)
+    if sampling.logit_bias:
+        _check_bias(sampling.logit_bias, refused, model, findings)
 
 
 def _check_bias(

@@ -29,6 +29,8 @@ class Call:
         self._callbacks: list[Callable[[Any], None]] = []
 
     def add_done_callback(self, callback: Callable[[Any], None], /) -> None:
+        if self.has_ended:
+            callback(self)  # as grpcio does
         self._callbacks.append(callback)
 
     def end(self) -> None:
