@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import torch
 
-from effuse.benchmarks import engine_step, handoff, router_overhead, tls_cost
+from effuse.benchmarks import engine_step, handoff, prefix_cache, router_overhead, tls_cost
 from effuse.benchmarks.report import Figure, Report
 
 Measured = tuple[Figure | list[Figure], list[str]]
@@ -25,6 +25,7 @@ def _handoff(kind: str) -> Callable[[], Measured]:
 
 BENCHMARKS: dict[str, Callable[[], Measured]] = {
     "step": engine_step.measure,
+    "prefix-cache": prefix_cache.measure,
     "router": router_overhead.measure,
     "tls": tls_cost.measure,
     "handoff-nixl": _handoff("nixl"),

@@ -91,7 +91,7 @@ class Bench:
             runs: list[Callable[[], None]] = [partial(compute, self.engine, messages)]
             runs += [run_floor, run_plain]
             for kept, run in zip(times, runs, strict=True):
-                elapsed = _elapsed_ms(run)
+                elapsed = elapsed_ms(run)
                 if turn >= 0:
                     kept.append(elapsed)
             forget(self.engine, messages)
@@ -122,7 +122,7 @@ class Bench:
         self.paged.runner.run(parts)
         synchronize(self.model.device)
         if self.model.device.type == "cpu":
-            return _elapsed_ms(lambda: self.paged.runner.run(parts))
+            return elapsed_ms(lambda: self.paged.runner.run(parts))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(repeats):
@@ -183,7 +183,8 @@ def _step_until(engine: PrefillEngine, kind: type[object], num_events: int) -> N
             num_events -= 1
 
 
-def _elapsed_ms(run: Callable[[], object]) -> float:
+def elapsed_ms(run: Callable[[], object]) -> float:
+    """How long the call takes."""
     begin = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - begin)

@@ -32,6 +32,7 @@ class Stats:
     tokens_per_forward: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
+    cached_prompt_tokens: int = 0  # whose KV the prefill worker had from an earlier prompt
     connector: str = ""  # empty where decode prefilled for itself
     prefill_worker: str = ""  # empty where decode prefilled for itself
     decode_worker: str = ""
@@ -50,6 +51,7 @@ class Stats:
             tokens_per_forward=stats.tokens_per_forward,
             kv_bytes=stats.kv_bytes,
             kv_pages=stats.kv_pages,
+            cached_prompt_tokens=stats.cached_prompt_tokens,
             connector=stats.connector,
             prefill_worker=stats.prefill_worker,
             decode_worker=stats.decode_worker,

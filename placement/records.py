@@ -57,6 +57,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: U63 = 0
     prompts_shared: U63 = 0  # whose KV another attempt had
     kv_bytes: U63 = 0  # KV bytes pushed or received
+    prefix_queries: U63 = 0  # prompt tokens whose KV a prefill worker looked for
+    prefix_hits: U63 = 0  # those of them whose KV it had
 
     def pages_by_state(self) -> dict[str, int]:
         """Every page once, by the state that it is in (`kvtransfer/pool.py`)."""

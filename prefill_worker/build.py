@@ -54,6 +54,7 @@ def _limits(config: PrefillConfig, parts: Assembly) -> PrefillLimits:
         vocab_size=parts.model.config.vocab_size,
         mask_token_id=parts.model.config.mask_token_id,
         max_request_s=config.max_request_s,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
 
 

@@ -18,6 +18,7 @@ from effuse.models.config import ModelConfig
 from effuse.placement.records import Load
 from effuse.prefill_worker import prompts
 from effuse.prefill_worker.executor import PromptChunk, PromptExecutor
+from effuse.prefill_worker.prefix_cache import PrefixCache
 from effuse.prefill_worker.prompts import (
     PrefillLimits,
     Prompt,
@@ -54,7 +55,8 @@ class PrefillEngine:
         self._fingerprint = fingerprint
         self._now = now
         self._outbox = Outbox()
-        self._rehearsals = RehearsalSender(pool, sender, self._outbox)
+        self._cache = PrefixCache(pool, page_size=limits.page_size, block_size=limits.block_size)
+        self._rehearsals = RehearsalSender(pool, self._cache, sender, self._outbox)
         self._over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
         self._prompts: dict[str, Prompt] = {}  # everything not ended, draining ones included
         self._waiting: list[Prompt] = []
@@ -104,19 +106,21 @@ class PrefillEngine:
             waiting=len(self._waiting),
             runnable=len(self._computing),
             total_pages=self._pool.num_pages,
-            free_pages=self._pool.num_free,
+            free_pages=self._cache.num_free,
             quarantined_pages=self._pool.count(PageState.QUARANTINED),
             queued_tokens=sum(prompt.num_left for prompt in unfinished),
             steps=self._executor.num_forwards,
             step_requests=self._executor.num_prompts,
             step_tokens=self._executor.num_tokens,
             kv_bytes=self._kv_bytes,
+            prefix_queries=self._cache.num_queried,
+            prefix_hits=self._cache.num_found,
         )
 
     def audit(self) -> None:
-        """Checks that every page is free or some prompt's. Raises AuditError."""
+        """Checks that every page is free, cached or some prompt's. Raises AuditError."""
         held = [page for prompt in self._prompts.values() for page in prompt.pages]
-        self._pool.audit([*held, *self._rehearsals.pages()])
+        self._pool.audit([*held, *self._cache.pages(), *self._rehearsals.pages()])
 
     def close(self) -> None:
         """Stops the connector."""
@@ -140,6 +144,10 @@ class PrefillEngine:
         except PromptRefused as error:
             self._outbox.failed(message.attempt, "INVALID_ARGUMENT", str(error))
             return
+        if prompt.can_split and self._limits.enable_prefix_caching:
+            prompt.keys = self._cache.keys_of(
+                prompt.token_ids, prompt.num_paged, message.cache_salt
+            )
         transfer_id = message.attempt.transfer_id
         self._prompts[transfer_id] = prompt
         self._live.add(transfer_id)
@@ -148,14 +156,15 @@ class PrefillEngine:
 
     def _make_prompt(self, message: StartPrefill) -> Prompt:
         """A block-causal prompt is paged up to its last whole block, a bidirectional one wholly."""
-        length = len(message.prompt_token_ids)
+        token_ids = message.prompt_token_ids
         can_split = self._model.prompt_attention == "causal_blocks"
         block = self._limits.block_size
+        num_paged = len(token_ids) // block * block if can_split else len(token_ids)
         return Prompt(
             attempt=message.attempt,
-            token_ids=message.prompt_token_ids,
-            block_origin=self._model.block_origin(length),
-            num_paged=length // block * block if can_split else length,
+            token_ids=token_ids,
+            block_origin=self._model.block_origin(len(token_ids)),
+            num_paged=num_paged,
             can_split=can_split,
             arrived_s=self._now(),
         )
@@ -225,23 +234,31 @@ class PrefillEngine:
 
     def _admit(self) -> bool:
         """Gives the oldest waiting prompts their pages, as many as there is room for."""
-        count = prompts.admit(
-            (self._limits.pages_for(prompt.num_paged) for prompt in self._waiting),
-            num_computing=len(self._computing),
-            num_free=self._pool.num_free,
-            most=self._limits.max_num_seqs,
-        )
-        admitted, self._waiting = self._waiting[:count], self._waiting[count:]
-        for prompt in admitted:
-            pages = self._pool.allocate_committed(self._limits.pages_for(prompt.num_paged))
-            assert pages is not None, "admission counts free pages"
-            prompt.pages = pages
-            prompt.started_s = self._now()
-            self._computing.append(prompt)
-            if not prompt.num_left:
-                self._sender.computed(prompt.attempt.transfer_id, prompt.boundary)
-                self._conclude(prompt)
-        return count > 0
+        has_admitted = False
+        while self._waiting and len(self._computing) < self._limits.max_num_seqs:
+            if not self._begin(self._waiting[0]):
+                break
+            has_admitted = True
+            del self._waiting[0]
+        return has_admitted
+
+    def _begin(self, prompt: Prompt) -> bool:
+        """Gives a prompt its pages, with what is known of its KV; False if too few are free."""
+        num_pages = self._limits.pages_for(prompt.num_paged)
+        given = self._cache.begin(prompt.keys, prompt.num_paged, num_pages)
+        if given is None:
+            return False
+        prompt.prefix, prompt.pages = given
+        prompt.num_cached = prompt.prefix.num_found * self._cache.unit_size
+        prompt.num_launched = prompt.num_computed = prompt.num_cached
+        prompt.started_s = self._now()
+        self._computing.append(prompt)
+        if cached := prompt.take_final_pages(prompt.num_cached, self._limits.page_size):
+            self._sender.pages_ready(prompt.attempt.transfer_id, cached)
+        if not prompt.num_left:
+            self._sender.computed(prompt.attempt.transfer_id, prompt.boundary)
+            self._conclude(prompt)
+        return True
 
     def _schedule(self) -> list[PromptChunk]:
         """Chooses who takes part, with how many tokens."""
@@ -281,6 +298,7 @@ class PrefillEngine:
     def _apply(self, chunk: PromptChunk) -> None:
         prompt = chunk.prompt
         prompt.num_computed = chunk.end
+        self._cache.add(prompt.prefix, prompt.pages, chunk.end)
         if prompt.is_unread and not prompt.is_being_written:
             self._release(prompt)
         if prompt in self._computing and prompt.num_computed == prompt.num_paged:
@@ -328,7 +346,9 @@ class PrefillEngine:
         """Nothing reads or writes the prompt's pages any more."""
         attempt = prompt.attempt
         transfer_id = attempt.transfer_id
-        self._pool.release(self._prompts.pop(transfer_id).pages)
+        del self._prompts[transfer_id]
+        self._cache.end(prompt.prefix)
+        self._pool.release(prompt.pages)
         self._over.add(transfer_id, self._now())
         if transfer_id in self._aborting:
             was_running = self._aborting.pop(transfer_id)

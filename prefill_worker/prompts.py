@@ -8,12 +8,13 @@ leave is kvtransfer's sender's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from effuse.kvtransfer.connector import Cause, Pushed, PushFailed
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
+from effuse.prefill_worker.prefix_cache import HeldPrefix, Key
 from effuse.worker.config import PrefillConfig
 from effuse.worker.messages import Failed, FailureCode, PrefillDone, PromptPushed
 
@@ -43,10 +44,13 @@ class Prompt:
     can_split: bool  # into chunks that end with a block; a bidirectional prompt cannot
     arrived_s: float
     started_s: float = 0.0
+    num_cached: int = 0  # tokens whose KV was there when it began
     num_launched: int = 0  # tokens in forwards that were launched, the present one included
     num_computed: int = 0  # tokens whose KV is there
     num_ready: int = 0  # pages that the sender knows of
     pages: tuple[PageRef, ...] = ()
+    keys: tuple[Key, ...] = ()  # under which the cache has, or will have, its beginning
+    prefix: HeldPrefix = field(default_factory=HeldPrefix)
     is_unread: bool = False  # its handoff is over: only a running forward may touch its pages
 
     @property
@@ -98,6 +102,7 @@ class PrefillLimits:
     vocab_size: int
     mask_token_id: int
     max_request_s: float = PrefillConfig.max_request_s
+    enable_prefix_caching: bool = PrefillConfig.enable_prefix_caching
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.block_size:
@@ -143,21 +148,6 @@ def check_prompt(
         )
 
 
-def admit(waiting_pages: Iterable[int], *, num_computing: int, num_free: int, most: int) -> int:
-    """How many of the waiting prompts begin now, oldest first.
-
-    waiting_pages: pages that each needs. num_computing: prompts that have begun, at most `most`.
-    """
-    num_admitted = 0
-    for pages in waiting_pages:
-        if num_computing >= most or pages > num_free:
-            break
-        num_admitted += 1
-        num_computing += 1
-        num_free -= pages
-    return num_admitted
-
-
 def schedule(left: Sequence[tuple[int, bool]], *, budget: int, block_size: int) -> list[int]:
     """Tokens of each prompt in the next forward, 0 where it waits; oldest first.
 
@@ -179,6 +169,7 @@ def prefill_done(prompt: Prompt, now: float) -> PrefillDone:
         attempt=prompt.attempt,
         queue_s=prompt.started_s - prompt.arrived_s,
         compute_s=now - prompt.started_s,
+        cached_tokens=prompt.num_cached,
     )
 
 

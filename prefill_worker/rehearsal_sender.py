@@ -11,6 +11,7 @@ from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import Ended, HandoffSender, SendReport
+from effuse.prefill_worker.prefix_cache import PrefixCache
 from effuse.prefill_worker.prompts import prompt_pushed, push_failed
 from effuse.worker.engine_process import Outbox
 
@@ -20,8 +21,11 @@ _NOTHING = BoundaryState(prompt_len=0, prompt_digest=prompt_digest(()), tail_tok
 class RehearsalSender:
     """All rehearsals that an engine pushes."""
 
-    def __init__(self, pool: PagePool, sender: HandoffSender, outbox: Outbox) -> None:
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache, sender: HandoffSender, outbox: Outbox
+    ) -> None:
         self._pool = pool
+        self._cache = cache
         self._sender = sender
         self._outbox = outbox
         self._held: dict[str, tuple[AttemptId, tuple[PageRef, ...]]] = {}  # by transfer id
@@ -37,10 +41,10 @@ class RehearsalSender:
         if attempt.transfer_id in self._held:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
-        has_room = not is_busy and 2 * count <= self._pool.num_free
-        pages = self._pool.allocate_committed(count) if has_room else None
+        has_room = not is_busy and 2 * count <= self._cache.num_free
+        pages = self._cache.allocate(count) if has_room else None
         if pages is None:
-            text = f"prompts come first: {count} of {self._pool.num_free} free pages are too many"
+            text = f"prompts come first: {count} of {self._cache.num_free} free pages are too many"
             self._outbox.failed(attempt, "RESOURCE_EXHAUSTED", text, retryable=True)
             return
         self._held[attempt.transfer_id] = attempt, pages

@@ -32,6 +32,7 @@ from effuse.worker.shell import Shell
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]"
 _Requests: TypeAlias = AsyncIterator[pb.PrefillRequest]
+_MOST_SALT = 128  # characters; a tenant's name has fewer
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         start = StartPrefill(
             attempt=wire.attempt_id(first.start.attempt),
             prompt_token_ids=wire.prompt(first.start.prompt_token_ids),
+            cache_salt=_salt(first.start.cache_salt),
         )
         attempt = self._shell.begin(start.attempt, first.start.incarnation, start)
         self._shell.metrics.prompt_tokens.inc(len(start.prompt_token_ids))
@@ -147,11 +149,22 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
             self._shell.attempts.close(attempt)
 
 
+def _salt(salt: str) -> str:
+    if len(salt) > _MOST_SALT:
+        expected = f"expected at most {_MOST_SALT} characters"
+        raise InvalidRequest.of("start.cache_salt", f"{expected}, got {len(salt)}")
+    return salt
+
+
 def _response(event: CoreEvent) -> pb.PrefillResponse:
     match event:
         case PrefillDone():
             return pb.PrefillResponse(
-                computed=pb.PrefillComputed(queue_s=event.queue_s, compute_s=event.compute_s)
+                computed=pb.PrefillComputed(
+                    queue_s=event.queue_s,
+                    compute_s=event.compute_s,
+                    cached_tokens=event.cached_tokens,
+                )
             )
         case PromptPushed():
             return pb.PrefillResponse(

@@ -163,6 +163,7 @@ def add_up(request: Request) -> None:
     request.handoff_s = sum(one.handoff_s for one in answers)
     request.kv_bytes = sum(one.kv_bytes for one in answers)
     request.kv_pages = sum(one.kv_pages for one in answers)
+    request.cached_tokens = sum(one.cached_tokens for one in answers)
     request.forwards = sum(one.earlier_forwards + one.forwards for one in answers)
     request.preemptions = sum(one.preemptions for one in answers)
 

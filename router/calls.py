@@ -124,6 +124,7 @@ class PrefillCall:
             attempt=attempt,
             prompt_token_ids=self._request.prompt_token_ids,
             incarnation=self.worker.incarnation,
+            cache_salt=self._request.tenant.name,
         )
         with ignore_ended_call():
             await self.stream.write(worker_pb2.PrefillRequest(start=start))
@@ -174,6 +175,7 @@ class PrefillCall:
                 break
             if response.HasField("computed"):
                 self._request.prefilled = self._now()
+                self._request.cached_tokens = response.computed.cached_tokens
             self.is_pushed = self.is_pushed or response.HasField("pushed")
         if not self.is_pushed:
             raise PeerLost(f"{self._peer} ended its call before the pages were pushed")

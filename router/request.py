@@ -117,6 +117,7 @@ class Request:
     handoff_s: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
+    cached_tokens: int = 0  # of the prompt, whose KV a prefill worker had
     connector: str = ""
     earlier_forwards: int = 0  # of attempts that are over
     forwards: int = 0  # of the attempt that runs
@@ -340,6 +341,7 @@ class Request:
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             preemptions=self.preemptions,
+            cached_prompt_tokens=self.cached_tokens,
         )
 
     def block_gaps(self) -> list[float]:

@@ -88,6 +88,7 @@ def complete_of(
         finish_reason=_FINISH_REASONS[answer.finish_reason],
         prompt_tokens=prompt_tokens,
         completion_tokens=answer.usage.completion_tokens,
+        cached_tokens=answer.stats.cached_prompt_tokens,
         output_logprobs=_logprobs_of(answer),
         index=index,
     )

@@ -167,6 +167,9 @@ class PrefillConfig(WorkerConfig):
         "refuse decode workers that KV reaches slower, in 10^9 bytes a second as measured at the "
         "start; 0 refuses none",
     ] = 0.0
+    enable_prefix_caching: Annotated[
+        bool, "keep the KV of prompts for others that begin alike (block-causal models)"
+    ] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

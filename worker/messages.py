@@ -54,6 +54,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     attempt: AttemptId
     prompt_token_ids: tuple[int, ...]
+    cache_salt: str = ""  # prompts of others share no KV with it
 
 
 class PushTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -213,6 +214,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attempt: AttemptId
     queue_s: float
     compute_s: float
+    cached_tokens: int = 0  # whose KV was there
 
 
 class PromptPushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -100,6 +100,8 @@ def _load_families(load: Load) -> Iterator[Metric]:
     yield pages
     for name, text, count in (
         ("num_preemptions", "Requests that lost their pages to older ones", load.preemptions),
+        ("prefix_cache_queries", "Prompt tokens whose KV was looked for", load.prefix_queries),
+        ("prefix_cache_hits", "Those of them whose KV was there", load.prefix_hits),
         ("prompts_shared", "Prompts whose KV another attempt had", load.prompts_shared),
         ("engine_steps", "Forwards", load.steps),
         ("engine_step_requests", "Requests in forwards, added up", load.step_requests),

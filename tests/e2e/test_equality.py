@@ -47,6 +47,21 @@ def test_tokens_equal_the_oracles(connector: str, architecture: Architecture) ->
         _counted_the_same_bytes(fleet)
 
 
+@pytest.mark.parametrize("connector", ["zmq", "nixl"])
+def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(connector: str) -> None:
+    pairs = solid_jobs("sdar", "d2f", seed=2)
+    jobs = [job for job, _ in pairs]
+    with tiny_fleet("sdar", connector=connector) as fleet:
+        for answers in (_ask(fleet, jobs), _ask(fleet, jobs)):
+            compare(pairs, answers)
+            _all_handed_over(answers, connector)
+        for job, answer in zip(jobs, answers, strict=True):
+            unit, block = max(TINY.page_size, TINY.block_size), TINY.block_size
+            paged = len(job.prompt) // block * block
+            assert answer.stats.cached_prompt_tokens == max(0, paged - 1) // unit * unit
+        assert sum(answer.stats.cached_prompt_tokens for answer in answers) > 4 * CONCURRENT
+
+
 @pytest.mark.parametrize(
     ("architecture", "connector", "flags"),
     [

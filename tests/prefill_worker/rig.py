@@ -66,6 +66,7 @@ class Rig:
         max_num_seqs: int = 8,
         mark: Mark | None = None,
         device: str = "cpu",
+        caches: bool = True,
     ) -> None:
         self.time = 1000.0
         self.model: Transformer = load_model(path, device=device)
@@ -127,6 +128,7 @@ class Rig:
                 vocab_size=config.vocab_size,
                 mask_token_id=config.mask_token_id,
                 max_request_s=MOST_S,
+                enable_prefix_caching=caches,
             ),
             self.fingerprint,
             now=self.now,
@@ -204,11 +206,11 @@ class Rig:
         return self.kv([page.page_id for page in self.pages_of(arrived)], count)
 
     def check_idle(self) -> None:
-        """All source pages are free and nothing is left to say."""
+        """All source pages can be had again and nothing is left to say."""
         self.settle()
         self.engine.audit()
-        self.pool.audit(held=())
         load = self.engine.load()
+        assert load.free_pages == load.total_pages
         assert (load.running, load.waiting, load.runnable, load.queued_tokens) == (0, 0, 0, 0)
         assert self.said == []
 

@@ -90,12 +90,12 @@ def test_an_abort_is_answered_only_when_the_push_has_drained(
     rig.settle()
     assert asked == ["transfer-a"]
     assert rig.take(AbortDone) == []
-    assert rig.pool.num_free == 3
+    assert rig.engine.load().free_pages == 3
     monkeypatch.undo()
     rig.source.cancel("transfer-a")
     rig.settle()
     assert len(rig.take(AbortDone)) == 1
-    assert rig.pool.num_free == 8
+    assert rig.engine.load().free_pages == 8
 
 
 def test_an_abort_after_a_failure_waits_for_the_drain_and_did_not_run(

@@ -176,7 +176,7 @@ def test_computing_does_not_wait_for_the_reservation_but_pages_do(rig: Rig) -> N
     attempt = rig.start("a", PROMPT)
     rig.settle()
     assert len(rig.take(PrefillDone)) == 1
-    assert rig.pool.num_free == rig.pool.num_pages - 5
+    assert rig.engine.load().free_pages == rig.pool.num_pages - 5
     rig.push_to(attempt, 5)
     rig.settle()
     assert len(rig.take(PromptPushed)) == 1
@@ -187,18 +187,18 @@ def test_source_pages_are_held_until_the_push_is_acknowledged(rig: Rig) -> None:
     rig.hub.pause()
     rig.push_to(rig.start("a", PROMPT), 5)
     rig.settle()
-    assert rig.pool.num_free == rig.pool.num_pages - 5
+    assert rig.engine.load().free_pages == rig.pool.num_pages - 5
     with pytest.raises(AuditError, match="5 pages leaked"):
         rig.pool.audit(held=())
     rig.engine.audit()
     rig.hub.resume()
     rig.settle()
-    assert rig.pool.num_free == rig.pool.num_pages
+    assert rig.engine.load().free_pages == rig.pool.num_pages
 
 
 def test_prompts_wait_for_pages_in_their_order(make: Callable[..., Rig]) -> None:
     rig = make(num_pages=6)
-    attempts = [rig.start(name, PROMPT) for name in ("a", "b")]
+    attempts = [rig.start("a", PROMPT), rig.start("b", PROMPT[::-1])]
     small = rig.start("c", PROMPT[:4])
     rig.settle()
     assert [done.attempt for done in rig.take(PrefillDone)] == [attempts[0]]

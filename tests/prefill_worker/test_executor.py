@@ -182,10 +182,10 @@ def test_no_page_is_free_while_a_forward_may_write_it(rig: Rig, device: Device) 
     rig.step()
     rig.abort(attempt_of("a"))
     rig.settle()
-    assert rig.pool.num_free == rig.pool.num_pages - 6
+    assert rig.engine.load().free_pages == rig.pool.num_pages - 6
     device.end()
     rig.settle()
-    assert rig.pool.num_free == rig.pool.num_pages
+    assert rig.engine.load().free_pages == rig.pool.num_pages
 
 
 def test_a_push_that_fails_beside_one_that_ends_costs_only_its_own_prompt(

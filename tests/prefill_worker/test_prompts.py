@@ -1,12 +1,14 @@
-"""Prefill policy as data: admission, chunks under a budget, refusals; how a failed push is told."""
+"""Prefill policy as data: chunks under a budget, refusals; how a failed push is told."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from effuse.kvtransfer.connector import Cause, PushFailed
 from effuse.kvtransfer.messages import AttemptId
-from effuse.prefill_worker.prompts import PrefillLimits, admit, push_failed, schedule
+from effuse.prefill_worker.prompts import PrefillLimits, push_failed, schedule
 from effuse.worker.messages import Failed
 
 ONE = AttemptId("r", 1, "t")
@@ -32,26 +34,8 @@ def test_chunks_end_with_a_block_and_fit_the_budget(
     assert schedule(left, budget=budget, block_size=4) == expected
 
 
-@pytest.mark.parametrize(
-    ("waiting", "computing", "free", "expected"),
-    [
-        ([2, 2, 2], 0, 5, 2),
-        ([6, 1], 0, 5, 0),
-        ([1, 1, 1], 2, 9, 1),
-        ([1], 3, 9, 0),
-        ([0, 0], 0, 0, 2),
-        ([], 0, 5, 0),
-    ],
-    ids=str,
-)
-def test_admission_is_first_come_first_served_by_free_pages(
-    waiting: list[int], computing: int, free: int, expected: int
-) -> None:
-    assert admit(waiting, num_computing=computing, num_free=free, most=3) == expected
-
-
 def limits(**changes: int) -> PrefillLimits:
-    values = {
+    values: dict[str, Any] = {
         "max_num_batched_tokens": 64,
         "max_num_seqs": 4,
         "max_model_len": 100,

@@ -114,6 +114,8 @@ def test_wrong_streams_are_refused_by_field(tmp_path: Path) -> None:
             life = one.incarnation
             empty = prefill_start("empty", life)
             empty.start.ClearField("prompt_token_ids")
+            salted = prefill_start("salted", life)
+            salted.start.cache_salt = "s" * 129
             far = reservation("far")
             far.reservation.pages[0].page_id = 8
             twice = reservation("twice")
@@ -123,6 +125,7 @@ def test_wrong_streams_are_refused_by_field(tmp_path: Path) -> None:
                 ("start", [pb.PrefillRequest()]),
                 ("start", [reservation("first")]),
                 ("prompt_token_ids", [empty]),
+                ("start.cache_salt", [salted]),
                 ("reservation", [prefill_start("none", life)]),
                 ("reservation", [prefill_start("far", life), far]),
                 ("reservation", [prefill_start("twice", life), twice]),

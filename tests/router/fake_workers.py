@@ -131,6 +131,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
     def __init__(self, worker_id: str, handoffs: Handoffs) -> None:
         super().__init__(worker_id, handoffs)
         self.prompts: list[list[int]] = []
+        self.salts: list[str] = []
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.server.server)
 
     async def Prefill(
@@ -141,10 +142,12 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         start = (await anext(request_iterator)).start
         self.check_life(start.incarnation)
         self.prompts.append(list(start.prompt_token_ids))
+        self.salts.append(start.cache_salt)
         self.begin(start.attempt)
         try:
             await self.point("start")
-            yield pb.PrefillResponse(computed=pb.PrefillComputed(queue_s=0.0, compute_s=0.01))
+            computed = pb.PrefillComputed(queue_s=0.0, compute_s=0.01, cached_tokens=2)
+            yield pb.PrefillResponse(computed=computed)
             await self.point("computed")
             reservation = (await anext(request_iterator)).reservation
             assert reservation.attempt == start.attempt

@@ -11,6 +11,7 @@ from router.fake_workers import holds
 from router.fakes import FakeFleet, run
 
 from effuse.protos import errors
+from effuse.router.tenants import Tenant
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
 
@@ -52,7 +53,7 @@ def test_an_answer_comes_through_both_workers() -> None:
         assert answer.usage.completion_tokens == len(ids_of(TEXT))
         stats = answer.stats
         assert (stats.prefill_worker, stats.decode_worker, stats.connector) == ("p0", "d0", "zmq")
-        assert (stats.kv_bytes, stats.kv_pages) == (64, 1)
+        assert (stats.kv_bytes, stats.kv_pages, stats.cached_prompt_tokens) == (64, 1, 2)
         assert stats.forward_passes == answer.usage.completion_tokens
         assert stats.tokens_per_forward == 1.0
         assert stats.handoff_duration.ToMilliseconds() == 10
@@ -60,7 +61,19 @@ def test_an_answer_comes_through_both_workers() -> None:
         prefilled, first, whole = (one.ToMicroseconds() for one in times)
         assert 0 < prefilled <= first <= whole
         assert fleet.prefill[0].prompts == [[PROMPT, *ids_of("how many?"), ANSWER]]
+        assert fleet.prefill[0].salts == [""]
         assert not fleet.prefill[0].aborted + fleet.decode[0].aborted
+
+    run(body)
+
+
+def test_a_prefill_worker_learns_whose_prompt_it_is() -> None:
+    """So that no tenant finds out from the time that it takes what others have asked."""
+
+    async def body(fleet: FakeFleet) -> None:
+        fleet.router.tenant = lambda: Tenant("acme")  # type: ignore[method-assign]
+        await ask(fleet)
+        assert fleet.prefill[0].salts == ["acme"]
 
     run(body)
 

@@ -303,7 +303,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerationStats(_message.Message):
-    __slots__ = ("queue_duration", "prefill_duration", "handoff_duration", "time_to_first_block", "total_duration", "forward_passes", "tokens_per_forward", "kv_bytes", "kv_pages", "connector", "prefill_worker", "decode_worker", "preemptions")
+    __slots__ = ("queue_duration", "prefill_duration", "handoff_duration", "time_to_first_block", "total_duration", "forward_passes", "tokens_per_forward", "kv_bytes", "kv_pages", "connector", "prefill_worker", "decode_worker", "preemptions", "cached_prompt_tokens")
     QUEUE_DURATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_DURATION_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_DURATION_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +317,7 @@ class GenerationStats(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_duration: _duration_pb2.Duration
     prefill_duration: _duration_pb2.Duration
     handoff_duration: _duration_pb2.Duration
@@ -330,7 +331,8 @@ class GenerationStats(_message.Message):
     prefill_worker: str
     decode_worker: str
     preemptions: int
-    def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., handoff_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_block: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_passes: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., kv_pages: _Optional[int] = ..., connector: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    cached_prompt_tokens: int
+    def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., handoff_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_block: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., forward_passes: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., kv_pages: _Optional[int] = ..., connector: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., preemptions: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stats", "model", "seed", "end_token_id", "stop_string", "logprobs", "echo", "others")

@@ -40,14 +40,16 @@ class PrefillRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "incarnation")
+    __slots__ = ("attempt", "prompt_token_ids", "incarnation", "cache_salt")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     attempt: AttemptId
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     incarnation: str
-    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, attempt: _Optional[_Union[AttemptId, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., incarnation: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("computed", "pushed")
@@ -58,12 +60,14 @@ class PrefillResponse(_message.Message):
     def __init__(self, computed: _Optional[_Union[PrefillComputed, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ...) -> None: ...
 
 class PrefillComputed(_message.Message):
-    __slots__ = ("queue_s", "compute_s")
+    __slots__ = ("queue_s", "compute_s", "cached_tokens")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     compute_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillPushed(_message.Message):
     __slots__ = ("pages", "bytes", "push_s")

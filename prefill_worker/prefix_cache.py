@@ -1,0 +1,137 @@
+"""KV pages of prompts that have ended, for prompts that begin with the same tokens.
+
+Only block-causal models: their KV of a block follows from the tokens up to its end and from nothing
+behind it. A unit is as many tokens as fill both whole pages and whole blocks. It goes by a digest
+of all tokens up to its end, which nobody can find another text for. What no prompt holds stays
+until others need its pages, least recently used first, ends of prompts before their beginnings.
+Pure accounting, as `kvtransfer/pool.py`, with which it shares the pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from effuse.kvtransfer.messages import PageRef
+from effuse.kvtransfer.pool import PagePool
+
+Key = bytes
+"""Of one unit: a digest of the prompt up to its end."""
+
+_KEY_BYTES: Final = 32
+
+
+@dataclass(slots=True)
+class _Unit:
+    pages: tuple[PageRef, ...]
+    num_users: int = 1  # prompts that hold its pages, too
+
+
+@dataclass(slots=True)
+class HeldPrefix:
+    """What one prompt has to do with the cache."""
+
+    keys: Sequence[Key] = ()  # of its whole units, in order
+    num_found: int = 0  # units that it did not have to compute
+    num_seen: int = 0  # units that are computed, found ones included
+    held: set[Key] = field(default_factory=set)  # those whose cached pages are its own
+
+
+class PrefixCache:
+    """Gives an engine its pages: those that hold the beginning of a prompt, and free ones."""
+
+    def __init__(self, pool: PagePool, *, page_size: int, block_size: int) -> None:
+        """`page_size` and `block_size` in tokens."""
+        self.unit_size = math.lcm(page_size, block_size)  # tokens
+        self._pages_per_unit = self.unit_size // page_size
+        self._pool = pool
+        self._units: dict[Key, _Unit] = {}
+        self._idle: OrderedDict[Key, None] = OrderedDict()  # held by nobody else, oldest first
+        self.num_queried = 0  # tokens of prompts that were looked for, ever
+        self.num_found = 0  # those of them that were not computed again
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had now: free ones, and those that only the cache holds."""
+        return self._pool.num_free + len(self._idle) * self._pages_per_unit
+
+    def pages(self) -> list[PageRef]:
+        """Every page of the cache, for the audit."""
+        return [page for unit in self._units.values() for page in unit.pages]
+
+    def keys_of(self, token_ids: Sequence[int], num_paged: int, salt: str = "") -> tuple[Key, ...]:
+        """Of the whole units among a prompt's first `num_paged` tokens; of different salts all
+        are different."""
+        keys, key = [], hashlib.blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()
+        for end in range(self.unit_size, num_paged + 1, self.unit_size):
+            tokens = array("I", token_ids[end - self.unit_size : end]).tobytes()
+            key = hashlib.blake2b(key + tokens, digest_size=_KEY_BYTES).digest()
+            keys.append(key)
+        return tuple(keys)
+
+    def allocate(self, count: int) -> tuple[PageRef, ...] | None:
+        """Free pages that only this process writes; None if there are too few."""
+        if count > self.num_free:
+            return None
+        while self._pool.num_free < count:
+            key, _ = self._idle.popitem(last=False)
+            self._pool.release(self._units.pop(key).pages)
+        return self._pool.allocate_committed(count)
+
+    def begin(
+        self, keys: Sequence[Key], num_paged: int, num_pages: int
+    ) -> tuple[HeldPrefix, tuple[PageRef, ...]] | None:
+        """All pages of a prompt that begins, the first ones with the KV of as many units as are
+        known; None if too few are free. Something is left to be computed always, since what goes
+        with the pages comes of it."""
+        found: list[Key] = []
+        for key in keys[: max(0, num_paged - 1) // self.unit_size]:
+            if key not in self._units:
+                break
+            found.append(key)
+        num_new = num_pages - len(found) * self._pages_per_unit
+        num_idle = sum(key in self._idle for key in found) * self._pages_per_unit
+        if num_new > self.num_free - num_idle:
+            return None
+        known = tuple(page for key in found for page in self._units[key].pages)
+        self._pool.share(known)
+        for key in found:
+            self._units[key].num_users += 1
+            self._idle.pop(key, None)
+        new = self.allocate(num_new)
+        assert new is not None, "counted above"
+        if keys:
+            self.num_queried += num_paged
+            self.num_found += len(found) * self.unit_size
+        return HeldPrefix(keys, len(found), len(found), set(found)), known + new
+
+    def add(self, prefix: HeldPrefix, pages: Sequence[PageRef], num_computed: int) -> None:
+        """So many tokens of a prompt are computed, into these pages: whole units are kept. Of one
+        that two prompts computed at once the first is."""
+        end = min(num_computed // self.unit_size, len(prefix.keys))
+        for at in range(prefix.num_seen, end):
+            key = prefix.keys[at]
+            if key not in self._units:
+                first = at * self._pages_per_unit
+                unit = _Unit(tuple(pages[first : first + self._pages_per_unit]))
+                self._pool.share(unit.pages)
+                self._units[key] = unit
+                prefix.held.add(key)
+        prefix.num_seen = max(prefix.num_seen, end)
+
+    def end(self, prefix: HeldPrefix) -> None:
+        """The prompt lets go of its pages, as the pool is told apart from this."""
+        for key in reversed(prefix.keys):  # so that ends go before beginnings
+            if key in prefix.held:
+                unit = self._units[key]
+                unit.num_users -= 1
+                if not unit.num_users:
+                    self._idle[key] = None
+            elif key in self._idle:
+                self._idle.move_to_end(key)
+        prefix.held.clear()
