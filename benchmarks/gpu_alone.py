@@ -116,11 +116,11 @@ class Alone:
         )
 
     def _steady(
-        self, prompt: int, at_once: int, first: int, last: int, lags: Sequence[int]
+        self, prompt: int, at_once: int, first: int, last: int, spare: int, lags: Sequence[int]
     ) -> None:
         """Pace of requests that run beside each other from one of their blocks to another, each so
         many steps behind the first."""
-        steady = Steady(prompt, at_once, first, last)
+        steady = Steady(prompt, at_once, first, last, spare)
         block_size = self._model.config.block_size
         draw = self._messages(prompt, steady.shape(block_size).answer)
         load = self._closed([next(draw) for _ in range(at_once)], prompt, most=0)

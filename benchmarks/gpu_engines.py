@@ -76,6 +76,7 @@ def paged(model: Transformer, num_tokens: int, *, page_size: int) -> Paged:
         block_size=config.block_size,
         uses_graphs=model.device.type == "cuda",
         marks=marks,
+        max_context=num_tokens if config.prompt_attention == "causal_blocks" else 0,
     )
     graphs.prepare()
     runner = ModelRunner(

@@ -2,8 +2,8 @@
 
 The host needs about 8 ms to launch a forward's kernels one by one, as long as 300 rows of a 7B
 model take, and an engine that also decodes has better use for them. Prompts that begin with cached
-tokens, and forwards that want candidates, go the usual way. Without graphs (on the CPU) the same
-padded rows run call by call.
+tokens have graphs of their own where there may be any. Forwards that want candidates go the usual
+way. Without graphs (on the CPU) the same padded rows run call by call.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ class PromptGraphs:
         block_size: int,
         uses_graphs: bool,
         marks: LayerMarks | None = None,
+        max_context: int = 0,
     ) -> None:
+        """`max_context`: most cached tokens that a prompt here begins with."""
         self._model = model
         self._marks = marks
         self._kv = kv
         self._page_size = page_size
         self._block_size = block_size
-        self._inputs = _Inputs.empty(model.device)
+        self._max_context = max_context
+        self._inputs = _Inputs.empty(model.device, max(1, -(-max_context // page_size)))
         self._uses_graphs = uses_graphs
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[_Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if uses_graphs else None
 
     def takes(self, parts: Sequence[Part]) -> bool:
@@ -57,7 +60,8 @@ class PromptGraphs:
         return (
             len(parts) <= MOST_SEQUENCES
             and 0 < num_rows <= MOST_ROWS
-            and not any(part.start or len(part.candidates) for part in parts)
+            and not any(part.num_behind or len(part.candidates) for part in parts)
+            and all(part.start <= self._max_context for part in parts)
         )
 
     @torch.inference_mode()
@@ -65,74 +69,77 @@ class PromptGraphs:
         """Captures all graphs; one that is missing is captured when it is needed first."""
         if not self._uses_graphs:
             return
+        contexts = {0, self._max_context}
         sizes = range(MOST_ROWS, 0, -ROWS_APART)
-        with ProgressLog("graphs of prompts", 2 * len(sizes)) as progress:
-            for rows, num_seqs in product(sizes, (MOST_SEQUENCES, 1)):
-                self._graph(rows, num_seqs)
+        with ProgressLog("graphs of prompts", 2 * len(sizes) * len(contexts)) as progress:
+            for rows, num_seqs, context in product(sizes, (MOST_SEQUENCES, 1), contexts):
+                self._graph(_Bucket(rows, num_seqs, context))
                 progress.add()
 
     def run(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
         """Hidden rows [kept boundaries, H], to be read before the next call; stores K and V."""
-        bucket = -(-len(packed.token_ids) // ROWS_APART) * ROWS_APART
-        num_seqs = 1 if len(parts) == 1 else MOST_SEQUENCES
-        if self._uses_graphs:
-            graph, hidden = self._graph(bucket, num_seqs)
-            self._inputs.fill(parts, packed, bucket)
-            graph.replay()
-        else:
-            self._inputs.fill(parts, packed, bucket)
-            hidden = self._forward(bucket, num_seqs)
-        return hidden[: len(packed.wanted_rows)]
+        bucket = _Bucket(
+            rows=-(-len(packed.token_ids) // ROWS_APART) * ROWS_APART,
+            num_seqs=1 if len(parts) == 1 else MOST_SEQUENCES,
+            max_context=self._max_context if any(part.start for part in parts) else 0,
+        )
+        graph = self._graph(bucket) if self._uses_graphs else None
+        self._inputs.fill(parts, packed, bucket.rows)
+        if bucket.max_context:
+            self._inputs.fill_contexts(parts, self._page_size)
+        if graph is None:
+            return self._forward(bucket)[: len(packed.wanted_rows)]
+        graph[0].replay()
+        return graph[1][: len(packed.wanted_rows)]
 
-    def _graph(self, rows: int, num_seqs: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        found = self._graphs.get((rows, num_seqs))
+    def _graph(self, bucket: _Bucket) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        found = self._graphs.get(bucket)
         if found is None:
-            found = self._capture(rows, num_seqs)
-            self._graphs[rows, num_seqs] = found
+            found = self._graphs[bucket] = self._capture(bucket)
         return found
 
-    def _capture(self, rows: int, num_seqs: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, bucket: _Bucket) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Runs once over rows that store nothing, so that all kernels are loaded, then captures."""
         self._inputs.clear()
-        self._forward(rows, num_seqs)
+        self._forward(bucket)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # The connector's thread may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._forward(rows, num_seqs)
+            hidden = self._forward(bucket)
         return graph, hidden
 
-    def _forward(self, rows: int, num_seqs: int) -> Tensor:
-        """Over the first `rows` rows of the inputs; rows of no sequence are padding."""
-        inputs = self._inputs
-        num_wanted = num_seqs if self._model.config.shift_logits else 0
+    def _forward(self, bucket: _Bucket) -> Tensor:
+        """Over the first rows of the inputs; rows of no sequence are padding."""
+        inputs, rows = self._inputs, bucket.rows
+        num_wanted = bucket.num_seqs if self._model.config.shift_logits else 0
         stored = None if self._marks is None else self._marks.stored
         return self._model.forward(
             inputs.token_ids[:rows],
             inputs.positions[:rows],
-            self._attention(rows, num_seqs),
+            self._attention(bucket),
             self._kv,
             inputs.slots[:rows],
             last_rows=inputs.wanted[:num_wanted],
             stored=stored,
         )
 
-    def _attention(self, rows: int, num_seqs: int) -> AttentionBatch:
+    def _attention(self, bucket: _Bucket) -> AttentionBatch:
         if self._model.device.type == "cpu":
-            return self._attention_of_cpu(rows)
-        sizes = (self._block_size, self._page_size)
-        return self._inputs.attention(rows, num_seqs, *sizes)
+            return self._attention_of_cpu(bucket)
+        return self._inputs.attention(bucket, self._block_size, self._page_size)
 
-    def _attention_of_cpu(self, rows: int) -> AttentionBatch:
+    def _attention_of_cpu(self, bucket: _Bucket) -> AttentionBatch:
         """The same batch for the CPU, where padding has to be a sequence of its own."""
         inputs = self._inputs
         lengths = inputs.cu_seqlens.diff().tolist()
-        lengths.append(rows - sum(lengths))
+        lengths.append(bucket.rows - sum(lengths))
+        contexts = inputs.context_lens.tolist() if bucket.max_context else [0] * MOST_SEQUENCES
         return make_attention_batch(
             lengths,
-            [0] * len(lengths),
-            [()] * len(lengths),
-            [*inputs.block_origins.tolist(), rows],
+            [*contexts, 0],
+            [*inputs.page_table.tolist(), ()],
+            [*inputs.block_origins.tolist(), bucket.rows],
             block_size=self._block_size,
             page_size=self._page_size,
             device=self._model.device,
@@ -140,8 +147,18 @@ class PromptGraphs:
 
 
 @dataclass(frozen=True, slots=True)
+class _Bucket:
+    """What a graph has room for."""
+
+    rows: int
+    num_seqs: int
+    max_context: int  # cached tokens before each of them; at 0 none are looked for
+
+
+@dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a graph reads, at fixed addresses; one copy brings a forward's numbers."""
+    """What a graph reads, at fixed addresses; one copy brings a forward's numbers, and another one
+    what is cached."""
 
     copied: Tensor  # int64: token ids, positions, slots, wanted rows; then int32 pairs
     token_ids: Tensor  # [MOST_ROWS] int64
@@ -150,17 +167,20 @@ class _Inputs:
     wanted: Tensor  # [MOST_SEQUENCES] int64
     block_origins: Tensor  # [MOST_SEQUENCES] int32
     cu_seqlens: Tensor  # [MOST_SEQUENCES + 1] int32
-    context_lens: Tensor  # [MOST_SEQUENCES] int32, zeros
-    page_table: Tensor  # [MOST_SEQUENCES, 1] int32, never read as nothing is cached
+    nothing: Tensor  # [MOST_SEQUENCES] int32, zeros: lengths of what is cached where nothing is
+    cached: Tensor  # int32: the two that follow
+    context_lens: Tensor  # [MOST_SEQUENCES] int32
+    page_table: Tensor  # [MOST_SEQUENCES, num_pages] int32, of what is cached
 
     @classmethod
-    def empty(cls, device: torch.device) -> _Inputs:
+    def empty(cls, device: torch.device, num_pages: int) -> _Inputs:
         copied = torch.zeros(3 * MOST_ROWS + 2 * MOST_SEQUENCES + 1, dtype=torch.int64)
         copied = copied.to(device)
         lengths = [MOST_ROWS, MOST_ROWS, MOST_ROWS, MOST_SEQUENCES, MOST_SEQUENCES + 1]
         token_ids, positions, slots, wanted, pairs = torch.split(copied, lengths)
         narrow = pairs.view(torch.int32)
-        nothing = torch.zeros(MOST_SEQUENCES, 1, dtype=torch.int32, device=device)
+        shape = (MOST_SEQUENCES * (1 + num_pages),)
+        cached = torch.zeros(shape, dtype=torch.int32, device=device)
         return cls(
             copied=copied,
             token_ids=token_ids,
@@ -169,29 +189,32 @@ class _Inputs:
             wanted=wanted,
             block_origins=narrow[:MOST_SEQUENCES],
             cu_seqlens=narrow[MOST_SEQUENCES : 2 * MOST_SEQUENCES + 1],
-            context_lens=nothing[:, 0],
-            page_table=nothing,
+            nothing=torch.zeros(MOST_SEQUENCES, dtype=torch.int32, device=device),
+            cached=cached,
+            context_lens=cached[:MOST_SEQUENCES],
+            page_table=cached[MOST_SEQUENCES:].view(MOST_SEQUENCES, num_pages),
         )
 
-    def attention(
-        self, rows: int, num_seqs: int, block_size: int, page_size: int
-    ) -> AttentionBatch:
+    def attention(self, bucket: _Bucket, block_size: int, page_size: int) -> AttentionBatch:
         """The batch over these inputs; rows behind the last sequence are in none."""
+        num_seqs = bucket.num_seqs
+        context_lens = self.context_lens if bucket.max_context else self.nothing
         return AttentionBatch(
             cu_seqlens=self.cu_seqlens[: num_seqs + 1],
-            context_lens=self.context_lens[:num_seqs],
+            context_lens=context_lens[:num_seqs],
             page_table=self.page_table[:num_seqs],
             block_origins=self.block_origins[:num_seqs],
             block_size=block_size,
             page_size=page_size,
-            max_seqlen=rows,
-            max_context=0,
+            max_seqlen=bucket.rows,
+            max_context=bucket.max_context,
             gather=None,
         )
 
     def clear(self) -> None:
         """Leaves no sequence, and nothing to store."""
         self.copied.zero_()
+        self.cached.zero_()
         self.slots.fill_(-1)
 
     def fill(self, parts: Sequence[Part], packed: PackedParts, bucket: int) -> None:
@@ -205,10 +228,17 @@ class _Inputs:
         wanted = staged[3 * MOST_ROWS :]
         wanted[: len(packed.wanted_rows)] = packed.wanted_rows
         self._fill_sequences(wanted[MOST_SEQUENCES:].view(np.int32), parts)
-        source = torch.from_numpy(staged)
-        if self.copied.device.type != "cpu":
-            source = source.pin_memory()  # PyTorch does not reuse it before the copy has ended
-        self.copied.copy_(source, non_blocking=True)
+        _bring(staged, self.copied)
+
+    def fill_contexts(self, parts: Sequence[Part], page_size: int) -> None:
+        """The same of what is cached before each part."""
+        staged = np.zeros(len(self.cached), np.int32)
+        staged[: len(parts)] = [part.start for part in parts]
+        table = staged[MOST_SEQUENCES:].reshape(self.page_table.shape)
+        for row, part in zip(table, parts, strict=False):
+            num_pages = -(-part.start // page_size)
+            row[:num_pages] = part.pages[:num_pages]
+        _bring(staged, self.cached)
 
     def _fill_sequences(self, narrow: np.ndarray, parts: Sequence[Part]) -> None:
         narrow[: len(parts)] = [part.block_origin for part in parts]
@@ -216,3 +246,10 @@ class _Inputs:
         cu_seqlens = narrow[MOST_SEQUENCES : 2 * MOST_SEQUENCES + 1]
         cu_seqlens[1:] = ends[-1]
         cu_seqlens[1 : len(parts) + 1] = ends
+
+
+def _bring(staged: np.ndarray, target: Tensor) -> None:
+    source = torch.from_numpy(staged)
+    if target.device.type != "cpu":
+        source = source.pin_memory()  # PyTorch does not reuse it before the copy has ended
+    target.copy_(source, non_blocking=True)

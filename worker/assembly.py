@@ -38,7 +38,7 @@ from effuse.models.transformer import Attend, Transformer
 from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
 from effuse.protos.gate import FleetSecret
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import PrefillConfig, WorkerConfig
 from effuse.worker.messages import Ready
 from effuse.worker.watchdog import Pulse
 
@@ -86,7 +86,8 @@ def assemble(
     memory = PageMemory(layout, _num_pages(config, model, layout, max_model_len), device)
     # Only who pushes needs to know which layers are stored.
     marks = LayerMarks(layout.num_layers, layout.num_groups, device) if role == "prefill" else None
-    graphs = _prompt_graphs(config, model, memory, marks, pulse)
+    most_cached = max_model_len if caches_prefixes(config, model) else 0
+    graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)
     warm_up(runner, model.config.block_size)
@@ -238,12 +239,19 @@ def _device_pages(config: WorkerConfig, model: Transformer, layout: KVLayout) ->
     return min(room // layout.page_bytes, MAX_POOL_PAGES)
 
 
+def caches_prefixes(config: WorkerConfig, model: Transformer) -> bool:
+    """Whether prompts may begin with tokens that are cached."""
+    is_on = isinstance(config, PrefillConfig) and config.enable_prefix_caching
+    return is_on and model.config.prompt_attention == "causal_blocks"
+
+
 def _prompt_graphs(
     config: WorkerConfig,
     model: Transformer,
     memory: PageMemory,
     marks: LayerMarks | None,
     pulse: Pulse,
+    max_context: int,
 ) -> PromptGraphs | None:
     """Captured before anything is served; none where there is no use for them."""
     if model.device.type != "cuda" or not config.runs_graphs:
@@ -255,6 +263,7 @@ def _prompt_graphs(
         block_size=model.config.block_size,
         uses_graphs=True,
         marks=marks,
+        max_context=max_context,
     )
     with pulse.during("capturing"):
         graphs.prepare()

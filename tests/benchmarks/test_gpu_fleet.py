@@ -6,7 +6,8 @@ import asyncio
 import json
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,7 @@ from effuse.benchmarks.fleet_load import (
 from effuse.benchmarks.fleet_plans import colocated, split
 from effuse.benchmarks.fleet_report import GAPS, Objectives, objectives, plot, report
 from effuse.benchmarks.fleet_runs import Loads, Outcome, run
+from effuse.benchmarks.gpu_alone import Alone
 from effuse.benchmarks.gpu_load import ClosedLoad, requests
 from effuse.benchmarks.gpu_models import TINY
 from effuse.benchmarks.random_checkpoint import word, write_checkpoint
@@ -270,3 +272,9 @@ def test_one_gap_is_shared_by_both_kinds_of_fleet() -> None:
     content = {"served": str(SHAPE), "split": [fleet(0.03)], "colocated": [fleet(0.02)]}
     assert [one.gap_s for one in objectives(content)] == [0.02 * times for times in GAPS]
     assert {one.first_s for one in objectives(content)} == {fleet_report.FIRST_S}
+
+
+def test_who_is_measured_alone_takes_all_that_a_steady_load_has() -> None:
+    """They are sent to another process by their names."""
+    taken = signature(Alone._steady).parameters.keys() - {"self", "lags"}
+    assert taken == {field.name for field in fields(Steady)}

@@ -92,7 +92,13 @@ def _prompt(number: int, length: int) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def fleet_on(num_gpus: int, connector: str, prefill: int, decode: int) -> Iterator[Fleet]:
+def fleet_on(
+    num_gpus: int,
+    connector: str,
+    prefill: int,
+    decode: int,
+    prefill_flags: tuple[str, ...] = (),
+) -> Iterator[Fleet]:
     """A fleet whose workers share a GPU where there are more of them than GPUs."""
     here = gpus_here()[:num_gpus]
     if len(here) < num_gpus:
@@ -110,6 +116,7 @@ def fleet_on(num_gpus: int, connector: str, prefill: int, decode: int) -> Iterat
             *("--max-num-batched-tokens", "512", "--max-num-seqs", "32"),
             *("--hang-timeout-s", "60"),  # engines are stopped on purpose
         ),
+        prefill_flags=prefill_flags,
         router_flags=("--prefill", "remote") if prefill else (),  # never a local prefill
         has_secret=False,  # tests ask workers, too
         ready_timeout_s=START_S,
@@ -147,9 +154,9 @@ def test_tokens_are_those_of_one_process(case: Case) -> None:
 
 @pytest.fixture(scope="module", params=cases([1], (0, "nixl")))
 def crowd(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """Two workers of each role."""
+    """Two workers of each role. Each prompt holds pages of its own."""
     num_gpus, connector = request.param
-    with fleet_on(num_gpus, connector, 2, 2) as fleet:
+    with fleet_on(num_gpus, connector, 2, 2, ("--no-enable-prefix-caching",)) as fleet:
         yield fleet
 
 

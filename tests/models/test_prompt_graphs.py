@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,14 @@ def make(
     kv = [(layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2)) for layer in memory.unbind(1)]
     graphs = None
     if padded:
-        graphs = PromptGraphs(model, kv, page_size=PAGE, block_size=BLOCK, uses_graphs=uses_graphs)
+        graphs = PromptGraphs(
+            model,
+            kv,
+            page_size=PAGE,
+            block_size=BLOCK,
+            uses_graphs=uses_graphs,
+            max_context=NUM_PAGES * PAGE,
+        )
     return ModelRunner(model, kv, page_size=PAGE, block_size=BLOCK, graphs=graphs), memory
 
 
@@ -46,6 +54,23 @@ def prompts(model: Transformer, lengths: Sequence[int]) -> list[Part]:
         )
         for index, length in enumerate(lengths)
     ]
+
+
+def cut(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
+    """Of longer prompts the first half, up to the end of a block, and the rest; shorter ones are in
+    the second forward alone, so that not all of its parts begin with cached tokens."""
+    first, rest = [], []
+    for part in parts:
+        length = len(part.token_ids)
+        half = length // 2 // BLOCK * BLOCK if length > 3 * BLOCK else 0
+        if half:
+            begin = replace(
+                part, token_ids=part.token_ids[:half], num_stored=half, keep_boundary=False
+            )
+            first.append(begin)
+        tail = part.token_ids[half:]
+        rest.append(replace(part, token_ids=tail, start=half, num_stored=length - half))
+    return first, rest
 
 
 def boundaries(results: Sequence[PartResult]) -> list[torch.Tensor]:
@@ -69,6 +94,21 @@ def test_padded_rows_give_the_same_bits_on_the_cpu(
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("architecture", ["sdar", "fast_dllm_v2"])
+def test_so_do_prompts_that_begin_with_cached_tokens(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    torch.set_num_threads(1)
+    model = load_model(write_tiny_checkpoint(tmp_path, architecture, seed=3), block_size=BLOCK)
+    (usual, expected), (runner, memory) = make(model, padded=False), make(model, padded=True)
+    for lengths in ((22,), (64,), (20, 3, 41), (130,), (17, 18, 19, 20)):
+        for parts in cut(prompts(model, lengths)):
+            one, other = usual.run(parts), runner.run(parts)
+            assert torch.equal(memory, expected)
+            for mine, theirs in zip(boundaries(other), boundaries(one), strict=True):
+                assert torch.equal(mine, theirs)
+
+
 def test_what_does_not_fit_goes_the_usual_way(tmp_path: Path) -> None:
     model = load_model(write_tiny_checkpoint(tmp_path, "dream", seed=3), block_size=BLOCK)
     graphs = PromptGraphs(model, [], page_size=PAGE, block_size=BLOCK, uses_graphs=False)
@@ -88,6 +128,11 @@ def test_what_does_not_fit_goes_the_usual_way(tmp_path: Path) -> None:
     assert not graphs.takes([part(1)] * (MOST_SEQUENCES + 1))
     assert not graphs.takes([part(MOST_ROWS), part(1)])
     assert not graphs.takes([part(8), part(8, start=4)])
+    caching = PromptGraphs(
+        model, [], page_size=PAGE, block_size=BLOCK, uses_graphs=False, max_context=4
+    )
+    assert caching.takes([part(8), part(8, start=4)])
+    assert not caching.takes([part(8, start=5)])
     assert not graphs.takes([part(8, candidates=[3])])
     assert not graphs.takes([])
 
@@ -126,3 +171,25 @@ def test_graphs_give_what_launches_give(
         torch.testing.assert_close(memory, expected, rtol=0, atol=bound_here)
         for mine, theirs in zip(boundaries(other), boundaries(one), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=20 * bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["sdar", "fast_dllm_v2"])
+def test_graphs_go_on_from_cached_tokens_as_launches_do(
+    tmp_path: Path, architecture: Architecture, dtype: torch.dtype
+) -> None:
+    """A graph splits attention for more cached tokens than there are, so bits differ."""
+    path = write_tiny_checkpoint(tmp_path, architecture, gain=0.5, sizes=SIZES)
+    model = load_model(path, device="cuda", dtype=dtype, block_size=BLOCK)
+    usual, expected = make(model, padded=False)
+    runner, memory = make(model, padded=True, uses_graphs=True)
+    bound = 1e-4 if dtype == torch.float32 else 0.05
+    for lengths in ((22,), (64,), (20, 3, 41), (130,), (17, 18, 19, 20), (22,)):
+        memory.fill_(-7), expected.fill_(-7)
+        for parts in cut(prompts(model, lengths)):
+            one, other = usual.run(parts), runner.run(parts)
+            torch.testing.assert_close(memory, expected, rtol=0, atol=bound)
+            for mine, theirs in zip(boundaries(other), boundaries(one), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=20 * bound)

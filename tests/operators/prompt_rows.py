@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,8 +42,19 @@ def attention(
     return out
 
 
-def batch_of(graphs: PromptGraphs, rows: int, num_seqs: int) -> AttentionBatch:
-    return graphs._inputs.attention(rows, num_seqs, BLOCK, PAGE)
+def batch_of(graphs: PromptGraphs, bucket: prompt_graphs._Bucket) -> AttentionBatch:
+    return graphs._inputs.attention(bucket, BLOCK, PAGE)
+
+
+def first_block(part: Part) -> Part:
+    ids = part.token_ids[:BLOCK]
+    return replace(part, token_ids=ids, num_stored=BLOCK, keep_boundary=False)
+
+
+def behind_it(part: Part) -> Part:
+    """What begins with a cached block."""
+    ids = part.token_ids[BLOCK:]
+    return replace(part, token_ids=ids, start=BLOCK, num_stored=len(ids))
 
 
 def run(
@@ -55,7 +67,14 @@ def run(
     kv = [(layer[:, 0].transpose(1, 2), layer[:, 1].transpose(1, 2)) for layer in memory.unbind(1)]
     graphs = None
     if padded:
-        graphs = PromptGraphs(model, kv, page_size=PAGE, block_size=BLOCK, uses_graphs=False)
+        graphs = PromptGraphs(
+            model,
+            kv,
+            page_size=PAGE,
+            block_size=BLOCK,
+            uses_graphs=False,
+            max_context=NUM_PAGES * PAGE,
+        )
     runner = ModelRunner(model, kv, page_size=PAGE, block_size=BLOCK, graphs=graphs)
     free = [5, 2, 9, 0, 11, 7, 1, 3, 10, 8, 6, 4]
     parts = [
@@ -69,6 +88,9 @@ def run(
         )
         for index, length in enumerate(lengths)
     ]
+    if config.prompt_attention == "causal_blocks":
+        runner.run([first_block(part) for part in parts if len(part.token_ids) > BLOCK])
+        parts = [behind_it(part) if len(part.token_ids) > BLOCK else part for part in parts]
     results = runner.run(parts)
     return memory, [result.boundary for result in results if result.boundary is not None]
 
