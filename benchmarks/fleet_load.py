@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -39,9 +39,11 @@ class Shape:
 
     prompt: int
     answer: int
+    common: int = 0  # first tokens of the prompt, which all requests have
 
     def __str__(self) -> str:
-        return f"{self.prompt}/{self.answer}"
+        known = f" ({self.common} in common)" if self.common else ""
+        return f"{self.prompt}/{self.answer}{known}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class Client:
             # Spread over the first moments, and with first answers of all lengths.
             await asyncio.sleep(0.5 * warm_s * number / at_once)
             first = max(1, shape.answer * (number + 1) // at_once)
-            await self.ask(Shape(shape.prompt, first), taken)
+            await self.ask(replace(shape, answer=first), taken)
             firsts.append(time.monotonic())
             while time.monotonic() < begin() + seconds:
                 await self.ask(shape, taken)
@@ -220,7 +222,9 @@ class Client:
         return load.pace([one.blocks for one in taken], self._block_size)
 
     def _request(self, shape: Shape) -> pb.GenerateRequest:
-        words = (word(self._draw.randrange(self._num_words)) for _ in range(shape.prompt))
+        common = (word(i % self._num_words) for i in range(shape.common))
+        own = range(shape.prompt - shape.common)
+        words = (*common, *(word(self._draw.randrange(self._num_words)) for _ in own))
         return pb.GenerateRequest(
             prompt=" ".join(words),
             stopping=pb.StoppingParams(max_tokens=shape.answer, ignore_eos=True),

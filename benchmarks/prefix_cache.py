@@ -47,6 +47,8 @@ SMALL = replace(
     num_kv_heads=4,
     head_dim=32,
     intermediate_size=448,
+    qkv_bias=False,
+    qk_norm=True,
     block_size=16,
 )
 LENGTH, REST, PAGE_SIZE = 2048, 256, 32

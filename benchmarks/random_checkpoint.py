@@ -23,6 +23,7 @@ from effuse.models.checkpoint import INDEX_FILE, module_names, tensor_shapes
 from effuse.models.config import ModelConfig
 
 _TENSORS_A_FILE = 64
+_RELEASES = {"dream": ("DreamModel", "Dream"), "sdar": ("SDARForCausalLM", "sdar")}
 
 
 def write_checkpoint(
@@ -30,13 +31,14 @@ def write_checkpoint(
 ) -> Path:
     """Writes the directory and returns it; weights are drawn on `device` as `gpu_models` does.
 
-    Raises ValueError for an architecture other than Dream's.
+    Raises ValueError for an architecture other than Dream's and SDAR's.
     """
-    if config.architecture != "dream":
-        raise ValueError(f"expected the shape of a Dream model, got {config.architecture!r}")
+    if config.architecture not in _RELEASES:
+        raise ValueError(f"expected the shape of a Dream or SDAR model, got {config.architecture}")
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(_released(config, dtype), indent=1))
-    (path / "generation_config.json").write_text('{"algorithm": "d2f"}')
+    if config.architecture == "dream":
+        (path / "generation_config.json").write_text('{"algorithm": "d2f"}')
     _tokenizer(config).save(str(path / "tokenizer.json"))
     places: dict[str, str] = {}
     tensors = _tensors(config, device, dtype)
@@ -79,10 +81,11 @@ def _tokenizer(config: ModelConfig) -> Tokenizer:
 
 
 def _released(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """config.json as Dream's release writes it."""
+    """config.json as its release writes it."""
+    class_name, model_type = _RELEASES[config.architecture]
     return {
-        "architectures": ["DreamModel"],
-        "model_type": "Dream",
+        "architectures": [class_name],
+        "model_type": model_type,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
