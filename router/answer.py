@@ -29,7 +29,7 @@ from effuse.protos.errors import (
 )
 from effuse.router.attempt import Attempt, AttemptListener, Unfinished
 from effuse.router.failures import REFUSALS, Failure, FailureKind
-from effuse.router.fleet import DecodeDemand
+from effuse.router.fleet import AttemptShare
 from effuse.router.policy import AttemptNeeds, Placement, Prospect
 from effuse.router.request import Request
 from effuse.router.request_states import Event
@@ -86,7 +86,7 @@ class AnswerRun:
                     router.fleet.release_workers(request.holder)
             await self._prepare_retry(failure)
 
-    def _counted(self, placement: Placement) -> AbstractContextManager[DecodeDemand]:
+    def _counted(self, placement: Placement) -> AbstractContextManager[AttemptShare]:
         request = self._request
         num_prompt = len(request.prompt_token_ids)
         return self._router.fleet.counted(placement, num_prompt, request.max_tokens)
@@ -132,6 +132,7 @@ class AnswerRun:
             holder=request.holder if alone else None,
             alone=alone,
             on_decode_only=request.asked.settings.is_canvas,
+            cached=self._router.prefixes.cached(request.prefix_keys),
         )
         if not request.group or request.num_attempts:
             return need
@@ -164,9 +165,11 @@ class AnswerRun:
             why = refused or f"{why}, or no prefill worker fits a decode worker"
         return self._unavailable(why)
 
-    def _begin_attempt(self, placement: Placement, share: DecodeDemand) -> Attempt:
+    def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
+        if placement.prefill is not None:
+            self._router.prefixes.note(request.prefix_keys, placement.prefill.life)
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
         attempt = Attempt(self._router, request, placement, self._told, share)
         self._told.begin_attempt(placement, attempt.transfer_id)

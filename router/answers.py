@@ -142,6 +142,7 @@ def split(request: Request, texts: Iterable[AnswerText], group: str) -> tuple[Re
             group=group,
             attempt_numbers=request.attempt_numbers,
             prompt_token_ids=request.prompt_token_ids,
+            prefix_keys=request.prefix_keys,
             max_tokens=request.max_tokens,
             queue_s=request.queue_s,
         )

@@ -24,7 +24,7 @@ from effuse.router.calls import AttemptFailed, DecodeCall, PrefillCall, read_mes
 from effuse.router.client import Recipient
 from effuse.router.detokenizer import draft_text
 from effuse.router.failures import Failure, FailureKind, judge
-from effuse.router.fleet import DecodeDemand
+from effuse.router.fleet import AttemptShare
 from effuse.router.policy import Placement
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State
@@ -64,7 +64,7 @@ class Attempt:
         request: Request,
         placement: Placement,
         told: AttemptListener,
-        share: DecodeDemand,
+        share: AttemptShare,
     ) -> None:
         self._router = router
         self._request = request

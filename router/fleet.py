@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -128,6 +128,7 @@ class RoutedFleet:
         holder: Holder | None = None,
         alone: Collection[Role] = (),
         on_decode_only: bool = False,
+        cached: Mapping[WorkerLife, int] | None = None,
     ) -> AttemptNeeds:
         """What an attempt asks of the fleet, as things stand."""
         return AttemptNeeds(
@@ -139,6 +140,7 @@ class RoutedFleet:
             doubtful=self.standing.doubtful_pairs(),
             holder=holder,
             alone=alone,
+            cached=cached or {},
         )
 
     def place(self, need: AttemptNeeds) -> Placement | None:
@@ -206,12 +208,12 @@ class RoutedFleet:
     @contextmanager
     def counted(
         self, placement: Placement, prompt_len: int, max_tokens: int
-    ) -> Iterator[DecodeDemand]:
+    ) -> Iterator[AttemptShare]:
         """Counts an attempt on its workers as long as it lasts; then somebody else may have its
         seat. A prompt that is shared counts once."""
         decode, prefill = placement.decode, placement.prefill
         prompt_len = 0 if placement.shares_prompt else prompt_len
-        share = DecodeDemand(self, decode, 0 if prefill else prompt_len)
+        share = AttemptShare(self, placement, prompt_len)
         self._count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
         if prefill is not None:
             self._count_in_flight(prefill, 1, prompt_len)
@@ -221,13 +223,16 @@ class RoutedFleet:
         finally:
             self._count_in_flight(decode, -1, -prompt_len - max_tokens, -share.own_prompt)
             if prefill is not None:
-                self._count_in_flight(prefill, -1, -prompt_len)
+                self._count_in_flight(prefill, -1, -share.to_prefill)
             self.announce_change()
 
-    def end_own_prompt(self, decode: WorkerRecord, num_tokens: int) -> None:
-        """A decode worker has prefilled a prompt for itself."""
-        self._count_in_flight(decode, 0, 0, -num_tokens)
-        self.announce_change()
+    def end_prompt(self, placement: Placement, to_prefill: int, own_prompt: int) -> None:
+        """So many tokens of a prompt are not queued any more at the one or the other worker."""
+        if placement.prefill is not None:
+            self._count_in_flight(placement.prefill, 0, -to_prefill)
+        elif own_prompt:
+            self._count_in_flight(placement.decode, 0, 0, -own_prompt)
+            self.announce_change()
 
     def loads(self) -> tuple[RoutedLoad, ...]:
         """What we have on workers now, for other routers."""
@@ -371,16 +376,17 @@ class RoutedFleet:
         )
 
 
-class DecodeDemand:
-    """What an attempt takes of its decode worker."""
+class AttemptShare:
+    """What an attempt takes of its workers until its prompt's KV is complete."""
 
-    def __init__(self, fleet: RoutedFleet, decode: WorkerRecord, own_prompt: int) -> None:
+    def __init__(self, fleet: RoutedFleet, placement: Placement, prompt_len: int) -> None:
         self._fleet = fleet
-        self._decode = decode
-        self.own_prompt = own_prompt  # tokens that decode has yet to prefill for itself
+        self._placement = placement
+        remote = placement.prefill is not None
+        self.to_prefill = prompt_len if remote else 0  # tokens that the prefill worker has to do
+        self.own_prompt = 0 if remote else prompt_len  # those that decode has to do for itself
 
     def end_prompt(self) -> None:
         """The prompt's KV is complete."""
-        if self.own_prompt:
-            self._fleet.end_own_prompt(self._decode, self.own_prompt)
-            self.own_prompt = 0
+        self._fleet.end_prompt(self._placement, self.to_prefill, self.own_prompt)
+        self.to_prefill = self.own_prompt = 0

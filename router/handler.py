@@ -30,6 +30,7 @@ from effuse.router.answers import SideBySide, add_up
 from effuse.router.client import AnswerStream, ClientGone, Recipient, WholeAnswer, events_of
 from effuse.router.detokenizer import AnswerText
 from effuse.router.findings import REQUEST_ID, Findings, check_request_id
+from effuse.router.prefixes import keys_of
 from effuse.router.prompt import encode_prompt
 from effuse.router.request import Request
 from effuse.router.request_states import Event
@@ -162,6 +163,8 @@ class Handler:
         token_ids = await encode_prompt(asked, self._router.tokenizer)
         request.prompt_token_ids = token_ids
         request.max_tokens = fit(len(token_ids), asked)
+        if asked.model.prompt_attention == "causal_blocks":
+            request.prefix_keys = keys_of(token_ids, request.tenant.name)
         if asked.wants_echo:
             text = await self._router.tokenizer.text_of(token_ids)
             await self._shared.send(request.echo(text))

@@ -5,7 +5,7 @@ Pure: filter, score, pick over values. What is in flight and who takes part come
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Final, Literal, NamedTuple
 
@@ -110,6 +110,7 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     alone: Collection[Role] = ()  # roles in which it takes only workers kept for it, once empty
     beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
     num_answers: int = 1  # to the same prompt, of which this is the first one
+    cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that prefill workers may have
 
     @property
     def key(self) -> Hashable:
@@ -157,7 +158,7 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
     decode = min(decoders, key=lambda c: _decode_score(c, fitting, need))
     able = list(_writers(decode, fitting, need))
     trusted = [w for w in able if (w.life, decode.life) not in need.doubtful]
-    prefill = min(trusted or able, key=_prefill_score, default=None)
+    prefill = min(trusted or able, key=lambda c: _prefill_score(c, need), default=None)
     return Placement(decode.record, None if prefill is None else prefill.record)
 
 
@@ -334,7 +335,11 @@ def _decode_score(
     return *trust, lacks_seats, used, blocks, placed, record.worker_id
 
 
-def _prefill_score(candidate: Candidate) -> tuple[bool, int, int, str]:
-    """Tokens queued there, by its own account or by ours, whichever is more."""
-    queued = max(candidate.in_flight.tokens, candidate.record.load.queued_tokens)
+def _prefill_score(candidate: Candidate, need: AttemptNeeds) -> tuple[bool, int, int, str]:
+    """Tokens queued there, by its own account or by ours, whichever is more, less those of the
+    prompt that it need not compute, where it keeps any."""
+    load = candidate.record.load
+    queued = max(candidate.in_flight.tokens, load.queued_tokens)
+    if load.prefix_queries:
+        queued -= need.cached.get(candidate.life, 0)
     return candidate.is_suspect, queued, candidate.in_flight.placed, candidate.record.worker_id

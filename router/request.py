@@ -86,6 +86,7 @@ class Request:
     # Known once it is admitted.
     prompt_token_ids: Sequence[int] = ()
     max_tokens: int = 0
+    prefix_keys: tuple[bytes, ...] = ()  # of its prompt's beginnings; none where they say nothing
     _digest: str = ""
 
     # Where it is, and how it came there. Workers are ids for people to read.

@@ -37,6 +37,7 @@ from effuse.router.monitor import Monitor
 from effuse.router.other_routers import OtherRouters
 from effuse.router.poison import MOST_KEPT, EngineDeath, Treatment, Verdicts
 from effuse.router.policy import Condition, Prospect
+from effuse.router.prefixes import SentPrefixes
 from effuse.router.request import Request
 from effuse.router.tenants import NOBODY, KeyRing, Quotas, Tenant
 from effuse.router.tokenizer import Tokenizer
@@ -80,6 +81,7 @@ class Router:
         self.requests = KnownRequests(store, now, self.placements.unwritten_answer)
         self.cleanup = Cleanup(self.fleet)
         self.verdicts = Verdicts(now)
+        self.prefixes = SentPrefixes()
         self.retry_budget = RetryBudget(
             config.retry_share, float(config.max_concurrent_requests), now()
         )

@@ -114,8 +114,8 @@ class Front:
         a prompt that is shorter than a block."""
         if self.engine is None:
             return False
-        pool = self.engine.pool
-        is_free = pool.num_free == pool.num_pages and not self.engine.transfers()
+        load = self.engine.core.load()
+        is_free = load.free_pages == load.total_pages and not self.engine.transfers()
         return is_free and not self.attempts
 
     def when_awake(self, action: Action) -> None:
