@@ -5,13 +5,17 @@
 -- slot), 1 if the router has held the id since the request began.
 -- While a record says running, no older attempt overwrites it, and no other router while the lease of
 -- its own holds; an ended one is free for whoever uses the id next, and not for who lost it to the
--- router that ended it. A Redis that is full refuses this script as a whole.
+-- router that ended it. What ends before its first attempt replaces no other router's: it never ran,
+-- and its router may not have heard whose the id was. A Redis that is full refuses this script as a
+-- whole.
 local held = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'router')
 local attempt = tonumber(held[1])
 if attempt then
   if held[3] ~= ARGV[3] then
     local runs = held[2] == 'running'
-    if runs and redis.call('EXISTS', ARGV[9] .. held[3]) == 1 or not runs and ARGV[10] == '1' then
+    local never_ran = ARGV[2] == '0' and ARGV[4] ~= 'running'
+    local is_theirs = runs and redis.call('EXISTS', ARGV[9] .. held[3]) == 1
+    if is_theirs or never_ran or not runs and ARGV[10] == '1' then
       return 'duplicate'
     end
   end

@@ -205,8 +205,9 @@ class Store:
         go beyond `most_ended`.
 
         Over one that runs, an older attempt or, as long as its own lives, another router's is
-        refused, and an id of `held` also over what another router ended. Raises `StoreFull` where
-        Redis has no memory left for one of them; those before it are written.
+        refused, and an id of `held` also over what another router ended; over any record of another
+        router, the end of what never ran. Raises `StoreFull` where Redis has no memory left for one
+        of them; those before it are written.
         """
 
         async def write() -> object:

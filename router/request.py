@@ -72,7 +72,7 @@ class Request:
     tenant: Tenant = NOBODY  # whose it is
     asked_digest: str = ""  # of the client's message, where the client chose the id
     is_repeated: bool = False  # the client has asked for it before, by an id of its own
-    is_anothers: bool = False  # another router runs it
+    is_anothers: bool = False  # another router runs it, or may have run it
     is_ended_by_id: bool = False  # somebody has asked for its end
     was_kept: bool = False  # it was answered with what was kept from before
     kept_prompt_tokens: int = 0  # of that, whose prompt is not encoded again

@@ -84,6 +84,7 @@ class SharedRequest:
                     return kept
                 if not request.is_repeated and last_s < 0:
                     return None
+                request.is_anothers = True  # for all that we know
                 why = f"Redis is {'full' if is_full else 'away'}"
                 text = f"what became of this request cannot be looked up now, as {why}"
                 raise Unavailable(text, retry_after_s=1.0) from error

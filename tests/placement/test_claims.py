@@ -64,6 +64,27 @@ def test_an_id_is_claimed_once_while_its_router_lives(
     run(server, body)
 
 
+@pytest.mark.parametrize("state", ["running", "finished"])
+def test_what_never_ran_ends_nothing_of_another_router(
+    state: str, server: ValkeyServer, plain: redis.Redis
+) -> None:
+    """A router that cannot ask whose an id is ends its request: what one that is gone ran is still
+    to be taken over with its seed, and what another one has finished is finished."""
+
+    async def body(store: Store) -> None:
+        theirs = redis_server.placement(state=state, seed=7)
+        assert await store.place([(theirs, LONG_S)]) == ["placed"]
+        never = msgspec.structs.replace(OURS, state="failed")
+        assert await store.place([(never, LONG_S)]) == ["duplicate"]
+        stored = await store.placement("r1")
+        assert stored is not None and decode_placement(stored) == theirs
+        claim = await store.claim(OURS, "digest", LONG_S)
+        assert claim.earlier == (stored if state == "running" else None)
+        assert await store.place([(never, LONG_S)]) == ["placed"]  # its own
+
+    run(server, body)
+
+
 def test_an_answer_is_given_to_who_asks_the_same(server: ValkeyServer, plain: redis.Redis) -> None:
     async def body(store: Store) -> None:
         await store.keep_answer("r1", "digest", b"\x00answer", LONG_S)

@@ -157,6 +157,7 @@ def test_without_redis_a_first_request_runs_and_a_repeated_one_is_told_why_not()
         assert type(error) is errors.Unavailable
         assert error.retry_after_s
         assert "Redis" in error.message
+        assert fleet.router.requests.find("other") is None, "it may be another router's"
         assert num_runs(fleet) == 1
         unnamed = fleet.generation.Generate(request(), timeout=30, metadata=AGAIN)
         assert (await unnamed).text == TEXT
