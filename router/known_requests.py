@@ -1,7 +1,7 @@
 """Requests by their ids: those that run here, for a while those that ended, and other routers'.
 
 Refuses an id that is running. Of a request that ended only its description is kept; of other
-routers' requests there is what Redis knows.
+routers' requests there is what Redis knows, also where one has ended badly here before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -56,17 +56,19 @@ class StoredPlacements(Protocol):
 
 class KnownRequests:
     """One per router. `now` is a monotonic clock in seconds; `unwritten` gives an answer by id and
-    digest that the store was not given yet."""
+    digest that the store was not given yet; `router_id` is the router's own."""
 
     def __init__(
         self,
         store: StoredPlacements,
         now: Callable[[], float],
         unwritten: Callable[[str, str], bytes | None] = lambda _id, _digest: None,
+        router_id: str = "",
     ) -> None:
         self._store = store
         self._now = now
         self._unwritten = unwritten
+        self._router_id = router_id
         self._running: dict[str, Request] = {}
         self._limits: dict[str, asyncio.Timeout] = {}  # by request id
         self.is_cut_off = False
@@ -144,8 +146,14 @@ class KnownRequests:
         if (described := self.find(request_id, tenant)) is None:
             record = await self._stored(request_id, tenant)
             return await self._add_answer(_describe_stored(record), record.asked)
-        ended = self._ended.get(request_id)
-        return await self._add_answer(described, "" if ended is None else ended.asked_digest)
+        ended = None if request_id in self._running else self._ended.get(request_id)
+        digest = "" if ended is None else ended.asked_digest
+        if digest and described.state != pb.REQUEST_STATE_FINISHED:
+            with suppress(NotFound, Unavailable):
+                record = await self._stored(request_id, tenant)
+                if self._was_asked_elsewhere(record, digest):
+                    described = _describe_stored(record)
+        return await self._add_answer(described, digest)
 
     async def find_stored(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse:
         """A tenant's request of another router; raises `NotFound` or `Unavailable`."""
@@ -162,6 +170,12 @@ class KnownRequests:
         except MalformedRecord:
             LOG.warning("the stored placement of %s is malformed", request_id)
         raise NotFound(f"no request {request_id!r} is running or ended a short while ago")
+
+    def _was_asked_elsewhere(self, record: PlacementRecord, digest: str) -> bool:
+        """Whether another router runs, or has answered, what ended badly here: its client may have
+        asked there again."""
+        is_theirs = record.router_id != self._router_id and record.asked == digest
+        return is_theirs and record.state in ("running", "finished")
 
     async def _add_answer(
         self, described: pb.GetRequestResponse, digest: str

@@ -78,7 +78,7 @@ class Router:
         self.admission = Admission(config.max_concurrent_requests, config.max_queue, now)
         self.keys = None if config.keys is None else KeyRing(config.keys)
         self.quotas = Quotas(now)
-        self.requests = KnownRequests(store, now, self.placements.unwritten_answer)
+        self.requests = KnownRequests(store, now, self.placements.unwritten_answer, self.id)
         self.cleanup = Cleanup(self.fleet)
         self.verdicts = Verdicts(now)
         self.prefixes = SentPrefixes()

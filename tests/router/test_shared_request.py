@@ -202,6 +202,45 @@ def test_a_request_that_ended_badly_is_free_again() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("state", ["running", "finished"])
+def test_what_another_router_made_of_a_request_is_told_where_it_ended_badly_before(
+    state: str,
+) -> None:
+    """Its client has asked another one again: what this one remembers is not where it is."""
+
+    async def body(fleet: FakeFleet) -> None:
+        go, reached = asyncio.Event(), asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(go, reached)
+        asking = fleet.generation.Generate(request(request_id="mine"), timeout=30)
+        await reached.wait()
+        asking.cancel()
+        await fleet.store.until(lambda held: held["mine"].state == "cancelled")
+        go.set()
+        ours = fleet.store.placements["mine"]
+        kept = pb.GenerateResponse(request_id="mine", text=TEXT)
+        fleet.store.answers["mine"] = ours.asked, kept.SerializeToString()
+
+        async def look_up(asked: str = ours.asked, router_id: str = "router-x") -> pb.RequestState:
+            theirs = msgspec.structs.replace(
+                THEIRS, state=state, asked=asked, router_id=router_id, decode=ours.decode
+            )
+            fleet.store.placements["mine"] = theirs
+            found = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="mine"))
+            is_theirs = found.state != pb.REQUEST_STATE_CANCELLED
+            assert found.router == ("router-x" if is_theirs and state == "running" else "")
+            assert found.answer.text == (TEXT if is_theirs and state == "finished" else "")
+            return found.state
+
+        is_so = {"running": pb.REQUEST_STATE_RUNNING, "finished": pb.REQUEST_STATE_FINISHED}
+        assert await look_up() == is_so[state]
+        assert await look_up(asked="another question") == pb.REQUEST_STATE_CANCELLED
+        assert await look_up(router_id=fleet.router.id) == pb.REQUEST_STATE_CANCELLED
+        fleet.store.is_down = True
+        assert await look_up() == pb.REQUEST_STATE_CANCELLED
+
+    run(body)
+
+
 @pytest.mark.parametrize("ends", ["with its client", "unheard"])
 def test_a_claim_that_redis_took_unheard_does_not_stay(
     ends: str, monkeypatch: pytest.MonkeyPatch
