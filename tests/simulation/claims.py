@@ -77,7 +77,8 @@ class ClaimStore:
 
     def _place(self, record: PlacementRecord, lifetime_s: float, is_held: bool) -> Placing:
         held = self._claims.placements.get(record.request_id)
-        if self._is_lost(record.request_id, record.router_id, is_held):
+        never_ran = record.attempt == 0 and record.state != "running"
+        if self._is_lost(record.request_id, record.router_id, is_held, never_ran):
             return "duplicate"
         older = None if held is None or held.record.state != "running" else held.record
         if older and older.router_id == record.router_id and older.attempt > record.attempt:
@@ -85,14 +86,18 @@ class ClaimStore:
         self._put(record, lifetime_s)
         return "placed"
 
-    def _is_lost(self, request_id: str, router_id: str, is_held: bool) -> bool:
-        """To another router, that runs it or, where the id was held, that has ended it."""
+    def _is_lost(
+        self, request_id: str, router_id: str, is_held: bool, never_ran: bool = False
+    ) -> bool:
+        """To another router, that runs it or, where the id was held, that has ended it; to any,
+        where it never ran here."""
         if self._claims.other(request_id, router_id) is not None:
             return True
         held = self._claims.placements.get(request_id)
-        if held is None or held.until <= self._claims.registry.clock.now or not is_held:
+        if held is None or held.until <= self._claims.registry.clock.now:
             return False
-        return held.record.router_id != router_id and held.record.state != "running"
+        has_ended = is_held and held.record.state != "running"
+        return held.record.router_id != router_id and (has_ended or never_ran)
 
     async def keep_answer(
         self, request_id: str, digest: str, response: bytes, keep_s: float, holder: str = ""
