@@ -97,11 +97,6 @@ class ModelSlots:
         self.waiting: FairQueue[Turn] = FairQueue()
         self.holds = HoldTimes()
 
-    @property
-    def has_free(self) -> bool:
-        """Whether one of them is free."""
-        return self.running < self.max_running
-
 
 class HeldSlots:
     """Those of a request, within `async with`: one for each of its answers that has not ended."""
@@ -165,6 +160,11 @@ class Admission:
         names = [name for name, slots in self._models.items() if slots.has_workers]
         return names[0] if len(names) == 1 else ""
 
+    @property
+    def num_absent(self) -> int:
+        """Slots that requests hold which wait for workers of their models to come back."""
+        return sum(slots.running for slots in self._models.values() if not slots.has_workers)
+
     def running_by_model(self) -> dict[str, int]:
         """Slots that requests hold."""
         return {name: slots.running for name, slots in tuple(self._models.items())}
@@ -182,8 +182,8 @@ class Admission:
 
     def fit_seats(self, seats: Mapping[str, Sequence[int]]) -> bool:
         """From now on as many at once as live decode workers of each model have seats for us; what
-        runs beyond it is left to end. Those that wait for workers to come back take no slots from
-        models that have some. Whether that changes anything."""
+        runs beyond it is left to end. Those that wait for workers to come back, of whichever model,
+        take no slots from models that have some. Whether that changes anything."""
         before = [(one.max_running, one.has_workers) for one in self._models.values()]
         left = max(1, self.most_running - sum(map(sum, seats.values())))
         for model in self._models.keys() | seats.keys():
@@ -245,12 +245,13 @@ class Admission:
             raise self._shed(f"{ahead} requests wait before it{own}", need.left_s, late_s)
 
     def _has_free(self, slots: ModelSlots) -> bool:
-        return slots.has_free and self.num_running < self.most_running
+        return self._num_beyond(slots) < 0
 
     def _num_beyond(self, slots: ModelSlots) -> int:
         """Slots held beyond those that there are, by answers without a seat yet; below 0 as many
-        are free."""
-        return max(slots.running - slots.max_running, self.num_running - self.most_running)
+        are free. Models without workers have theirs together."""
+        running = slots.running if slots.has_workers else self.num_absent
+        return max(running - slots.max_running, self.num_running - self.most_running)
 
     def _check_turn(self, need: SlotNeed, left_s: float) -> None:
         """Raises where a request whose turn has come has too little time left for it, or for the

@@ -111,6 +111,23 @@ def test_those_that_wait_for_workers_to_come_back_leave_others_their_seats() -> 
     asyncio.run(main())
 
 
+def test_two_models_without_workers_leave_others_their_seats_too() -> None:
+    async def main() -> None:
+        admission, release, order = Admission(8, 19), asyncio.Event(), list[str]()
+
+        admission.fit_seats({"lost": [2], "gone": [2], "well": [3]})
+        admission.fit_seats({"well": [3]})
+        async with asyncio.TaskGroup() as group:
+            for model in ["lost"] * 6 + ["gone"] * 4 + ["well"] * 4:
+                group.create_task(hold(admission, release, order, model))
+            await turns()
+            assert admission.running_by_model() == {"lost": 5, "gone": 0, "well": 3}
+            release.set()
+        assert sorted(order) == ["gone"] * 4 + ["lost"] * 6 + ["well"] * 4
+
+    asyncio.run(main())
+
+
 def test_what_is_known_of_one_model_says_nothing_of_another() -> None:
     admission = Admission(8, 9)
     admission.fit_seats({"slow": [1], "fast": [1]})
@@ -158,7 +175,10 @@ def test_whatever_comes_no_slot_or_place_is_lost_between_models() -> None:
                     continue
                 free = admission.num_running < admission.most_running
                 for name, waiting in admission.waiting_by_model().items():
-                    assert not (waiting and free and admission.slots_of(name).has_free), name
+                    slots = admission.slots_of(name)
+                    has_free = slots.running < slots.max_running
+                    absent = not slots.has_workers and admission.num_absent >= slots.max_running
+                    assert not (waiting and free and has_free) or absent, name
             admission.fit_seats({name: [9] for name in "abc"})
             release.set()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
