@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -95,6 +96,7 @@ class ModelSlots:
         self.has_workers = False
         self.running = 0
         self.waiting: FairQueue[Turn] = FairQueue()
+        self.without_seat = 0  # answers that hold a slot and found no seat
         self.holds = HoldTimes()
 
 
@@ -172,6 +174,21 @@ class Admission:
     def waiting_by_model(self) -> dict[str, int]:
         """Answers that requests in the queue are to have."""
         return {name: len(slots.waiting) for name, slots in tuple(self._models.items())}
+
+    def lacking_by_model(self) -> dict[str, int]:
+        """Answers that have no seat: those to requests in the queue, and those that found none."""
+        models = self._models.items()
+        return {name: len(slots.waiting) + slots.without_seat for name, slots in models}
+
+    @contextmanager
+    def without_seat(self, model: str) -> Iterator[None]:
+        """An answer that was admitted waits for a seat by itself."""
+        slots = self.slots_of(model)
+        slots.without_seat += 1
+        try:
+            yield
+        finally:
+            slots.without_seat -= 1
 
     def slots_of(self, model: str) -> ModelSlots:
         """Those of one model, of which nobody should wait to be told that it has no workers."""

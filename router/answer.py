@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from msgspec.structs import replace
@@ -113,8 +113,15 @@ class AnswerRun:
             if prospect is Prospect.WORKER:
                 request.setbacks.begin_stall(router.now())
                 self._check_stall()
-            with router.metrics.waiting("alone" if need.alone else prospect.value):
+            reason = "alone" if need.alone else prospect.value
+            with router.metrics.waiting(reason), self._lacking(prospect):
                 await fleet.wait_for_change(self._look_again_s())
+
+    def _lacking(self, prospect: Prospect) -> AbstractContextManager[None]:
+        """Has other routers leave it a seat, where it waits for one."""
+        if prospect is not Prospect.SEAT:
+            return nullcontext()
+        return self._router.admission.without_seat(self._request.asked.model.name)
 
     def _own_workers(self, placement: Placement) -> Sequence[WorkerRecord]:
         """Those of its workers that it has alone."""

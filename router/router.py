@@ -117,9 +117,9 @@ class Router:
         follows what may run here."""
         port = self.port or self.config.port
         address = host_and_port(self.config.host, port) if port else ""  # not known yet
-        running, waiting = self.admission.running_by_model(), self.admission.waiting_by_model()
+        running, waiting = self.admission.running_by_model(), self.admission.lacking_by_model()
         own = RouterRecord(
-            router_id=self.id, address=address, waiting=self.admission.num_waiting,
+            router_id=self.id, address=address, waiting=sum(waiting.values()),
             waiting_by_model={name: n for name, n in waiting.items() if n or running[name]},
             loads=self.fleet.loads(),
         )  # fmt: skip

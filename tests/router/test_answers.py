@@ -312,6 +312,33 @@ def test_answers_beyond_the_seats_wait_for_one_and_all_are_given() -> None:
     several(body)
 
 
+def test_answers_that_wait_for_seats_are_told_to_other_routers() -> None:
+    """Else these would take each seat that becomes free, and such answers would never be given."""
+
+    async def body(fleet: FakeFleet) -> None:
+        await limit_seats(fleet, 1)
+        router, go = fleet.router, asyncio.Event()
+
+        async def told() -> tuple[int, dict[str, int] | None]:
+            await router.tell_others()
+            record = fleet.store.routers[router.id]
+            return record.waiting, record.waiting_by_model
+
+        fleet.decode[0].at["commit 0"] = holds(go)
+        several_answers = asyncio.create_task(ask(fleet, n=3))
+        stalled = "effuse_num_requests_stalled"
+        await until(lambda: fleet.metric(stalled, reason="seat") == 2)
+        assert await told() == (2, {"fake": 2})
+        another = asyncio.create_task(ask(fleet))
+        await until(lambda: router.admission.num_waiting == 1)
+        assert await told() == (3, {"fake": 3})
+        go.set()
+        await asyncio.gather(several_answers, another)
+        assert await told() == (0, {})
+
+    several(body)
+
+
 def test_what_a_request_counts_is_its_answers_that_have_not_ended() -> None:
     async def body(fleet: FakeFleet) -> None:
         admission, go, last = fleet.router.admission, asyncio.Event(), asyncio.Event()
