@@ -60,6 +60,7 @@ class OtherRouters:
         self._contenders: dict[str, Contenders] = {}  # by model
         self._taken: Counter[tuple[str, str]] = Counter()  # others' seats, by a worker's life
         self._is_current = True
+        self._faults: set[str] = set()  # of records that could not be read, as they were told
 
     @property
     def num_alive(self) -> int:
@@ -84,14 +85,17 @@ class OtherRouters:
             LOG.debug("other routers are not heard: %s", error)
             self._is_current = False
             return
-        others = {}
+        others, faults = {}, set[str]()
         for value in told:
             try:
                 record = decode_router(value)
             except MalformedRecord as error:
-                LOG.warning("ignored a %s", error)
+                if (fault := str(error)) not in self._faults | faults:
+                    LOG.warning("ignored a %s", fault)
+                faults.add(fault)
             else:
                 others[record.router_id] = record
+        self._faults = faults
         for router_id in sorted(others.keys() ^ self._others.keys()):
             gone = "has ended" if router_id in self._others else "routes for this fleet, too"
             LOG.info("%s %s", router_id, gone)

@@ -209,3 +209,31 @@ def test_a_choice_costs_no_more_for_what_others_have_elsewhere() -> None:
 
     asyncio.run(go())
     assert num_reads == 0
+
+
+def test_a_record_that_cannot_be_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It comes ten times a second, as of a router of a later version."""
+
+    async def go() -> None:
+        (one,) = peers(1, 8)
+        told = one.store.announce_router
+        unread = [b'{"router_id": 1}']
+
+        async def announce(record: RouterRecord, lease_s: float) -> list[bytes]:
+            return [*await told(record, lease_s), *unread]
+
+        one.store.announce_router = announce  # type: ignore[method-assign]
+        for _ in range(3):
+            await one.exchange()
+        assert caplog.text.count("ignored a router record") == 1
+        unread.append(b"{}")
+        for _ in range(3):
+            await one.exchange()
+        assert caplog.text.count("ignored a router record") == 2
+        unread.clear()
+        await one.exchange()
+        unread.append(b"{}")
+        await one.exchange()
+        assert caplog.text.count("ignored a router record") == 3, "it is there again"
+
+    asyncio.run(go())
