@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ EMPTY_LOOK_S: Final = 0.1
 and how often it is asked."""
 
 
+MOST_OLD: Final = 4
+"""How often certificates may change before channels that still show older ones are closed, although
+a call may run over them."""
+
+
 class View(Protocol):
     """Who is alive; placement.fleet.FleetView is one."""
 
@@ -75,7 +81,7 @@ class WorkerChannel:
 class RoutedFleet:
     """One per router, used from its event loop. `now` is a monotonic clock in seconds; `seats`:
     how many requests we may have on a decode worker, all that it takes where there is none;
-    `access`: how workers know us, and we know them."""
+    `access`: how workers know us, and we know them; `longest_call_s`: of our calls to them."""
 
     def __init__(
         self,
@@ -85,11 +91,15 @@ class RoutedFleet:
         *,
         seats: Callable[[WorkerRecord], int] | None = None,
         access: FleetAccess = OPEN,
+        longest_call_s: float = 3600.0,
     ) -> None:
+        self._now = now
         self._seats = seats
         self._access = access
+        self._longest_call_s = longest_call_s
         self._certificates = access.look()  # which of them channels have
-        self._old_channels: list[FleetChannel] = []  # calls may still run on them
+        # Those that calls may still run on, and since when no other ones do.
+        self._old_channels: deque[tuple[float, list[FleetChannel]]] = deque()
         self._view = view
         self._mode: PrefillMode = mode
         self.standing = Standing(now)
@@ -331,23 +341,27 @@ class RoutedFleet:
             await peer.channel.close(0)
         if (newest := self._access.look()) != self._certificates:
             self._certificates = newest
-            await self._renew_channels()
+            self._renew_channels()
+        await self._close_old()
 
-    async def _renew_channels(self) -> None:
-        """New calls show new certificates; those that run end over the channels that they have,
-        which are closed when the next certificates come."""
-        old = [peer.channel for peer in self._peers.values()]
+    def _renew_channels(self) -> None:
+        """New calls show new certificates; those that run end over the channels that they have."""
+        self._old_channels.append((self._now(), [one.channel for one in self._peers.values()]))
         self._peers.clear()
-        forgotten, self._old_channels = self._old_channels, old
-        for channel in forgotten:
-            await channel.close(0)
+
+    async def _close_old(self) -> None:
+        """Closes those over which no call runs any more, and beyond `MOST_OLD` others, too."""
+        over = self._now() - self._longest_call_s
+        while (old := self._old_channels) and (old[0][0] < over or len(old) > MOST_OLD):
+            for channel in old.popleft()[1]:
+                await channel.close(0)
 
     async def close(self) -> None:
         """Closes every channel."""
-        for channel in (*self._old_channels, *(peer.channel for peer in self._peers.values())):
-            await channel.close(0)
-        self._old_channels.clear()
-        self._peers.clear()
+        self._renew_channels()
+        while self._old_channels:
+            for channel in self._old_channels.popleft()[1]:
+                await channel.close(0)
 
     def _candidate(self, record: WorkerRecord, suspects: Collection[WorkerLife]) -> Candidate:
         life = record.life

@@ -72,7 +72,12 @@ class Router:
         self.placements = PlacementWriter(store)
         self.others = OtherRouters(store, self.id)
         self.fleet = RoutedFleet(
-            self.view, config.prefill, now, seats=self.others.seats, access=_access(config)
+            self.view,
+            config.prefill,
+            now,
+            seats=self.others.seats,
+            access=_access(config),
+            longest_call_s=config.max_request_s,
         )
         self.catalogue = Catalogue(self.fleet)
         self.admission = Admission(config.max_concurrent_requests, config.max_queue, now)

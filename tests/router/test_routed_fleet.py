@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
 from router.fake_model import worker_record
 
 from effuse.placement.records import Role, WorkerRecord
 from effuse.protos import errors
+from effuse.protos.channels import FleetAccess, FleetChannel
+from effuse.protos.rpc import FLEET_KEEPALIVE, Keepalive
 from effuse.router.failures import Failure, FailureKind
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import InFlight, Pair, Placement, Prospect
@@ -131,3 +134,49 @@ def test_a_prompt_that_is_shared_counts_once() -> None:
         assert found.in_flight == InFlight(requests=2, tokens=140, own_prompts=100, placed=2)
     (found,) = fleet.candidates()
     assert found.in_flight == InFlight(placed=2)
+
+
+def test_calls_go_on_over_the_channels_that_they_have_however_often_certificates_change() -> None:
+    """A certificate and its authority may be written some seconds apart."""
+    now = 0.0
+    made: list[FleetChannel] = []
+
+    class Renewed(FleetAccess):
+        version = 0
+
+        def look(self) -> int:
+            return self.version
+
+        def connect(
+            self, address: str, *, keepalive: Keepalive | None = FLEET_KEEPALIVE
+        ) -> FleetChannel:
+            made.append(super().connect(address, keepalive=keepalive))
+            return made[-1]
+
+    def num_closed() -> int:
+        shut_down = grpc.ChannelConnectivity.SHUTDOWN
+        return sum(channel.get_state() is shut_down for channel in made)
+
+    async def go() -> None:
+        nonlocal now
+        access = Renewed()
+        fleet = RoutedFleet(
+            View(worker("d0")), "auto", lambda: now, access=access, longest_call_s=60.0
+        )
+        for _ in range(3):
+            fleet.peer(worker("d0").address)
+            access.version += 1
+            await fleet.forget_gone()
+        assert (len(made), num_closed()) == (3, 0)
+        now = 61.0
+        await fleet.forget_gone()
+        assert num_closed() == 3, "no call can run over them any more"
+        for _ in range(100):
+            fleet.peer(worker("d0").address)
+            access.version += 1
+            await fleet.forget_gone()
+        assert len(made) - num_closed() < 10, "nor are there ever more of them"
+        await fleet.close()
+        assert num_closed() == len(made)
+
+    asyncio.run(go())
