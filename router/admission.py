@@ -96,8 +96,13 @@ class ModelSlots:
         self.has_workers = False
         self.running = 0
         self.waiting: FairQueue[Turn] = FairQueue()
-        self.without_seat = 0  # answers that hold a slot and found no seat
+        self.without_seat = 0  # answers that hold a slot and wait
         self.holds = HoldTimes()
+
+    @property
+    def lacking(self) -> int:
+        """Answers that hold a slot and lack a seat, and not only who computes their prompts."""
+        return min(self.without_seat, max(0, self.running - self.max_running))
 
 
 class HeldSlots:
@@ -177,12 +182,11 @@ class Admission:
 
     def lacking_by_model(self) -> dict[str, int]:
         """Answers that have no seat: those to requests in the queue, and those that found none."""
-        models = self._models.items()
-        return {name: len(slots.waiting) + slots.without_seat for name, slots in models}
+        return {name: len(one.waiting) + one.lacking for name, one in self._models.items()}
 
     @contextmanager
     def without_seat(self, model: str) -> Iterator[None]:
-        """An answer that was admitted waits for a seat by itself."""
+        """An answer that was admitted waits until another one has ended."""
         slots = self.slots_of(model)
         slots.without_seat += 1
         try:

@@ -128,6 +128,17 @@ def test_two_models_without_workers_leave_others_their_seats_too() -> None:
     asyncio.run(main())
 
 
+def test_who_waits_for_a_prompt_to_be_computed_lacks_no_seat() -> None:
+    """A decode worker prefills few prompts at a time: its seats may be free all the same."""
+    admission = Admission(8, 9)
+    admission.fit_seats({"one": [4]})
+    with admission.without_seat("one"), admission.without_seat("one"):
+        for running, lacking in ((4, 0), (5, 1), (7, 2)):
+            admission.slots_of("one").running = running
+            assert admission.lacking_by_model() == {"one": lacking}
+    assert admission.lacking_by_model() == {"one": 0}
+
+
 def test_what_is_known_of_one_model_says_nothing_of_another() -> None:
     admission = Admission(8, 9)
     admission.fit_seats({"slow": [1], "fast": [1]})
