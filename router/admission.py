@@ -167,11 +167,6 @@ class Admission:
         names = [name for name, slots in self._models.items() if slots.has_workers]
         return names[0] if len(names) == 1 else ""
 
-    @property
-    def num_absent(self) -> int:
-        """Slots that requests hold which wait for workers of their models to come back."""
-        return sum(slots.running for slots in self._models.values() if not slots.has_workers)
-
     def running_by_model(self) -> dict[str, int]:
         """Slots that requests hold."""
         return {name: slots.running for name, slots in tuple(self._models.items())}
@@ -230,15 +225,13 @@ class Admission:
         """Takes what `slot` holds, and returns when it did."""
         self.check(need)
         deadline = self._now() + need.left_s
-        has_waited = await self._wait_for_slot(need)
+        if not await self._wait_for_slot(need):
+            return self._now()
         began = self._now()
-        if has_waited:
-            try:
-                self._check_turn(need, deadline - began)
-            except Overloaded:
-                for _ in range(need.num_answers):
-                    self.end_answer(began, need, is_answered=False)
-                raise
+        if (late := self._check_turn(need, deadline - began)) is not None:
+            for _ in range(need.num_answers):
+                self.end_answer(began, need, is_answered=False)
+            raise late
         return began
 
     def end_answer(self, began: float, need: SlotNeed, *, is_answered: bool) -> None:
@@ -256,7 +249,7 @@ class Admission:
             slots = ModelSlots(self.most_running)
         if self._num_beyond(slots) + need.num_answers <= 0 and not slots.waiting:
             return
-        if not self._has_free(slots) and not self._has_place(slots, need):
+        if self._num_beyond(slots) >= 0 and not self._has_place(slots, need):
             raise self._refusal()
         ahead = slots.waiting.ahead_of(need.tenant, need.place, need.num_answers)
         behind = self._num_beyond(slots) + ahead + need.num_answers
@@ -265,23 +258,21 @@ class Admission:
             own = "" if need.num_answers == 1 else f" and it has {need.num_answers} answers"
             raise self._shed(f"{ahead} requests wait before it{own}", need.left_s, late_s)
 
-    def _has_free(self, slots: ModelSlots) -> bool:
-        return self._num_beyond(slots) < 0
-
     def _num_beyond(self, slots: ModelSlots) -> int:
         """Slots held beyond those that there are, by answers without a seat yet; below 0 as many
         are free. Models without workers have theirs together."""
-        running = slots.running if slots.has_workers else self.num_absent
+        running = slots.running
+        if not slots.has_workers:
+            running = sum(one.running for one in self._models.values() if not one.has_workers)
         return max(running - slots.max_running, self.num_running - self.most_running)
 
-    def _check_turn(self, need: SlotNeed, left_s: float) -> None:
-        """Raises where a request whose turn has come has too little time left for it, or for the
-        answers that wait for seats."""
+    def _check_turn(self, need: SlotNeed, left_s: float) -> Overloaded | None:
+        """What is told where a request whose turn has come has too little time left for it, or for
+        the answers that wait for seats."""
         slots = self.slots_of(need.model)
         wait_s = slots.holds.wait_s(self._num_beyond(slots), slots.max_running)
         late_s = slots.holds.hold_s(need.size, TURN_MARGIN) + wait_s - left_s
-        if late_s > 0:
-            raise self._shed("its turn came late", left_s, late_s)
+        return self._shed("its turn came late", left_s, late_s) if late_s > 0 else None
 
     def _shed(self, why: str, left_s: float, late_s: float) -> Overloaded:
         self.num_shed += 1
@@ -312,7 +303,7 @@ class Admission:
     async def _wait_for_slot(self, need: SlotNeed) -> bool:
         """Whether it had to wait for it."""
         slots = self.slots_of(need.model)
-        if self._has_free(slots) and not slots.waiting:
+        if self._num_beyond(slots) < 0 and not slots.waiting:
             self._count_running(slots, need.num_answers)
             return False
         while self.num_waiting and self.num_waiting >= self.max_waiting:
@@ -346,7 +337,7 @@ class Admission:
         """Gives free slots to those that wait: within the limit for all, first of the model that
         has least running."""
         models = self._models.values()
-        while ready := [one for one in models if one.waiting and self._has_free(one)]:
+        while ready := [one for one in models if one.waiting and self._num_beyond(one) < 0]:
             slots = min(ready, key=lambda one: one.running)
             turn = slots.waiting.pop()
             self.num_waiting -= turn.num_answers

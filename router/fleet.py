@@ -55,7 +55,6 @@ EMPTY_LOOK_S: Final = 0.1
 """How long a worker of our own is waited for to be empty, longer than a hang takes to be noticed,
 and how often it is asked."""
 
-
 MOST_OLD: Final = 4
 """How often certificates may change before channels that still show older ones are closed, although
 a call may run over them."""
@@ -101,7 +100,7 @@ class RoutedFleet:
         # Those that calls may still run on, and since when no other ones do.
         self._old_channels: deque[tuple[float, list[FleetChannel]]] = deque()
         self._view = view
-        self._mode: PrefillMode = mode
+        self.mode: Final[PrefillMode] = mode  # who prefills
         self.standing = Standing(now)
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
@@ -110,11 +109,6 @@ class RoutedFleet:
         self._seen: set[tuple[WorkerLife, Condition]] = set()
         self._changed = asyncio.Event()
         self._waiting_for: dict[Hashable, Prospect] = {}  # of needs that were looked for just now
-
-    @property
-    def mode(self) -> PrefillMode:
-        """Who prefills."""
-        return self._mode
 
     def records(self) -> Sequence[WorkerRecord]:
         """Every worker that lives or may come back."""
@@ -143,7 +137,7 @@ class RoutedFleet:
         """What an attempt asks of the fleet, as things stand."""
         return AttemptNeeds(
             model=model,
-            mode="local" if on_decode_only else self._mode,
+            mode="local" if on_decode_only else self.mode,
             fingerprint=fingerprint,
             excluded=excluded,
             broken=self.standing.broken_pairs(),
@@ -224,24 +218,16 @@ class RoutedFleet:
         decode, prefill = placement.decode, placement.prefill
         prompt_len = 0 if placement.shares_prompt else prompt_len
         share = AttemptShare(self, placement, prompt_len)
-        self._count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
+        self.count_in_flight(decode, 1, prompt_len + max_tokens, share.own_prompt)
         if prefill is not None:
-            self._count_in_flight(prefill, 1, prompt_len)
+            self.count_in_flight(prefill, 1, prompt_len)
             self.standing.note_try((prefill.life, decode.life))
         try:
             yield share
         finally:
-            self._count_in_flight(decode, -1, -prompt_len - max_tokens, -share.own_prompt)
+            self.count_in_flight(decode, -1, -prompt_len - max_tokens, -share.own_prompt)
             if prefill is not None:
-                self._count_in_flight(prefill, -1, -share.to_prefill)
-            self.announce_change()
-
-    def end_prompt(self, placement: Placement, to_prefill: int, own_prompt: int) -> None:
-        """So many tokens of a prompt are not queued any more at the one or the other worker."""
-        if placement.prefill is not None:
-            self._count_in_flight(placement.prefill, 0, -to_prefill)
-        elif own_prompt:
-            self._count_in_flight(placement.decode, 0, 0, -own_prompt)
+                self.count_in_flight(prefill, -1, -share.to_prefill)
             self.announce_change()
 
     def loads(self) -> tuple[RoutedLoad, ...]:
@@ -375,9 +361,10 @@ class RoutedFleet:
             seats=None if self._seats is None else self._seats(record),
         )
 
-    def _count_in_flight(
+    def count_in_flight(
         self, record: WorkerRecord, requests: int, tokens: int, own_prompts: int = 0
     ) -> None:
+        """More, or less, is on a worker from now on."""
         life = record.life
         self._waiting_for.clear()
         self._addresses[life] = record.address
@@ -402,5 +389,10 @@ class AttemptShare:
 
     def end_prompt(self) -> None:
         """The prompt's KV is complete."""
-        self._fleet.end_prompt(self._placement, self.to_prefill, self.own_prompt)
+        fleet, placement = self._fleet, self._placement
+        if placement.prefill is not None:
+            fleet.count_in_flight(placement.prefill, 0, -self.to_prefill)
+        elif self.own_prompt:
+            fleet.count_in_flight(placement.decode, 0, 0, -self.own_prompt)
+            fleet.announce_change()
         self.to_prefill = self.own_prompt = 0

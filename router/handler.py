@@ -299,7 +299,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         tenant = self._router.tenant().name
         if requests.cancel(name, tenant):
             return pb.CancelRequestResponse(request_id=name, was_running=True)
-        found = requests.find(name, tenant) or await requests.find_stored(name, tenant)
+        found = await requests.look_up(name, tenant)
         return pb.CancelRequestResponse(request_id=name, state=found.state, router=found.router)
 
     async def GetRequest(

@@ -142,7 +142,7 @@ class KnownRequests:
         return None if held is None or held.tenant != tenant else held.described
 
     async def look_up(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse:
-        """A tenant's request, with its answer if that is kept; raises as `find_stored` does."""
+        """A tenant's request, with its answer if it is kept; raises `NotFound` or `Unavailable`."""
         if (described := self.find(request_id, tenant)) is None:
             record = await self._stored(request_id, tenant)
             return await self._add_answer(_describe_stored(record), record.asked)
@@ -154,10 +154,6 @@ class KnownRequests:
                 if self._was_asked_elsewhere(record, digest):
                     described = _describe_stored(record)
         return await self._add_answer(described, digest)
-
-    async def find_stored(self, request_id: str, tenant: str = "") -> pb.GetRequestResponse:
-        """A tenant's request of another router; raises `NotFound` or `Unavailable`."""
-        return _describe_stored(await self._stored(request_id, tenant))
 
     async def _stored(self, request_id: str, tenant: str) -> PlacementRecord:
         try:

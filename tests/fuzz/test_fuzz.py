@@ -122,7 +122,7 @@ async def never_found(self: KnownRequests, request_id: str, tenant: str = "") ->
 
 def test_a_hang_is_found_as_it_hangs_alone_too() -> None:
     with (
-        patch.object(KnownRequests, "find_stored", never_found),
+        patch.object(KnownRequests, "look_up", never_found),
         patch.object(services, "DEADLINE_S", 0.5),
         patch.multiple(surface, PATIENCE=5, MOST_FINDINGS=1),
     ):
@@ -133,13 +133,13 @@ def test_a_hang_is_found_as_it_hangs_alone_too() -> None:
 
 
 def test_what_ran_late_once_is_none() -> None:
-    find, left = KnownRequests.find_stored, iter(range(2))
+    find, left = KnownRequests.look_up, iter(range(2))
 
     async def late(self: KnownRequests, request_id: str, tenant: str = "") -> Any:
         if next(left, None) is not None:
             raise DeadlineExceeded("the machine had no time")
         return await find(self, request_id, tenant)
 
-    with patch.object(KnownRequests, "find_stored", late):
+    with patch.object(KnownRequests, "look_up", late):
         report = fed(INNER["router"], 400)
     assert (len(report.late), report.findings) == (2, [])

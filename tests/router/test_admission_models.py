@@ -188,7 +188,8 @@ def test_whatever_comes_no_slot_or_place_is_lost_between_models() -> None:
                 for name, waiting in admission.waiting_by_model().items():
                     slots = admission.slots_of(name)
                     has_free = slots.running < slots.max_running
-                    absent = not slots.has_workers and admission.num_absent >= slots.max_running
+                    lost = [one for one in admission._models.values() if not one.has_workers]
+                    absent = slots in lost and sum(s.running for s in lost) >= slots.max_running
                     assert not (waiting and free and has_free) or absent, name
             admission.fit_seats({name: [9] for name in "abc"})
             release.set()

@@ -228,6 +228,10 @@ def test_what_another_router_made_of_a_request_is_told_where_it_ended_badly_befo
             found = await fleet.generation.GetRequest(pb.GetRequestRequest(request_id="mine"))
             is_theirs = found.state != pb.REQUEST_STATE_CANCELLED
             assert found.router == ("router-x" if is_theirs and state == "running" else "")
+            cancelled = await fleet.generation.CancelRequest(
+                pb.CancelRequestRequest(request_id="mine")
+            )
+            assert (cancelled.state, cancelled.router) == (found.state, found.router)
             assert found.answer.text == (TEXT if is_theirs and state == "finished" else "")
             return found.state
 

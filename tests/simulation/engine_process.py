@@ -228,12 +228,10 @@ class EngineProcess:
         self._stuck_until = max(self._stuck_until, self.clock.now + seconds)
 
     def check_empty(self) -> None:
-        """Raises AuditError or Violation where anything of a request is left, but for KV of prompts
-        whose pages others may have."""
+        """Raises AuditError or Violation where anything of a request is left."""
         self.core.audit()
-        load = self.core.load()
-        if load.free_pages != load.total_pages:
-            raise Violation(f"{self.incarnation} holds {load.total_pages - load.free_pages} pages")
+        if (load := self.core.load()).free_pages != load.total_pages:
+            raise Violation(f"{self.incarnation} holds pages: {load}")
         left = {*self.transfers(), *self.exchange._pushes._pushes}
         if left or len(self.exchange._receptions):
             raise Violation(f"{self.incarnation} holds {sorted(left) or 'expected transfers'}")

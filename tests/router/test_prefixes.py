@@ -1,0 +1,114 @@
+"""Prompts go where most of them is known: what a router remembers, and what it makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec.structs import replace
+from router.fake_model import model_info, worker_record
+from router.fakes import FakeFleet, run
+
+from effuse.placement.records import Load
+from effuse.router.fleet import RoutedFleet
+from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, place
+from effuse.router.prefixes import UNIT, SentPrefixes, keys_of
+from effuse.v1 import generation_pb2 as pb
+
+PROMPT = list(range(3, 3 + 4 * UNIT))
+P0, P1 = ("p0", "one"), ("p1", "two")
+
+
+def test_a_prompt_has_a_key_for_each_whole_unit_that_says_all_up_to_its_end() -> None:
+    keys = keys_of(PROMPT[:-1], "acme")
+    assert len(keys) == 3
+    assert keys_of(PROMPT[: 2 * UNIT], "acme") == keys[:2]
+    assert keys_of([9, *PROMPT[1:]], "acme")[2] != keys[2]
+    assert not set(keys_of(PROMPT, "")) & set(keys)
+    assert keys_of(PROMPT[: UNIT - 1], "") == ()
+
+
+def test_each_worker_has_as_much_as_was_sent_to_it_from_the_beginning() -> None:
+    sent, keys = SentPrefixes(), keys_of(PROMPT, "")
+    assert sent.cached(keys) == {}
+    sent.note(keys[:3], P0)
+    sent.note(keys[:1], P1)
+    assert sent.cached(keys) == {P0: 3 * UNIT, P1: UNIT}
+    others = keys_of([*PROMPT[: 2 * UNIT], *PROMPT[:UNIT]], "")
+    assert sent.cached(others) == {P0: 2 * UNIT, P1: UNIT}
+    assert sent.cached(keys_of(PROMPT, "acme")) == {}
+
+
+def test_what_was_sent_longest_ago_is_forgotten_from_its_end() -> None:
+    sent, first = SentPrefixes(most=6), keys_of(PROMPT, "")
+    second = keys_of(PROMPT[::-1], "")
+    sent.note(first, P0)
+    sent.note(second, P0)
+    assert sent.cached(second) == {P0: 4 * UNIT}
+    assert sent.cached(first) == {P0: 2 * UNIT}
+
+
+def candidates(queued: int, *, keeps: bool = True) -> list[Candidate]:
+    """Two prefill workers, of which the first has so many tokens queued, and a decode worker."""
+    load = Load(prefix_queries=int(keeps))
+    return [
+        Candidate(
+            worker_record("p0", "prefill", load=load), InFlight(requests=1, tokens=queued, placed=9)
+        ),
+        Candidate(worker_record("p1", "prefill", load=load), InFlight()),
+        Candidate(worker_record("d0", "decode"), InFlight()),
+    ]
+
+
+def chosen(found: Placement | None) -> str:
+    assert found is not None and found.prefill is not None
+    return found.prefill.worker_id
+
+
+def test_a_known_beginning_makes_up_for_as_many_tokens_that_wait() -> None:
+    known = candidates(0)[0].life
+    need = AttemptNeeds(model="fake", mode="remote", cached={known: 100})
+    assert chosen(place(candidates(0), need)) == "p0"
+    assert chosen(place(candidates(99), need)) == "p0"
+    assert chosen(place(candidates(101), need)) == "p1"
+    assert chosen(place(candidates(99, keeps=False), need)) == "p1", "it keeps nothing"
+    assert chosen(place(candidates(99), AttemptNeeds(model="fake", mode="remote"))) == "p1"
+
+
+class NoWorkers:
+    def workers(self) -> list[object]:
+        return []
+
+
+def test_a_prompt_is_queued_at_its_prefill_worker_until_its_kv_is_complete() -> None:
+    async def main() -> None:
+        fleet = RoutedFleet(NoWorkers(), "auto", lambda: 0.0)  # type: ignore[arg-type]
+        prefill, decode = worker_record("p0", "prefill"), worker_record("d0", "decode")
+        with fleet.counted(Placement(decode, prefill), 100, 20) as share:
+            assert fleet._in_flight[prefill.life].tokens == 100
+            share.end_prompt()
+            share.end_prompt()
+            assert fleet._in_flight[prefill.life] == InFlight(requests=1, tokens=0, placed=1)
+            assert fleet._in_flight[decode.life].tokens == 120
+        assert fleet._in_flight[prefill.life] == InFlight(placed=1)
+        assert fleet._in_flight[decode.life] == InFlight(placed=1)
+
+    asyncio.run(main())
+
+
+def test_prompts_that_begin_alike_go_to_one_worker_and_others_in_turns() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        async def ask(text: str) -> str:
+            answer = await fleet.generation.Generate(pb.GenerateRequest(prompt=text), timeout=30)
+            return answer.stats.prefill_worker
+
+        model = replace(model_info(), prompt_attention="causal_blocks")
+        for worker in fleet.workers:
+            load = replace(worker.record.load, prefix_queries=1)
+            worker.record = replace(worker.record, model=model, load=load)
+        await fleet.announce()
+        long = "how many? " * 20
+        first = await ask(long)
+        assert {await ask(f"{long} and {number}?") for number in range(4)} == {first}
+        assert {await ask(f"{number} {long}") for number in range(12)} == {"p0", "p1"}
+
+    run(body, num_prefill=2)
