@@ -75,6 +75,11 @@ class HandoffSender:
         """Where this handoff goes, once that is known."""
         return self._handoffs[transfer_id].reservation
 
+    def awaits_reservation(self, transfer_id: str) -> bool:
+        """Whether this handoff has not ended and it is not known where it goes."""
+        handoff = self._handoffs.get(transfer_id)
+        return handoff is not None and handoff.reservation is None
+
     def address(self, reservation: Reservation) -> None:
         """Says where the pages go; what is final already is pushed at once."""
         handoff = self._handoffs[reservation.transfer_id]
@@ -115,10 +120,22 @@ class HandoffSender:
             handoff = self._handoffs.get(event.transfer_id)
             if handoff is not None:
                 self._hear(handoff, event)
-        self._promise_all()
+        self.keep_promises()
         self._expire()
         reports, self._reports = self._reports, []
         return reports
+
+    def keep_promises(self) -> None:
+        """Keeps reservations of prompts that are not done: whoever waits in a queue still lives.
+
+        poll() does so, too; this is for who cannot poll for long.
+        """
+        for handoff in self._handoffs.values():
+            is_due = handoff.machine.state is SenderState.PUSHING and (
+                handoff.promise_at <= self._now()
+            )
+            if is_due and handoff.reservation is not None:
+                self._promise(handoff, handoff.reservation)
 
     def _hear(self, handoff: _Outgoing, event: ConnectorEvent) -> None:
         match event:
@@ -130,15 +147,6 @@ class HandoffSender:
                 self._handle(handoff, SenderEvent.DRAINED)
             case _:
                 pass  # of transfers that come in
-
-    def _promise_all(self) -> None:
-        """Keeps reservations of prompts that are not done: whoever waits in a queue still lives."""
-        for handoff in self._handoffs.values():
-            is_due = handoff.machine.state is SenderState.PUSHING and (
-                handoff.promise_at <= self._now()
-            )
-            if is_due and handoff.reservation is not None:
-                self._promise(handoff, handoff.reservation)
 
     def _promise(self, handoff: _Outgoing, reservation: Reservation) -> None:
         now, lease_s = self._now(), reservation.lease_s

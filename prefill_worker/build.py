@@ -40,7 +40,7 @@ def build(config: PrefillConfig, incarnation: str, pulse: Pulse | None = None) -
         parts.fingerprint,
         now=time.monotonic,
     )
-    return Engine(core, parts.ready, wakes=(connector.fileno(),))
+    return Engine(core, parts.ready, wakes=(connector.fileno(),), meanwhile=core.meanwhile)
 
 
 def _limits(config: PrefillConfig, parts: Assembly) -> PrefillLimits:

@@ -94,6 +94,26 @@ class PrefillEngine:
             case messages.WriterGone() | messages.Shutdown():
                 pass  # nobody writes here; the process ends itself
 
+    def meanwhile(self, come: Sequence[ToEngine]) -> Sequence[ToEngine]:
+        """From within a forward, which may take longer than a lease: takes new prompts and where
+        pages go, and keeps promises. Returns the rest, in order: what ends an attempt waits."""
+        left: list[ToEngine] = []
+        aborted: set[str] = set()
+        for message in come:
+            match message:
+                case StartPrefill(attempt=attempt) if attempt.transfer_id not in aborted:
+                    self._start(message)
+                case messages.PushTo(reservation=reservation) if (
+                    reservation.transfer_id not in aborted and self._can_push_to(reservation)
+                ):
+                    self._sender.address(reservation)
+                case _:
+                    if isinstance(message, messages.Abort):
+                        aborted.add(message.attempt.transfer_id)
+                    left.append(message)
+        self._sender.keep_promises()
+        return left
+
     def outbox(self) -> Sequence[CoreEvent]:
         """What is to be said since the last call, in order."""
         return self._outbox.drain()
@@ -188,6 +208,19 @@ class PrefillEngine:
             self._fail(prompt, "INVALID_ARGUMENT", text)
         else:
             self._sender.address(reservation)
+
+    def _can_push_to(self, reservation: Reservation) -> bool:
+        """Whether a reservation is the first and right one of a prompt that is alive."""
+        transfer_id = reservation.transfer_id
+        prompt = self._prompts.get(transfer_id)
+        return (
+            prompt is not None
+            and prompt.attempt == reservation.attempt
+            and transfer_id in self._live
+            and self._sender.awaits_reservation(transfer_id)
+            and len(reservation.pages) == self._limits.pages_for(prompt.num_paged)
+            and mismatch(self._fingerprint, reservation.fingerprint) is None
+        )
 
     def _abort(self, attempt: AttemptId) -> None:
         transfer_id = attempt.transfer_id

@@ -8,12 +8,13 @@ front, however that ended.
 import contextlib
 import ctypes
 import gc
+import itertools
 import logging
 import os
 import signal
 import socket as network
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -64,6 +65,16 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     config: msgspec.Raw  # the worker's config
 
 
+# Called now and then within a long step, with the messages that have come; returns those that wait
+# for its end, in order.
+Meanwhile = Callable[[Sequence[ToEngine]], Sequence[ToEngine]]
+
+
+def leave(come: Sequence[ToEngine]) -> Sequence[ToEngine]:
+    """Takes no message within a step."""
+    return come
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A core that has loaded its weights and made a first forward."""
@@ -71,6 +82,7 @@ class Engine:
     core: EngineCore
     ready: Ready
     wakes: Sequence[int] = ()  # descriptors that are readable while the core has something to do
+    meanwhile: Meanwhile = leave
 
 
 Builder = Callable[[Config, str, Pulse], Engine]
@@ -86,6 +98,7 @@ class EngineLoop:
         pulse: Pulse,
         *,
         wakes: Sequence[int] = (),
+        meanwhile: Meanwhile = leave,
         idle_ms: int | None = _WAIT_IDLE_MS,  # None waits until something comes
     ) -> None:
         self._core = core
@@ -96,6 +109,9 @@ class EngineLoop:
         for source in (socket, *wakes):
             self._poller.register(source, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._left: Sequence[ToEngine] = ()  # messages that a step has not taken
+        self._meanwhile = meanwhile
+        pulse.meanwhile = self._hear
 
     def run(self) -> None:
         """Runs until a `Shutdown` comes."""
@@ -111,7 +127,7 @@ class EngineLoop:
         # The load is told before the end of an attempt, so that it is right for who hears that.
         beat = self._pulse.turn(load, has_end=any(isinstance(event, _ENDS) for event in said))
         tell(self._socket, said if beat is None else [beat, *said])
-        if not worked:
+        if not worked and not self._left:
             self._poller.poll(self._wait_ms(load))
         return True
 
@@ -121,12 +137,20 @@ class EngineLoop:
         return _WAIT_BUSY_MS if load.running or load.waiting else self._idle_ms
 
     def _take(self) -> bool:
-        while self._socket.poll(0, zmq.POLLIN):
-            message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+        left, self._left = self._left, ()
+        for message in itertools.chain(left, self._messages()):
             if isinstance(message, Shutdown):
                 return False
             self._core.handle(message)
         return True
+
+    def _hear(self) -> None:
+        """From within a step that takes long: lets the core take what must not wait for its end."""
+        self._left = self._meanwhile([*self._left, *self._messages()])
+
+    def _messages(self) -> Iterator[ToEngine]:
+        while self._socket.poll(0, zmq.POLLIN):
+            yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
 
 
 def tell(socket: "zmq.Socket[bytes]", messages: Sequence[ToFront]) -> None:
@@ -177,7 +201,9 @@ def _run(
         # connector's too, and all handoffs with it.
         gc.collect()
         gc.freeze()
-        loop = EngineLoop(engine.core, socket, pulse, wakes=engine.wakes)
+        loop = EngineLoop(
+            engine.core, socket, pulse, wakes=engine.wakes, meanwhile=engine.meanwhile
+        )
         tell(socket, [msgspec.structs.replace(engine.ready, engine_port=port)])
         try:
             loop.run()

@@ -42,6 +42,8 @@ class Pulse:
         self._tell = tell or (lambda _: None)
         self._now = now
         self._thread = threading.get_ident()
+        # Called about as often as marks are told: what may happen within a long step.
+        self.meanwhile: Callable[[], None] = lambda: None
         self._phases: list[Phase] = []  # that lie within each other
         self._loops = 0
         self._marks = 0
@@ -67,6 +69,7 @@ class Pulse:
         self._marks += 1
         if self._now() - self._told_at >= _BEAT_S:
             self._tell(self._beat())
+            self.meanwhile()
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

@@ -100,7 +100,9 @@ class Rig:
             page_size=page_size,
             block_size=config.block_size,
             marks=LayerMarks(config.num_layers, self.layout.num_groups, self.model.device),
+            on_layer=lambda _: self.on_layer(),
         )
+        self.on_layer: Callable[[], None] = lambda: None
         self.forward = Watched(runner)
         sender = HandoffSender(self.source, reservation_s=RESERVATION_S, now=self.now)
         self.beats: list[Heartbeat] = []

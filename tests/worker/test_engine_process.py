@@ -181,6 +181,26 @@ def test_an_idle_engine_is_woken_by_its_connector(front: Front) -> None:
     os.close(wake)
 
 
+def test_what_came_within_a_long_step_is_taken_at_the_next_turn_in_order_and_without_a_wait(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort, pulse = Abort(attempt=ONE, reason="test"), Pulse(now=lambda: front.now)
+    loop = EngineLoop(front.core, front.theirs, pulse, idle_ms=None)
+    with monkeypatch.context() as long_step:
+
+        def step() -> bool:
+            front.say(START, abort)
+            pulse.mark()
+            return False
+
+        long_step.setattr(front.core, "step", step)
+        assert loop.turn()
+    assert not front.core.handled
+    front.say(Shutdown())
+    assert not loop.turn()
+    assert front.core.handled == [START, abort]
+
+
 def test_bytes_that_are_no_message_end_the_engine(front: Front) -> None:
     front.socket.send(b"\xc1 not a message")
     with pytest.raises(msgspec.DecodeError):

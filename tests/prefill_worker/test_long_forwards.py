@@ -1,0 +1,120 @@
+"""A forward on a CPU that takes longer than the lease: what is said and heard from within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from checkpoints import write_tiny_checkpoint
+from prefill_worker.rig import LEASE_S, Rig, attempt_of
+
+from effuse.kvtransfer.messages import AttemptId
+from effuse.worker.engine_process import EngineLoop
+from effuse.worker.messages import (
+    Abort,
+    AbortDone,
+    Failed,
+    PromptPushed,
+    PushTo,
+    StartPrefill,
+    ToEngine,
+    ToFront,
+)
+
+PROMPT = tuple(3 + (7 * i) % 200 for i in range(22))
+NUM_PAGES = 5
+
+
+class Engine:
+    """A loop over the rig's engine, whose layers take most of a lease each."""
+
+    def __init__(self, rig: Rig, front: zmq.Socket[bytes], own: zmq.Socket[bytes]) -> None:
+        self.rig = rig
+        self._front = front
+        self._loop = EngineLoop(rig.engine, own, rig.pulse, meanwhile=rig.engine.meanwhile)
+        self.at_first_layer: list[Callable[[], None]] = []
+        rig.on_layer = self._on_layer
+
+    def _on_layer(self) -> None:
+        while self.at_first_layer:
+            self.at_first_layer.pop()()
+        self.rig.time += 0.7 * LEASE_S
+        self.rig.pulse.mark()
+        self.rig.receiver.poll(self.rig.time)
+
+    def say(self, *messages: ToEngine) -> None:
+        for message in messages:
+            self._front.send(msgspec.msgpack.encode(message))
+
+    def start(self, name: str) -> AttemptId:
+        self.say(StartPrefill(attempt=attempt_of(name), prompt_token_ids=PROMPT))
+        return attempt_of(name)
+
+    def push_to(self, attempt: AttemptId, num_pages: int = NUM_PAGES) -> None:
+        self.say(PushTo(reservation=self.rig.reserve(attempt, num_pages)))
+
+    def ends(self) -> list[ToFront]:
+        """How attempts have ended after a while."""
+        for _ in range(40):
+            assert self._loop.turn()
+        heard: list[ToFront] = []
+        while self._front.poll(0):
+            heard += msgspec.msgpack.decode(self._front.recv(), type=list[ToFront])
+        return [one for one in heard if isinstance(one, Failed | PromptPushed | AbortDone)]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    path = write_tiny_checkpoint(tmp_path / "sdar", "sdar", seed=3)
+    rig = Rig(path, budget=22)  # one prompt after the other
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    front, own = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    front.bind("inproc://front")
+    own.connect("inproc://front")
+    yield Engine(rig, front, own)
+    context.destroy(linger=0)
+    rig.close()
+
+
+def pushed(ends: list[ToFront]) -> list[str]:
+    assert all(isinstance(end, PromptPushed) for end in ends), ends
+    return [end.attempt.request_id for end in ends if isinstance(end, PromptPushed)]
+
+
+def test_a_prompt_whose_forward_takes_several_leases_is_handed_over(engine: Engine) -> None:
+    engine.push_to(engine.start("a"))
+    assert pushed(engine.ends()) == ["request-a"]
+    assert engine.rig.time - 1000.0 > LEASE_S
+
+
+def test_so_is_one_whose_place_becomes_known_within_its_forward(engine: Engine) -> None:
+    attempt = engine.start("a")
+    engine.at_first_layer.append(lambda: engine.push_to(attempt))
+    assert pushed(engine.ends()) == ["request-a"]
+
+
+def test_so_are_those_that_wait_behind_it_or_come_meanwhile(engine: Engine) -> None:
+    for name in "ab":
+        engine.push_to(engine.start(name))
+    engine.at_first_layer.append(lambda: engine.push_to(engine.start("c")))
+    assert pushed(engine.ends()) == ["request-a", "request-b", "request-c"]
+
+
+def test_what_ends_an_attempt_waits_for_the_forward_and_keeps_its_order(engine: Engine) -> None:
+    def come() -> None:
+        engine.say(Abort(attempt=attempt, reason="test"))
+        engine.push_to(attempt)
+        engine.say(Abort(attempt=attempt_of("b"), reason="test"))
+        engine.start("b")
+        engine.push_to(engine.start("c"), num_pages=1)
+
+    attempt = engine.start("a")
+    engine.at_first_layer.append(come)
+    unknown, refused, wrong, done = engine.ends()
+    assert done == AbortDone(attempt=attempt, was_running=True)
+    assert unknown == AbortDone(attempt=attempt_of("b"), was_running=False)
+    assert isinstance(refused, Failed) and refused.code == "ABORTED"
+    assert isinstance(wrong, Failed) and "fills 5 pages, 1 are reserved" in wrong.message
