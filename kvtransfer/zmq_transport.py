@@ -250,9 +250,21 @@ class ZmqTransport:
                 self._fetching.append(delivery)
                 continue
             try:
-                self._send(delivery, [delivery.fetched.view])
+                self._send(delivery, [self._take_out(delivery, delivery.fetched)])
             except zmq.Again:
                 self._lose(delivery.peer, "closed the connection", heard)
+
+    def _take_out(self, delivery: ZmqDelivery, fetched: Fetched) -> memoryview:
+        """What is to be sent of a chunk that was copied from a GPU."""
+        assert self._staging is not None, "it was copied"
+        if self._staging.num_free:
+            return fetched.view
+        # The last buffer: receivers that never answer may hold all others, so this one does not
+        # wait for an answer.
+        view = memoryview(bytes(fetched.view))
+        fetched.release()
+        delivery.fetched = None
+        return view
 
     def _take(self, received: Received, heard: list[Heard]) -> None:
         first, *payload = (frame.buffer for frame in received.frames or [zmq.Frame(b"")])

@@ -29,7 +29,16 @@ from kvtransfer.remote import RemoteReceiver
 from effuse.kvtransfer import staging, zmq_sockets
 from effuse.kvtransfer.connector import Cause, Connector, PushCancelled, Pushed, PushFailed
 from effuse.kvtransfer.memory import PageMemory
-from effuse.kvtransfer.messages import Accepted, Begin, PageRef, Placed, ReceiverAddress, encode
+from effuse.kvtransfer.messages import (
+    Accepted,
+    Begin,
+    PageRef,
+    Pages,
+    Placed,
+    ReceiverAddress,
+    decode_to_receiver,
+    encode,
+)
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Heard, Lost
 from effuse.kvtransfer.zmq_transport import ZmqTransport
@@ -174,7 +183,7 @@ class Buffers:
         if not self.num_free:
             return None
         self.num_free -= 1
-        return Copied(self, memoryview(b"".join(self.memory.views(page_ids, groups))))
+        return Copied(self, memoryview(bytearray().join(self.memory.views(page_ids, groups))))
 
 
 @dataclass
@@ -189,12 +198,22 @@ class Copied:
 
     def release(self) -> None:
         self.home.num_free += 1
+        self.view[:] = bytes(len(self.view))  # as the next chunk may, whoever still reads it
 
 
-def test_a_receiver_that_does_not_answer_leaves_buffers_to_the_others(
-    receiver: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+def hear_pages_of(receiver: zmq.Socket[bytes], transfer_id: str) -> None:
+    """Returns once some of this transfer have come."""
+    while True:
+        message = decode_to_receiver(receiver.recv_multipart()[1])
+        if isinstance(message, Pages) and message.attempt.transfer_id == transfer_id:
+            return
+
+
+@pytest.mark.parametrize("num_silent", [1, 4, staging.NUM_BUFFERS + 1])
+def test_receivers_that_do_not_answer_leave_buffers_to_the_others(
+    receiver: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch, num_silent: int
 ) -> None:
-    """It has as long as its lease; until then nothing left a GPU for anybody."""
+    """They have as long as their leases; until then nothing left a GPU for anybody."""
     memory, target = filled(SMALL, 20), PageMemory(SMALL, 4)
     transport = ZmqTransport(memory)
     transport.chunk_bytes = SMALL.page_bytes
@@ -204,13 +223,15 @@ def test_a_receiver_that_does_not_answer_leaves_buffers_to_the_others(
     honest = make("zmq", target, "decode-1")
     honest.start()
     with contextlib.closing(sender), contextlib.closing(honest):
-        endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
-        silent = ReceiverAddress(connector="zmq", endpoint=endpoint)
         pages = [PageRef(page, 1) for page in range(16)]
-        sender.push_pages(reservation(memory, silent, pages), range(16), 0)
-        for _ in range(4):
-            receiver.recv_multipart()  # its Begin and some pages
-        held = reservation(target, honest.describe(), pages[:4], number=2)
+        for number in range(2, 2 + num_silent):
+            receiver.bind("tcp://127.0.0.1:*")  # another one, as far as the sender knows
+            endpoint = receiver.getsockopt_string(zmq.LAST_ENDPOINT)
+            silent = ReceiverAddress(connector="zmq", endpoint=endpoint)
+            held = reservation(memory, silent, pages, number=number)
+            sender.push_pages(held, range(16), 0)
+            hear_pages_of(receiver, held.transfer_id)
+        held = reservation(target, honest.describe(), pages[:4], number=99)
         honest.expect(held, "prefill-1")
         sender.push_pages(held, range(16, 20), 0)
         sender.finish(held, boundary)
