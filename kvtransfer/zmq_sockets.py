@@ -324,11 +324,15 @@ class ZmqPeer:
         return False
 
     def answers(self) -> list[bytes]:
-        """What the receiver has said since the last call, within a bound."""
+        """What the receiver has said since the last call, within a bound. No message of ours to a
+        sender has a second frame: one that has comes as empty, and nothing is to be asked then."""
         said: list[bytes] = []
         with suppress(zmq.Again):
             while len(said) < MESSAGES_A_TURN:
-                said.append(self.socket.recv_multipart(zmq.NOBLOCK)[-1])
+                frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+                if frame.more:
+                    return [*said, b""]
+                said.append(frame.bytes)
         return said
 
     def say(self, message: ToReceiver) -> None:

@@ -149,10 +149,16 @@ def test_what_was_not_claimed_yet_is_not_accepted(
         sender.close()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [[b"what?"], [b""] * 100_000 + [encode(Placed("transfer-1", 0, 0))]],
+    ids=["unknown", "of many frames"],
+)
 def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
-    receiver: zmq.Socket[bytes],
+    receiver: zmq.Socket[bytes], answer: list[bytes]
 ) -> None:
-    """A newer receiver may say what an older sender does not know."""
+    """A newer receiver may say what an older sender does not know. No answer has a second frame,
+    and ZMQ does not bound how many a message has."""
     memory = filled(SMALL, 4)
     sender = make("zmq", memory, "prefill-1")
     sender.start()
@@ -162,7 +168,7 @@ def test_an_answer_that_is_no_message_ends_the_push_and_not_the_connector(
         held = reservation(memory, address, [PageRef(0, 1)])
         sender.push_pages(held, [2], 0)
         peer = receiver.recv_multipart()[0]
-        receiver.send_multipart([peer, b"what?"])
+        receiver.send_multipart([peer, *answer])
         failed = next_event(sender, held.transfer_id)
         assert isinstance(failed, PushFailed)
         assert failed.cause is Cause.PEER
