@@ -55,6 +55,9 @@ class SharedRequest:
         self._request = request
         self._client = client
         self._record: PlacementRecord | None = None  # of the claim, then of the last attempt
+        # Redis has had the claim, or may have had it unheard: what another router has put there
+        # since then stays.
+        self._is_claimed = False
         self._said = WholeAnswer()
 
     # Whose it is.
@@ -72,13 +75,15 @@ class SharedRequest:
             return pb.GenerateResponse.FromString(unwritten)
         record, last_s = self._first_record(), -1.0
         while True:
-            self._record = record  # Redis may hold it from now on, whatever becomes of the call
+            # Redis may hold it from now on, whatever becomes of the call.
+            self._record, self._is_claimed = record, True
             try:
                 claim = await self._router.store.claim(
                     record, request.asked_digest, self._router.placements.times.running_s
                 )
             except StoreUnavailable as error:
                 is_full = isinstance(error, StoreFull)
+                self._is_claimed = not is_full
                 if is_full and (kept := await self._find_kept()) is not None:
                     self._record = None
                     return kept
@@ -121,7 +126,7 @@ class SharedRequest:
                 seed = decode_placement(claim.earlier).seed
                 self._request.asked = self._request.asked.seeded(seed)
         self._record = self._first_record()
-        self._write(self._record, is_claimed=True)
+        self._write(self._record)
         return None
 
     def _runs_elsewhere(self, value: bytes) -> AlreadyRunning:
@@ -196,13 +201,7 @@ class SharedRequest:
             asked=self._request.asked_digest,
         )
 
-    def _write(
-        self,
-        record: PlacementRecord,
-        answer: pb.GenerateResponse | None = None,
-        *,
-        is_claimed: bool = False,
-    ) -> None:
+    def _write(self, record: PlacementRecord, answer: pb.GenerateResponse | None = None) -> None:
         """In the order of calls, once the request has gone on its way."""
 
         def put() -> None:
@@ -210,7 +209,7 @@ class SharedRequest:
             if answer is not None:
                 digest, keep_s = self._request.asked_digest, self._router.config.keep_answers_s
                 placements.keep(record.request_id, digest, answer.SerializeToString(), keep_s)
-            placements.put(record, is_claimed=is_claimed)
+            placements.put(record, is_claimed=self._is_claimed)
 
         asyncio.get_running_loop().call_soon(put)
 

@@ -50,9 +50,17 @@ class FakeStore(Store):
         self, placements: Sequence[tuple[PlacementRecord, float]], held: Collection[str] = ()
     ) -> list[Placing]:
         self._check()
-        self.placements |= {record.request_id: record for record, _ in placements}
+        lost = {record.request_id for record, _ in placements if self._is_lost(record, held)}
+        found = {record.request_id: record for record, _ in placements}
+        self.placements |= {name: one for name, one in found.items() if name not in lost}
         self._changed.set()
-        return ["placed"] * len(placements)
+        return ["duplicate" if record.request_id in lost else "placed" for record, _ in placements]
+
+    def _is_lost(self, record: PlacementRecord, held: Collection[str]) -> bool:
+        """Whether another router has ended what is held from here."""
+        found = self.placements.get(record.request_id)
+        is_theirs = found is not None and found.router_id != record.router_id
+        return record.request_id in held and is_theirs
 
     async def placement(self, request_id: str) -> bytes | None:
         self._check()

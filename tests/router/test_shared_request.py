@@ -245,6 +245,33 @@ def test_what_another_router_made_of_a_request_is_told_where_it_ended_badly_befo
     run(body)
 
 
+@pytest.mark.parametrize("metadata", [None, AGAIN], ids=["asked", "asked again"])
+def test_who_stood_still_in_a_claim_leaves_alone_what_another_router_has_finished_meanwhile(
+    metadata: tuple[tuple[str, str], ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        store, claim = fleet.store, fleet.store.claim
+        theirs = msgspec.structs.replace(THEIRS, state="finished")
+
+        async def take(record: PlacementRecord, digest: str, lifetime_s: float) -> Claim:
+            await claim(record, digest, lifetime_s)
+            store.placements["mine"] = theirs
+            raise StoreUnavailable("Redis: no answer in time")
+
+        monkeypatch.setattr(store, "claim", take)
+        asking = fleet.generation.Generate(
+            request(request_id="mine"), timeout=30, metadata=metadata
+        )
+        if metadata is None:
+            assert (await asking).text == TEXT
+        else:
+            assert type(await failure(asking)) is errors.Unavailable
+        await fleet.idle()
+        assert store.placements["mine"] == theirs
+
+    run(body)
+
+
 @pytest.mark.parametrize("ends", ["with its client", "unheard"])
 def test_a_claim_that_redis_took_unheard_does_not_stay(
     ends: str, monkeypatch: pytest.MonkeyPatch
