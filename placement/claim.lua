@@ -5,9 +5,10 @@
 -- digest of what is asked, what router keys begin with (they share the slot).
 -- Returns {'running', record, ms that the other router's lease holds}, {'answered', response} or
 -- {'claimed', the record of a router that ran it and is gone, or ''}. The placement of a router
--- whose lease has run out is nobody's.
+-- whose lease has run out is nobody's. Where a value of another kind is, nothing is written, and no
+-- claim of others is known.
 local earlier = ''
-local held = redis.call('HMGET', KEYS[1], 'router', 'state', 'record')
+local held = redis.pcall('HMGET', KEYS[1], 'router', 'state', 'record')
 if held[2] == 'running' and held[1] ~= ARGV[2] then
   local left = redis.call('PTTL', ARGV[6] .. held[1])
   if left > 0 then
@@ -15,9 +16,12 @@ if held[2] == 'running' and held[1] ~= ARGV[2] then
   end
   earlier = held[3] or ''
 end
-local answer = redis.call('HMGET', KEYS[4], 'digest', 'response')
+local answer = redis.pcall('HMGET', KEYS[4], 'digest', 'response')
 if answer[1] == ARGV[5] and answer[2] then
   return {'answered', answer[2]}
+end
+if held.err then
+  return {'claimed', ''}
 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -5,7 +5,7 @@
 -- ARGV: request id, digest of what was asked, response, ms to keep it, most answers, most bytes, what
 -- answer keys and what router keys begin with (they share the slot), the router if it has held the id
 -- since the request began, or ''. Such a one has lost it to a router that lives or has ended it.
-local held = redis.call('HMGET', KEYS[4], 'router', 'state')
+local held = redis.pcall('HMGET', KEYS[4], 'router', 'state') -- a value of another kind is nobody's
 if ARGV[9] ~= '' and held[1] and held[1] ~= ARGV[9] then
   if held[2] ~= 'running' or redis.call('EXISTS', ARGV[8] .. held[1]) == 1 then
     return 'duplicate'

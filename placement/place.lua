@@ -7,8 +7,11 @@
 -- its own holds; an ended one is free for whoever uses the id next, and not for who lost it to the
 -- router that ended it. What ends before its first attempt replaces no other router's: it never ran,
 -- and its router may not have heard whose the id was. A Redis that is full refuses this script as a
--- whole.
-local held = redis.call('HMGET', KEYS[1], 'attempt', 'state', 'router')
+-- whole. A value of another kind is not ours, and stays.
+local held = redis.pcall('HMGET', KEYS[1], 'attempt', 'state', 'router')
+if held.err then
+  return 'foreign'
+end
 local attempt = tonumber(held[1])
 if attempt then
   if held[3] ~= ARGV[3] then

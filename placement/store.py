@@ -28,8 +28,7 @@ from effuse.placement.keys import Keys
 from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
 
 Announcement = Literal["held", "superseded"]
-Placing = Literal["placed", "stale", "duplicate"]
-
+Placing = Literal["placed", "stale", "duplicate", "foreign"]
 
 MOST_ENDED = 50_000
 """Placements of ended requests that a fleet keeps, the newest ones; about 50 MB in Redis."""
@@ -205,9 +204,9 @@ class Store:
         go beyond `most_ended`.
 
         Over one that runs, an older attempt or, as long as its own lives, another router's is
-        refused, and an id of `held` also over what another router ended; over any record of another
-        router, the end of what never ran. Raises `StoreFull` where Redis has no memory left for one
-        of them; those before it are written.
+        refused, an id of `held` also over what another router ended, the end of what never ran over
+        any of another router's, and each over what is "foreign", of another kind. Raises
+        `StoreFull` where Redis has no memory left for one of them; those before it are written.
         """
 
         async def write() -> object:
@@ -376,7 +375,8 @@ class Store:
             circuit.succeeded()  # it answers, and what only reads is answered as ever
             raise StoreFull(f"Redis is full: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
-            circuit.failed()
+            if not str(error).startswith("WRONGTYPE"):  # a value that is not ours: Redis answers
+                circuit.failed()
             if isinstance(error, ReadOnlyError):
                 await self._let_go()
             raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error

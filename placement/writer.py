@@ -184,12 +184,20 @@ class PlacementWriter:
     def _note_answer(self, record: PlacementRecord, answer: Placing) -> None:
         if self._pending.get(record.request_id) is record:
             del self._pending[record.request_id]
-        if answer != "placed":
+        if answer == "placed":
+            if record.state == "running" and record.request_id in self._writing:
+                self._renew_at[record.request_id] = (self._now() + self.times.renew_s, record)
+        else:
             self.refused += 1
-            LOG.warning("placement of %s is %s", record.request_id, answer)
-        elif record.state == "running" and record.request_id in self._writing:
-            self._renew_at[record.request_id] = (self._now() + self.times.renew_s, record)
+            self._tell_refused(record, answer)
         self._note_held(record, answer)
+
+    def _tell_refused(self, record: PlacementRecord, answer: Placing) -> None:
+        if answer == "foreign":
+            key = self._store.keys.request(record.request_id)
+            LOG.warning("a placement is lost: Redis has a value of another kind under %s", key)
+        else:
+            LOG.warning("placement of %s is %s", record.request_id, answer)
 
     def _note_held(self, record: PlacementRecord, answer: Placing) -> None:
         is_known = record.request_id in self._pending or record.request_id in self._renew_at

