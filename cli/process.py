@@ -86,7 +86,9 @@ class Process:
         if code is None:
             return f"{self.name} runs"
         if code < 0:
-            return f"{self.name} (pid {self.pid}) was ended by {signal.Signals(-code).name}"
+            names = {one.value: one.name for one in signal.Signals}  # most real-time ones: none
+            by = names.get(-code, f"signal {-code}")
+            return f"{self.name} (pid {self.pid}) was ended by {by}"
         return f"{self.name} (pid {self.pid}) exited with status {code}"
 
 

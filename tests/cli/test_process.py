@@ -23,6 +23,7 @@ STUBBORN = (
     "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'up');"
     " time.sleep(60)"
 )
+UNNAMED = int(signal.SIGRTMIN) + 1  # a signal
 OBEDIENT = "import os, time; os.write(1, b'up'); time.sleep(60)"
 
 
@@ -74,6 +75,19 @@ def test_output_and_status(spawner: Spawner, tmp_path: Path) -> None:
     assert process.returncode == 3
     assert process.ending() == f"child (pid {process.pid}) exited with status 3"
     assert sorted(process.tail().splitlines()) == ["  from env", "  out"]
+    process.clear()
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGRTMIN, "SIGRTMIN"), (UNNAMED, f"signal {UNNAMED}")]
+)
+def test_an_end_by_a_signal_is_told_although_it_has_no_name(
+    spawner: Spawner, tmp_path: Path, number: int, name: str
+) -> None:
+    code = f"import os; os.kill(os.getpid(), {int(number)})"
+    process = spawner.start("child", _python(code), log=tmp_path / "log", env={})
+    process.wait(20)
+    assert process.ending() == f"child (pid {process.pid}) was ended by {name}"
     process.clear()
 
 
