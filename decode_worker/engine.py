@@ -212,8 +212,7 @@ class DecodeEngine:
     def _admit(self) -> bool:
         """Gives the oldest waiting requests their pages, as many as there is room for; those whose
         prompt's KV comes to others let younger ones pass."""
-        prompts = self._prompts
-        waiting = [one for one in self._queues.waiting if not prompts.is_coming(one)]
+        waiting = self._prompts.not_coming(self._queues.waiting)
         if not waiting:
             return False
         growth = 0

@@ -6,7 +6,8 @@ Who computes it where the first one ends before that is the next one in the orde
 after a preemption, no prefill worker is asked again. Decides; pages are moved by the engine.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Sequence
 
 from effuse.decode_worker.request import DecodeRequest
 
@@ -33,23 +34,38 @@ class SharedPrompts:
 
     def source_of(self, request: DecodeRequest) -> DecodeRequest | None:
         """Whose pages hold the KV of its prompt, for a request that has yet to get it."""
-        return next((one for one in _others(request) if one.holds_prompt), None)
+        if not _may_share(request):
+            return None
+        return next((one for one in request.siblings if one.holds_prompt), None)
 
-    def is_coming(self, request: DecodeRequest) -> bool:
-        """Whether its prompt's KV is on its way to another one, or an older one will see to it."""
-        if self.source_of(request) is not None:
-            return False
-        return any(
-            one.lacks_prompt and (one.pages or one.arrival < request.arrival)
-            for one in _others(request)
-        )
+    def not_coming(self, waiting: Iterable[DecodeRequest]) -> list[DecodeRequest]:
+        """Those of `waiting`, which hold no pages, whose prompt's KV is not on its way to another
+        one, and no older one will see to it."""
+        last_to_begin: dict[int, float] = {}  # arrivals, by the identity of a group
+        left = []
+        for request in waiting:
+            group = id(request.siblings)
+            if _may_share(request) and group not in last_to_begin:
+                last_to_begin[group] = _last_to_begin(request.siblings)
+            if not _may_share(request) or request.arrival <= last_to_begin[group]:
+                left.append(request)
+        return left
 
 
 def _key(request: DecodeRequest) -> tuple[str, bytes]:
     return request.group, request.sequence.prompt_ids.tobytes()
 
 
-def _others(request: DecodeRequest) -> Iterator[DecodeRequest]:
-    """Whom a request may have its prompt from; nobody once it has it, or a writer brings it."""
-    if request.siblings and request.lacks_prompt and not request.needs_remote:
-        yield from (one for one in request.siblings if one is not request)
+def _may_share(request: DecodeRequest) -> bool:
+    """Whether a request may have its prompt from another one; not once it has it, nor where a
+    writer brings it."""
+    return bool(request.siblings) and request.lacks_prompt and not request.needs_remote
+
+
+def _last_to_begin(siblings: Sequence[DecodeRequest]) -> float:
+    """The arrival up to which those that may share can begin: all where one has the KV, none while
+    it comes to one, else the oldest."""
+    if any(one.holds_prompt for one in siblings):
+        return math.inf
+    lacking = [one for one in siblings if one.lacks_prompt]
+    return -math.inf if any(one.pages for one in lacking) else min(one.arrival for one in lacking)

@@ -15,6 +15,7 @@ from decoding.source import SOURCE, Source
 from oracle.decode import decode
 
 from effuse.config.decoding import Sampling, Stopping
+from effuse.decode_worker.request import DecodeRequest
 from effuse.kvtransfer.loopback import Hub, LoopbackConnector
 from effuse.kvtransfer.pool import PageState
 from effuse.models.part import Part, PartResult
@@ -347,3 +348,23 @@ def test_requests_without_a_group_share_nothing(answers: Answers) -> None:
         answers.rig.start(make_request(name, PROMPT))
     answers.rig.run()
     assert (answers.forward.prompt_rows, answers.num_shared) == (24, 0)
+
+
+def test_answers_that_wait_for_their_prompt_are_not_compared_with_each_other(
+    sdar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be done at every step of whatever runs beside them."""
+    num_looked, holds_prompt = 0, vars(DecodeRequest)["holds_prompt"]
+
+    def look(request: DecodeRequest) -> object:
+        nonlocal num_looked
+        num_looked += 1
+        return holds_prompt.fget(request)
+
+    answers = Answers(sdar, max_num_seqs=64)
+    answers.ask(64)
+    answers.rig.step()
+    monkeypatch.setattr(DecodeRequest, "holds_prompt", property(look))
+    answers.rig.step()
+    answers.close()
+    assert 64 <= num_looked <= 2 * 64
