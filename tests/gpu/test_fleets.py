@@ -176,6 +176,7 @@ def whole_crowd(crowd: Fleet) -> Fleet:
     # A rehearsal holds pages, for as long as a prefill engine stands still in it.
     wait_until(lambda: _are_measured(crowd), "a link was not measured")
     wait_until(lambda: _holds_nothing(crowd), "pages are left")
+    wait_until(lambda: _is_known_to_hold_nothing(crowd), "the router did not hear of it")
     return crowd
 
 
@@ -244,6 +245,13 @@ def _are_measured(fleet: Fleet) -> bool:
     prefill = [one for one in workers if one.role == PREFILL]
     known = [{(link.peer, link.peer_incarnation) for link in one.links} for one in prefill]
     return len(known) == len(lives) == 2 and all(links >= lives for links in known)
+
+
+def _is_known_to_hold_nothing(fleet: Fleet) -> bool:
+    """Whether the router has heard so, too: one that goes by what a decode worker had a second ago
+    gives the next prompts all to the other one."""
+    with effuse.Client(fleet.address) as client:
+        return all(one.free_pages == one.total_pages for one in client.workers())
 
 
 def _queued(fleet: Fleet) -> int:
