@@ -13,6 +13,9 @@ from typing import Protocol, TypeVar
 
 from effuse.kvtransfer.messages import BoundaryState, Manifest, ReceiverAddress, Reservation
 
+PROMISES = 4
+"""How often in each lease a sender says that pages are still to come, while it waits for them."""
+
 
 class Cause(Enum):
     """Why a handoff was refused or failed."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from effuse.kvtransfer.connector import (
+    PROMISES,
     ArrivalRefused,
     Arrived,
     Cause,
@@ -65,6 +66,7 @@ class Expected:
     reservation: Reservation
     writer: str | None  # incarnation of the only one that may write, if that is known
     layout: KVLayout
+    since: float
     reply: Reply | None = None  # of the writer that was let in
     covered: npt.NDArray[np.bool_] = field(init=False)  # [pages, groups] that arrived
     pieces: PieceDigests = field(init=False)  # [pages, pieces] found in memory
@@ -144,7 +146,8 @@ class Receptions:
         """Accepts this transfer from now on. One whose address was shut off since it was given out
         is refused at once: its writer would hear nothing, and wait for the whole lease."""
         transfer_id = reservation.transfer_id
-        self._expected[transfer_id] = Expected(reservation, writer, self._destination.layout)
+        layout, since = self._destination.layout, self._now()
+        self._expected[transfer_id] = Expected(reservation, writer, layout, since)
         if reservation.address in self._shut:
             why = "its address was shut off, as another writer had died"
             self._emit(ArrivalRefused(transfer_id, Cause.PEER, why))
@@ -208,7 +211,10 @@ class Receptions:
                 expected = self._identified(begin.attempt, begin.source, begin.destination)
                 self._check_fingerprint(begin.fingerprint)
                 self._transport.learn(heard.reply, begin)
-                if expected.reply is not None and expected.manifest is None:
+                # The first word is none, unless it comes so late that the next may be too late.
+                lease_s = expected.reservation.lease_s
+                is_late = self._now() - expected.since > lease_s / PROMISES
+                if (expected.reply is not None or is_late) and expected.manifest is None:
                     self._emit(Promised(begin.attempt.transfer_id))
                 expected.reply = heard.reply
             case Pages() as pages:

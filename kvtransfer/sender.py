@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from effuse.kvtransfer.connector import (
+    PROMISES,
     Cause,
     Connector,
     ConnectorEvent,
@@ -24,7 +25,6 @@ from effuse.kvtransfer.messages import AttemptId, BoundaryState, Reservation
 
 SenderMachine = Machine[SenderState, SenderEvent, SenderDo]
 
-PROMISES = 4  # in each lease, while a prompt waits or is computed
 OVERTIME_S = 5.0  # beyond the lease, which the connector itself keeps: it may be stuck
 
 

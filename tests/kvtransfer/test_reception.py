@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from kvtransfer.fixtures import (
+    LEASE_S,
     SMALL,
     boundary,
     changed,
@@ -105,6 +106,10 @@ def test_a_writer_that_introduces_itself_again_promises_pages_until_it_has_claim
     promised, refused, *_ = slow.events
     assert promised == Promised("transfer-1")
     assert isinstance(refused, ArrivalRefused) and refused.cause is Cause.INCARNATION
+    late = Scene(is_two_sided=scene.is_two_sided, slow=True)
+    late.time += 0.3 * LEASE_S
+    late.begin()  # its next word may come after the end of the lease
+    assert late.events == [Promised("transfer-1")]
     claimed = Scene(is_two_sided=scene.is_two_sided, slow=True)
     claimed.begin()
     claimed.send()

@@ -41,9 +41,10 @@ class Engine:
     def _on_layer(self) -> None:
         while self.at_first_layer:
             self.at_first_layer.pop()()
-        self.rig.time += 0.7 * LEASE_S
+        for _ in range(7):
+            self.rig.time += 0.1 * LEASE_S
+            self.rig.receiver.poll(self.rig.time)
         self.rig.pulse.mark()
-        self.rig.receiver.poll(self.rig.time)
 
     def say(self, *messages: ToEngine) -> None:
         for message in messages:
