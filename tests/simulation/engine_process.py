@@ -230,8 +230,7 @@ class EngineProcess:
     def check_empty(self) -> None:
         """Raises AuditError or Violation where anything of a request is left."""
         self.core.audit()
-        load = self.core.load()
-        assert load.free_pages == load.total_pages, f"{self.incarnation} holds pages: {load}"
+        assert (load := self.core.load()).free_pages == load.total_pages, load
         left = {*self.transfers(), *self.exchange._pushes._pushes}
         if left or len(self.exchange._receptions):
             raise Violation(f"{self.incarnation} holds {sorted(left) or 'expected transfers'}")
