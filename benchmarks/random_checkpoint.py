@@ -34,7 +34,8 @@ def write_checkpoint(
     Raises ValueError for an architecture other than Dream's and SDAR's.
     """
     if config.architecture not in _RELEASES:
-        raise ValueError(f"expected the shape of a Dream or SDAR model, got {config.architecture}")
+        found = repr(config.architecture)
+        raise ValueError(f"expected the shape of a Dream or SDAR model, got {found}")
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(_released(config, dtype), indent=1))
     if config.architecture == "dream":

@@ -231,14 +231,15 @@ class _Inputs:
         _bring(staged, self.copied)
 
     def fill_contexts(self, parts: Sequence[Part], page_size: int) -> None:
-        """The same of what is cached before each part."""
-        staged = np.zeros(len(self.cached), np.int32)
+        """The same of what is cached before each part; of no part nothing is read."""
+        width = self.page_table.shape[1]
+        staged = np.zeros(MOST_SEQUENCES + len(parts) * width, np.int32)
         staged[: len(parts)] = [part.start for part in parts]
-        table = staged[MOST_SEQUENCES:].reshape(self.page_table.shape)
-        for row, part in zip(table, parts, strict=False):
+        table = staged[MOST_SEQUENCES:].reshape(len(parts), width)
+        for row, part in zip(table, parts, strict=True):
             num_pages = -(-part.start // page_size)
             row[:num_pages] = part.pages[:num_pages]
-        _bring(staged, self.cached)
+        _bring(staged, self.cached[: len(staged)])
 
     def _fill_sequences(self, narrow: np.ndarray, parts: Sequence[Part]) -> None:
         narrow[: len(parts)] = [part.block_origin for part in parts]

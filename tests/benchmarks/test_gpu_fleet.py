@@ -86,7 +86,9 @@ def test_a_word_of_a_prompt_is_a_token(checkpoint: Path) -> None:
     tokenizer.close()
 
 
-def test_only_the_shape_of_dream_is_written(tmp_path: Path) -> None:
+def test_only_shapes_of_dream_and_sdar_are_written(tmp_path: Path) -> None:
+    sdar = replace(TINY, architecture="sdar", qkv_bias=False, qk_norm=True)
+    assert load_model(write_checkpoint(tmp_path, sdar, CPU, torch.float32)).config == sdar
     with pytest.raises(ValueError, match="'llada'"):
         write_checkpoint(tmp_path, replace(TINY, architecture="llada"), CPU, torch.float32)
 

@@ -24,7 +24,7 @@ from effuse.kvtransfer.connector import (
 )
 from effuse.kvtransfer.memory import PageMemory
 from effuse.kvtransfer.messages import Begin, PageRef, Pages
-from effuse.kvtransfer.staging import Fetched
+from effuse.kvtransfer.staging import Fetched, Staging
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Chunk, Lost
 from effuse.kvtransfer.zmq_sockets import CurveKeys, ZmqListener, ZmqPeer
@@ -136,6 +136,7 @@ def test_what_is_said_after_a_refused_handshake_fails_its_push_alone() -> None:
         assert peer.is_open, "nobody had looked at it"
         header = Pages(reserved.attempt, "1", reserved.incarnation, 0, reserved.pages, 0, 1)
         copied = cast("Fetched", SimpleNamespace(is_over=lambda: True, view=memoryview(b"x")))
+        transport._staging = cast(Staging, SimpleNamespace(num_free=1))
         transport._fetching = [ZmqDelivery(peer, header, copied) for _ in range(2)]
         assert [type(one) for one in transport.hear()] == [Lost]
         with pytest.raises(HandoffRefused, match="was closed"):
