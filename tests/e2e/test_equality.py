@@ -58,7 +58,9 @@ def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(connector:
         for job, answer in zip(jobs, answers, strict=True):
             unit, block = max(TINY.page_size, TINY.block_size), TINY.block_size
             paged = len(job.prompt) // block * block
-            assert answer.stats.cached_prompt_tokens == max(0, paged - 1) // unit * unit
+            known = max(0, paged - 1) // unit * unit
+            # 0 where the answer was complete before the prefill worker's word of it was read.
+            assert answer.stats.cached_prompt_tokens in (0, known)
         assert sum(answer.stats.cached_prompt_tokens for answer in answers) > 4 * CONCURRENT
 
 
