@@ -19,6 +19,8 @@ UNIT: Final = 64
 """Tokens that are looked at as one; a worker's own units are finer."""
 MOST_KNOWN: Final = 1 << 15
 """Units that are remembered, the latest: 2 million tokens."""
+MOST_LIVES: Final = 64
+"""Workers of each, the latest; lives that are over would add up otherwise."""
 
 Key = bytes
 
@@ -45,7 +47,7 @@ class SentPrefixes:
         """A prompt of these keys goes to this worker."""
         for key in reversed(keys):  # so that a beginning is remembered for longer than what follows
             lives = self._lives.get(key, ())
-            self._lives[key] = lives if life in lives else (*lives, life)
+            self._lives[key] = lives if life in lives else (*lives, life)[-MOST_LIVES:]
             self._lives.move_to_end(key)
         while len(self._lives) > self._most:
             self._lives.popitem(last=False)

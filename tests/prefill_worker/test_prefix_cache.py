@@ -245,6 +245,19 @@ def test_what_a_prompt_finds_is_not_taken_to_make_room_for_it(make: Make) -> Non
     rig.check_idle()
 
 
+def test_what_a_prompt_finds_counts_once_and_not_as_room_as_well(make: Make) -> None:
+    rig = make(num_pages=8)
+    hand_over(rig, "a", COMMON)
+    other = rig.start("b", prompt_of(6, 0, 8))
+    rig.settle()
+    last = rig.start("c", [*COMMON, *prompt_of(5, 0, 8)])  # finds six pages, and needs two more
+    rig.settle()
+    assert rig.engine.load().waiting == 1
+    rig.abort(other)
+    rig.settle()
+    assert [done.attempt for done in rig.take(PrefillDone)] == [other, last]
+
+
 def test_a_rehearsal_has_the_pages_that_only_the_cache_holds(make: Make) -> None:
     rig = make(num_pages=8)
     hand_over(rig, "a", prompt_of(1, 0, 32))

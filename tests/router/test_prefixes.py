@@ -11,7 +11,7 @@ from router.fakes import FakeFleet, run
 from effuse.placement.records import Load
 from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, place
-from effuse.router.prefixes import UNIT, SentPrefixes, keys_of
+from effuse.router.prefixes import MOST_LIVES, UNIT, SentPrefixes, keys_of
 from effuse.v1 import generation_pb2 as pb
 
 PROMPT = list(range(3, 3 + 4 * UNIT))
@@ -45,6 +45,14 @@ def test_what_was_sent_longest_ago_is_forgotten_from_its_end() -> None:
     sent.note(second, P0)
     assert sent.cached(second) == {P0: 4 * UNIT}
     assert sent.cached(first) == {P0: 2 * UNIT}
+
+
+def test_lives_of_workers_that_are_over_do_not_add_up() -> None:
+    sent, keys = SentPrefixes(), keys_of(PROMPT, "")
+    for number in range(200):
+        sent.note(keys, ("p0", str(number)))
+    known = sent.cached(keys)
+    assert len(known) == MOST_LIVES and known["p0", "199"] == 4 * UNIT
 
 
 def candidates(queued: int, *, keeps: bool = True) -> list[Candidate]:
