@@ -26,6 +26,9 @@ class RouterConfig(Access):
 
     # The network.
     port: Annotated[int, "port to listen on; 0 takes a free one"] = 50051
+    http_port: Annotated[
+        int | None, "port of OpenAI's HTTP API; 0 takes a free one (default: no HTTP)"
+    ] = None
     share_port: Annotated[
         bool, "let other routers listen on the same port, as one that takes this one's place"
     ] = False
@@ -107,6 +110,8 @@ class RouterConfig(Access):
             ("max_losses", 0, 1000),
         ):
             checks.whole(name, getattr(self, name), low, high)
+        if self.http_port is not None:
+            checks.whole("http_port", self.http_port, 0, 65535)
         for name in ("max_request_s", "recovery_s", "drain_s"):
             checks.seconds(name, getattr(self, name))
         if not 0 <= self.keep_answers_s <= 86400:

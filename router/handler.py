@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final, TypeVar
+from typing import Any, Final, Protocol
 
 import grpc.aio
 
@@ -41,15 +41,25 @@ from effuse.router.validation import fit
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
 
-Sent = TypeVar("Sent")
-Response = TypeVar("Response")
-
 LOG: Final = logging.getLogger(__name__)
 REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
 """Metadata of a call that gRPC's own retries send again; who does so himself can set it, too."""
 
 ON_THE_WAY_S: Final = 0.02
 """What a cancellation may take from a client's deadline to here, and still be told from others."""
+
+
+class CallContext(Protocol):
+    """The facts of a call that do not depend on its protocol. gRPC's contexts have them."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the client's deadline; None if it has none."""
+
+    def invocation_metadata(self) -> Any:
+        """Names and values that came beside the request, or None."""
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        """Takes names and values that go beside the answer."""
 
 
 @contextmanager
@@ -65,7 +75,7 @@ def counting_refusals(router: Router) -> Iterator[None]:
 def accept(
     router: Router,
     message: pb.GenerateRequest,
-    context: grpc.aio.ServicerContext[Sent, Response],
+    context: CallContext,
     *,
     is_stream: bool,
 ) -> Request:
@@ -84,8 +94,7 @@ def accept(
         router.requests.check_id(request_id)
         asked = router.resolve(message, is_stream=is_stream, seed=secrets.randbits(64))
         router.quotas.check(tenant, asked.num_answers)
-        # grpcio's types hide that there may be none
-        time_left: float | None = context.time_remaining()
+        time_left = context.time_remaining()
         limit_s = min(math.inf if time_left is None else time_left, router.config.max_request_s)
         router.admission.check(SlotNeed.of(asked, tenant.name, router.now(), limit_s))
     router.retry_budget.add_requests(asked.num_answers, router.now())
@@ -242,7 +251,7 @@ def why_gone(elapsed_s: float, limit_s: float) -> EffuseError:
     return Cancelled("the client cancelled")
 
 
-def _is_repeated(context: grpc.aio.ServicerContext[Sent, Response]) -> bool:
+def _is_repeated(context: CallContext) -> bool:
     return any(key == REPEATED_KEY for key, _ in context.invocation_metadata() or ())
 
 
@@ -316,9 +325,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return await self._router.requests.look_up(request.request_id, tenant)
 
 
-def request_span(
-    router: Router, context: grpc.aio.ServicerContext[Sent, Response]
-) -> AbstractContextManager[object]:
+def request_span(router: Router, context: CallContext) -> AbstractContextManager[object]:
     """A request's own span, within that of its client if there is one; whichever service it came
     by."""
     return router.traces.span("generate", context.invocation_metadata() or ())

@@ -30,8 +30,10 @@ from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.catalogue import ModelServicer
 from effuse.router.config import END_S, RouterConfig, parse
 from effuse.router.handler import GenerationServicer
+from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.monitor import MonitorServicer
+from effuse.router.openai_api import OpenAiApi
 from effuse.router.policy import live_workers
 from effuse.router.prompt import Texts
 from effuse.router.router import Router
@@ -106,13 +108,16 @@ async def serve(router: Router, stop: asyncio.Event) -> None:
             if not _serve_metrics(router, stack):
                 loops.append(beside.create_task(_serve_metrics_later(router, stack)))
             async with router.cleanup.running():
+                http = _listen_http(router)
                 server = await _start(router)
+                serving = beside.create_task(_serve_http(http, stop, config.drain_s + END_S))
                 loops.append(beside.create_task(_follow_fleet(router, server)))
                 loops.append(beside.create_task(_ask_absent(router)))
                 await rpc.serve(
                     server, stop, drain_s=config.drain_s + END_S,
                     on_drain=router.drain, closes_first=True,
                 )  # fmt: skip
+                await serving  # it has a deadline of its own
         await router.flush_placements()
         for loop in loops:
             loop.cancel()
@@ -158,11 +163,35 @@ async def _start(router: Router) -> RpcServer:
     return server
 
 
-def _tls(config: RouterConfig) -> ServerTls | None:
-    """Of the public port. Raises OSError where certificates cannot be used."""
+def _listen_http(router: Router) -> HttpServer | None:
+    """Takes the port of HTTP; None if there is to be none. Raises OSError if it cannot."""
+    config = router.config
+    if config.http_port is None:
+        return None
+    server = HttpServer(OpenAiApi(router, _texts_of(router)).app, _tls_files(config))
+    router.http_port = server.listen(config.host, config.http_port, shares_port=config.share_port)
+    scheme = "http" if config.tls_cert is None else "https"
+    at = host_and_port(config.host, router.http_port)
+    LOG.info("OpenAI's API is on %s://%s/v1", scheme, at)
+    return server
+
+
+async def _serve_http(server: HttpServer | None, stop: asyncio.Event, drain_s: float) -> None:
+    if server is not None:
+        await server.run_until(stop, drain_s)
+
+
+def _tls_files(config: RouterConfig) -> TlsFiles | None:
+    """The certificates of the public ports, of gRPC and of HTTP."""
     if config.tls_cert is None:
         return None
-    return ServerTls(TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca))
+    return TlsFiles(cert=config.tls_cert, key=config.tls_key, ca=config.tls_client_ca)
+
+
+def _tls(config: RouterConfig) -> ServerTls | None:
+    """Of the public port. Raises OSError where certificates cannot be used."""
+    files = _tls_files(config)
+    return None if files is None else ServerTls(files)
 
 
 def _ready_facts(router: Router, prefill: int = 0, decode: int = 0) -> dict[str, str]:
@@ -170,6 +199,8 @@ def _ready_facts(router: Router, prefill: int = 0, decode: int = 0) -> dict[str,
     facts = {"prefill": str(prefill), "decode": str(decode)}
     if router.metrics_port:
         facts["metrics"] = host_and_port(router.config.metrics_host, router.metrics_port)
+    if router.http_port:
+        facts["http"] = host_and_port(router.config.host, router.http_port)
     return facts
 
 
@@ -177,7 +208,7 @@ def _add_services(router: Router, server: grpc.aio.Server) -> None:
     models = ModelServicer(
         router.fleet,
         router.catalogue,
-        Texts(router.tokenizer, router.resolve, router.catalogue.find),
+        _texts_of(router),
         chat_template=router.tokenizer.chat_template_origin,
     )
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(router), server)
@@ -185,6 +216,10 @@ def _add_services(router: Router, server: grpc.aio.Server) -> None:
     monitor_pb2_grpc.add_MonitorServiceServicer_to_server(MonitorServicer(router), server)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(router), server)
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(router), server)
+
+
+def _texts_of(router: Router) -> Texts:
+    return Texts(router.tokenizer, router.resolve, router.catalogue.find)
 
 
 def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:

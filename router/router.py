@@ -51,8 +51,9 @@ FLUSH_S: Final = 1.0
 
 
 class Router:
-    """One router. `now` is a monotonic clock in seconds. `port` and `metrics_port` are known once
-    `ready` is set. Raises OSError where certificates or the fleet's secret cannot be used."""
+    """One router. `now` is a monotonic clock in seconds. `port`, `metrics_port` and `http_port`
+    are known once `ready` is set. Raises OSError if it cannot use certificates or the fleet's
+    secret."""
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class Router:
         self._add_readings()
         self.port = 0
         self.metrics_port = 0
+        self.http_port = 0
         self.ready = asyncio.Event()
         most = config.max_answers
         self._answers = replace(ANSWERS, high=most, note=", this router's --max-answers")

@@ -1,0 +1,357 @@
+"""OpenAI's HTTP API of a router: chats, completions, models, token ids and health.
+
+Each call goes through the handler that gRPC's calls go through: the same checks, queue, retries,
+tenants and texts. Not here: the meaning of bodies (`openai_requests.py`), connections
+(`http_server.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
+from effuse.router.client import STALLED_S, ClientGone, WholeAnswer
+from effuse.router.handler import REPEATED_KEY, Handler, accept, counting_refusals, request_span
+from effuse.router.openai_requests import (
+    Endpoint,
+    Json,
+    Rendering,
+    error_body,
+    parse_body,
+    request_of,
+    status_of,
+)
+from effuse.router.prompt import Texts
+from effuse.router.request import Request
+from effuse.router.router import Router
+from effuse.v1 import generation_pb2 as pb
+from effuse.v1 import model_pb2
+
+LOG: Final = logging.getLogger(__name__)
+BODY_S: Final = 60.0
+"""Longest that a client may take to send a body."""
+JSON_TYPE: Final = "application/json"
+HEALTH: Final = "/health"
+"""Answers without a token."""
+_RETRIED: Final = "x-stainless-retry-count"  # OpenAI's clients count what they send again
+T = TypeVar("T")
+
+
+class HttpCall:
+    """One call: what its client sent, and the way back."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.request = HttpRequest(scope, receive)
+        self._receive = receive
+        self._send = send
+        self.request_id = ""
+        self.has_begun = False  # whether the response's status was sent
+
+    def time_remaining(self) -> float | None:
+        """HTTP has no deadlines: a client that waits no longer closes its connection."""
+        return None
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        """The headers, as gRPC's metadata; a call that a client sends again is marked as such."""
+        headers = [(name, value) for name, value in self.request.headers.items()]
+        is_again = self.request.headers.get(_RETRIED, "0") != "0"
+        return [*headers, *([(REPEATED_KEY, "1")] if is_again else [])]
+
+    def set_trailing_metadata(self, metadata: Iterable[tuple[str, str]]) -> None:
+        """Keeps the request's id for the response's headers."""
+        self.request_id = dict(metadata).get(REQUEST_ID_KEY, "")
+
+    async def body(self, most_bytes: int) -> Json:
+        """The JSON object that the client sent. Raises `InvalidRequest` and HTTPException."""
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != JSON_TYPE:  # which a web page of another origin cannot send unasked
+            raise HTTPException(415, f"expected the header Content-Type: {JSON_TYPE}")
+        pieces, num_bytes = [], 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in self.request.stream():
+                    num_bytes += len(piece)
+                    if num_bytes > most_bytes:
+                        raise HTTPException(413, f"expected a body of at most {most_bytes} bytes")
+                    pieces.append(piece)
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
+        return parse_body(b"".join(pieces))
+
+    async def gone(self) -> None:
+        """Returns once the client has closed the connection."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        """Sends a piece of a stream of events. Raises `ClientGone` if the client does not take it
+        within `STALLED_S` seconds."""
+        try:
+            async with asyncio.timeout(STALLED_S):
+                if not self.has_begun:
+                    self.has_begun = True
+                    await self._send(self._start())
+                body = {"type": "http.response.body", "body": data, "more_body": not is_last}
+                await self._send(body)
+        except (TimeoutError, OSError) as error:
+            raise ClientGone("the client takes nothing") from error
+
+    async def respond(self, response: Response) -> None:
+        """Sends a whole response."""
+        self.has_begun = True
+        if self.request_id:
+            response.headers[REQUEST_ID_KEY] = self.request_id
+        await response(self.request.scope, self._receive, self._send)
+
+    def _start(self) -> dict[str, Any]:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would gather the stream
+            (REQUEST_ID_KEY.encode(), self.request_id.encode()),
+        ]
+        return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+Behaviour = Callable[[HttpCall], Awaitable[None]]
+
+
+class _Border:
+    """One route. Whatever its behaviour raises becomes a response here, and is counted."""
+
+    def __init__(self, router: Router, path: str, behaviour: Behaviour) -> None:
+        self._router = router
+        self._path = path
+        self._behaviour = behaviour
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one call, as an ASGI application."""
+        call, status = HttpCall(scope, receive, send), 200
+        try:
+            if self._path != HEALTH and self._router.keys is not None:
+                self._router.keys.admit(dict(call.request.headers))
+            await self._behaviour(call)
+        except HTTPException as error:
+            status = error.status_code
+            await call.respond(_http_error(call.request, error))
+        except Exception as error:  # noqa: BLE001  the border: nothing may pass it unmapped
+            told = _told(error, self._path)
+            status = int(status_of(told))
+            await _send_error(call, told)
+        self._router.metrics.http.labels(self._path, str(status)).inc()
+
+
+class ChunkStream:
+    """Sends the answers to one prompt of a call as they grow."""
+
+    def __init__(self, call: HttpCall, rendering: Rendering, prompt: int) -> None:
+        self._call = call
+        self._rendering = rendering
+        self._prompt = prompt
+
+    async def send(self, event: pb.GenerateStreamResponse) -> None:
+        """Sends what is final of an event. Raises `ClientGone`."""
+        chunks = self._rendering.chunks(self._prompt, event)
+        if data := b"".join(map(_event, chunks)):
+            await self._call.write(data)
+
+
+class OpenAiApi:
+    """The application. One per router."""
+
+    def __init__(self, router: Router, texts: Texts) -> None:
+        self._router = router
+        self._texts = texts
+        routes: Mapping[tuple[str, str], Behaviour] = {
+            ("POST", "/v1/chat/completions"): lambda call: self._generate(call, "chat"),
+            ("POST", "/v1/completions"): lambda call: self._generate(call, "completion"),
+            ("POST", "/v1/tokenize"): self._tokenize,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/v1/models/{name:path}"): self._model,
+            ("GET", HEALTH): self._health,
+        }
+        self.app = Starlette(
+            routes=[
+                Route(path, _Border(router, path, behaviour), methods=[method])
+                for (method, path), behaviour in routes.items()
+            ],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    async def _generate(self, call: HttpCall, endpoint: Endpoint) -> None:
+        router = self._router
+        with request_span(router, call):
+            with counting_refusals(router):
+                wanted = request_of(await call.body(router.config.max_message_bytes), endpoint)
+            accepted = [
+                accept(router, message, call, is_stream=wanted.is_stream)
+                for message in wanted.requests
+            ]
+            rendering = Rendering(
+                wanted, accepted[0].id, int(time.time()), lambda token: self._text_of(token),
+                model=accepted[0].asked.model.name,
+            )  # fmt: skip
+            answer = self._stream if wanted.is_stream else self._whole
+            await _unless_gone(call, answer(call, accepted, rendering))
+
+    async def _whole(
+        self, call: HttpCall, accepted: Sequence[Request], rendering: Rendering
+    ) -> None:
+        async def one(request: Request) -> pb.GenerateResponse:
+            answer = WholeAnswer()
+            answer.take(await Handler(self._router, request, answer).serve())
+            return answer.response(request.id)
+
+        answers = await _side_by_side([one(request) for request in accepted])
+        await call.respond(_json(rendering.whole(answers)))
+
+    async def _stream(
+        self, call: HttpCall, accepted: Sequence[Request], rendering: Rendering
+    ) -> None:
+        async def one(prompt: int, request: Request) -> None:
+            stream = ChunkStream(call, rendering, prompt)
+            await stream.send(await Handler(self._router, request, stream).serve())
+
+        await _side_by_side([one(at, request) for at, request in enumerate(accepted)])
+        last = rendering.last_chunk()
+        usage = b"" if last is None else _event(last)
+        await call.write(usage + b"data: [DONE]\n\n", is_last=True)
+
+    def _text_of(self, token: int) -> str:
+        return self._router.tokenizer.decode([token])
+
+    async def _tokenize(self, call: HttpCall) -> None:
+        body = await call.body(self._router.config.max_message_bytes)
+        endpoint: Endpoint = "chat" if "messages" in body else "completion"
+        (asked, *more) = request_of(body, endpoint).requests
+        if more or asked.HasField("prompt_token_ids"):
+            raise InvalidRequest.of("prompt", "expected one text, got something else")
+        request = model_pb2.TokenizeRequest(parse_special_tokens=asked.parse_special_tokens)
+        if asked.HasField("model"):
+            request.model = asked.model
+        if asked.HasField("chat"):
+            request.chat.CopyFrom(asked.chat)
+        else:
+            request.prompt = asked.prompt
+        found = await self._texts.tokenize(request)
+        told = {
+            "tokens": list(found.token_ids),
+            "count": len(found.token_ids),
+            "max_model_len": found.max_model_len,
+        }
+        await call.respond(_json(told))
+
+    async def _models(self, call: HttpCall) -> None:
+        models = [self._describe(name) for name in sorted(self._router.catalogue.live())]
+        await call.respond(_json({"object": "list", "data": models}))
+
+    async def _model(self, call: HttpCall) -> None:
+        model = self._router.catalogue.find(call.request.path_params["name"])
+        await call.respond(_json(self._describe(model.name)))
+
+    def _describe(self, name: str) -> Json:
+        model = self._router.catalogue.find(name)
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": 0,  # nobody knows when
+            "owned_by": "effuse",
+            "max_model_len": model.max_model_len,
+        }
+
+    async def _health(self, call: HttpCall) -> None:
+        can_serve = self._router.can_serve()
+        status = "ok" if can_serve else "no live worker can take a request"
+        await call.respond(_json({"status": status}, status=200 if can_serve else 503))
+
+
+async def _side_by_side(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """The results of all, in order. Once one of them fails the others are cancelled, and its error
+    is raised."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(one) for one in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _unless_gone(call: HttpCall, answering: Awaitable[None]) -> None:
+    """Returns once the call is answered, or raises `Cancelled` once its client has gone. Its
+    deadline is the handler's."""
+    work, gone = asyncio.ensure_future(answering), asyncio.ensure_future(call.gone())
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work})
+            raise Cancelled("the client closed the connection")
+        work.result()
+    except ClientGone as error:
+        raise Cancelled("the client cancelled") from error
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+def _told(error: Exception, path: str) -> EffuseError:
+    if isinstance(error, EffuseError) and not isinstance(error, Bug):
+        return error
+    correlation_id = secrets.token_hex(8)
+    LOG.error("%s failed, correlation id %s", path, correlation_id, exc_info=error)
+    return Bug.told(correlation_id)
+
+
+async def _send_error(call: HttpCall, error: EffuseError) -> None:
+    """Sends an error: as the response, or behind what was streamed. A client that has gone reads
+    neither."""
+    if isinstance(error, Cancelled):
+        return
+    if call.has_begun:
+        try:
+            await call.write(_event(error_body(error)), is_last=True)
+        except ClientGone:
+            LOG.debug("nobody reads how %s ended", call.request_id)
+        return
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if status_of(error) == 401:
+        headers["www-authenticate"] = "Bearer"
+    await call.respond(_json(error_body(error), status=int(status_of(error)), headers=headers))
+
+
+def _http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = {
+        "message": error.detail, "type": "invalid_request_error", "param": None, "code": None,
+    }  # fmt: skip
+    return _json({"error": told}, status=error.status_code, headers=error.headers)
+
+
+def _json(
+    value: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    data = msgspec.json.encode(value)
+    return Response(data, status, headers=headers, media_type=JSON_TYPE)
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

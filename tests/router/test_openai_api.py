@@ -1,0 +1,338 @@
+"""OpenAI's HTTP API of a router, called by OpenAI's own client and by raw HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+import openai
+import pytest
+from router.asking import ask
+from router.fake_model import ANSWER, PROMPT, ids_of
+from router.fake_workers import holds, raises
+from router.fakes import FakeFleet, until
+from router.fakes import run as run_fleet
+from starlette.applications import Starlette
+
+from effuse.protos import errors
+from effuse.router.http_server import HttpServer
+from effuse.router.tenants import Tenant, line_of
+from effuse.v1 import generation_pb2 as pb
+
+TEXT = "the answer is three"
+CHAT: list[Any] = [{"role": "user", "content": "how many?"}]
+
+
+def run(body: Callable[[FakeFleet], Awaitable[None]], **settings: object) -> None:
+    async def closing(fleet: FakeFleet) -> None:
+        try:
+            await body(fleet)
+        finally:
+            while CLIENTS:
+                await CLIENTS.pop().close()
+
+    run_fleet(closing, http_port=0, **settings)
+
+
+CLIENTS: list[openai.AsyncOpenAI] = []
+
+
+def client_of(fleet: FakeFleet, key: str = "none") -> openai.AsyncOpenAI:
+    """OpenAI's client, which is closed at the test's end."""
+    url = f"http://127.0.0.1:{fleet.router.http_port}/v1"
+    client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=30)
+    CLIENTS.append(client)
+    return client
+
+
+async def raw(
+    fleet: FakeFleet, method: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """One call on a connection of its own: status, headers and body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.router.http_port)
+    told = {"Host": "here", "Connection": "close", "Content-Length": str(len(body)), **headers}
+    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in told.items())
+    writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+    whole = await reader.read()
+    writer.close()
+    head_bytes, _, rest = whole.partition(b"\r\n\r\n")
+    first, *lines = head_bytes.decode().split("\r\n")
+    named = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    return int(first.split()[1]), named, rest
+
+
+async def post(
+    fleet: FakeFleet, path: str, body: object, **headers: str
+) -> tuple[int, dict[str, str], Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"Content_Type": "application/json", **headers}
+    status, named, told = await raw(fleet, "POST", path, data, **sent)
+    return status, named, json.loads(told)
+
+
+def test_a_chat_is_answered_whole_and_as_it_grows() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        client = client_of(fleet)
+        whole = await client.chat.completions.create(model="fake", messages=CHAT)
+        (choice,) = whole.choices
+        assert (choice.message.content, choice.finish_reason) == (TEXT, "stop")
+        assert choice.message.role == "assistant" and whole.model == "fake"
+        assert whole.usage is not None and whole.usage.completion_tokens == len(ids_of(TEXT))
+        assert fleet.prefill[0].prompts[-1] == [PROMPT, *ids_of("how many?"), ANSWER]
+        stream = await client.chat.completions.create(
+            model="fake", messages=CHAT, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        *said, last = chunks
+        texts = [choice.delta.content or "" for chunk in said for choice in chunk.choices]
+        assert "".join(texts) == TEXT and len([text for text in texts if text]) > 1
+        assert said[0].choices[0].delta.role == "assistant"
+        assert said[-1].choices[0].finish_reason == "stop"
+        assert last.choices == [] and last.usage == whole.usage
+        assert {chunk.id for chunk in chunks} == {chunks[0].id}
+        route = {"route": "/v1/chat/completions", "status": "200"}
+        await until(lambda: fleet.metric("effuse_http_responses_total", **route) == 2)
+
+    run(body)
+
+
+def test_it_is_the_answer_that_grpc_gives() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        settings: dict[str, object] = {
+            "temperature": 0.7,
+            "seed": 11,
+            "max_tokens": 9,
+            "stop": "zz",
+            "n": 2,
+        }
+        fleet.decode[0].others = [ids_of("four")]
+        await post(fleet, "/v1/completions", {"prompt": "how many?", **settings})
+        over_http = fleet.decode[0].requests
+        await fleet.idle()
+        fleet.decode[0].requests = []
+        await ask(
+            fleet,
+            n=2,
+            sampling=pb.SamplingParams(temperature=0.7, seed=11),
+            stopping=pb.StoppingParams(max_tokens=9, stop=["zz"]),
+        )
+        for one, other in zip(over_http, fleet.decode[0].requests, strict=True):
+            for each in (one, other):
+                each.ClearField("attempt")
+                each.ClearField("group")
+            assert one == other
+
+    run(body)
+
+
+def test_several_prompts_have_several_answers_each() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].others = [ids_of("four")]
+        client = client_of(fleet)
+        whole = await client.completions.create(model="fake", prompt=["one?", "two?"], n=2)
+        assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in whole.choices] == [TEXT, "four"] * 2
+        by_ids = await client.completions.create(model="fake", prompt=[ids_of("a"), ids_of("b")])
+        assert len(by_ids.choices) == 2
+        assert sorted(fleet.prefill[0].prompts[-2:]) == sorted([ids_of("a"), ids_of("b")])
+        stream = await client.completions.create(
+            model="fake", prompt=["one?", "two?"], n=2, stream=True, echo=True
+        )
+        texts: dict[int, str] = {}
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+        assert texts == {
+            0: f"one?{TEXT}", 1: "one?four", 2: f"two?{TEXT}", 3: "two?four",
+        }  # fmt: skip
+
+    run(body)
+
+
+def test_log_probabilities_stand_beside_their_tokens() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        client = client_of(fleet)
+        chat = await client.chat.completions.create(
+            model="fake", messages=CHAT, logprobs=True, top_logprobs=2
+        )
+        assert chat.choices[0].logprobs is not None
+        content = chat.choices[0].logprobs.content
+        assert content is not None and "".join(one.token for one in content) == TEXT
+        assert all(len(one.top_logprobs) == 2 for one in content)
+        plain = await client.completions.create(model="fake", prompt="how many?", logprobs=2)
+        found = plain.choices[0].logprobs
+        assert found is not None and found.tokens is not None and found.text_offset is not None
+        assert "".join(found.tokens) == TEXT and found.text_offset[:3] == [0, 1, 2]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 10**30}, "max_completion_tokens"),
+        ({"top_p": 2}, "top_p"),
+        ({"n": 99}, "n"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"content": "hi"}]}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"window": 2, "algorithm": "block_diffusion"}, "window"),
+        ({"echo": True}, "echo"),
+    ],
+)
+def test_a_bad_field_is_named(sent: dict[str, object], param: str) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        status, _, told = await post(fleet, "/v1/chat/completions", {"messages": CHAT, **sent})
+        error = told["error"]
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+        assert param.partition("[")[0] in error["message"]
+        assert not fleet.decode[0].requests and not fleet.prefill[0].prompts
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"", b"{", b"[]", b'{"messages": NaN}', b"\xff\xfe", b'"' * 9, b"[" * 100_000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"prompt": 5, "messages": []}',
+    ],
+)  # fmt: skip
+def test_a_body_that_is_none_is_refused(sent: bytes) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        status, _, told = await post(fleet, "/v1/chat/completions", sent)
+        assert status == 400 and told["error"]["type"] == "invalid_request_error"
+        assert (await ask(fleet)).text == TEXT
+
+    run(body)
+
+
+def test_only_json_of_a_bounded_size_is_read() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        route = "/v1/chat/completions"
+        status, _, _ = await post(fleet, route, {}, Content_Type="text/plain")
+        assert status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+        status, _, told = await post(fleet, route, {"messages": CHAT, "user": "u" * 2000})
+        assert status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE and "1024" in told["error"]["message"]
+        status, _, _ = await raw(fleet, "GET", route)
+        assert status == HTTPStatus.METHOD_NOT_ALLOWED
+        status, _, told = await raw(fleet, "GET", "/v2/nothing")
+        assert status == HTTPStatus.NOT_FOUND and b'"error"' in told
+
+    run(body, max_message_bytes=1024)
+
+
+def test_models_tokens_and_health() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        client = client_of(fleet)
+        assert [model.id async for model in client.models.list()] == ["fake"]
+        assert (await client.models.retrieve("fake")).owned_by == "effuse"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("none/such")
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="none-such", messages=CHAT)
+        status, _, told = await post(fleet, "/v1/tokenize", {"messages": CHAT})
+        assert status == 200 and told["tokens"] == [PROMPT, *ids_of("how many?"), ANSWER]
+        assert told["count"] == len(told["tokens"])
+        status, _, told = await post(fleet, "/v1/tokenize", {"prompt": "hi"})
+        assert told["tokens"] == [PROMPT, *ids_of("hi"), ANSWER]
+        assert (await raw(fleet, "GET", "/health"))[0] == 200
+
+    run(body)
+
+
+def test_health_is_bad_without_workers() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        status, _, told = await raw(fleet, "GET", "/health")
+        assert status == 503 and b"no live worker" in told
+
+    run(body, num_decode=0)
+
+
+def test_a_token_is_asked_for_where_there_are_keys(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(line_of("a-token", Tenant("team", max_requests=1)) + "\n")
+
+    async def body(fleet: FakeFleet) -> None:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await client_of(fleet, "another").models.list()
+        assert caught.value.response.headers["www-authenticate"] == "Bearer"
+        assert (await raw(fleet, "GET", "/health"))[0] == 200
+        client = client_of(fleet, "a-token")
+        whole = await client.chat.completions.create(model="fake", messages=CHAT)
+        assert whole.choices[0].message.content == TEXT
+        assert fleet.metric("effuse_tenant_requests_total", tenant="team", status="OK") == 1
+        with pytest.raises(openai.BadRequestError):  # two answers count as two requests
+            await client.chat.completions.create(model="fake", messages=CHAT, n=2)
+
+    run(body, keys=keys)
+
+
+def test_a_client_that_goes_away_ends_its_request() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["commit 1"] = holds(asyncio.Event())
+        client = client_of(fleet)
+        stream = await client.chat.completions.create(model="fake", messages=CHAT, stream=True)
+        async for _ in stream:
+            break
+        assert fleet.router.requests.num_running == 1
+        await stream.close()
+        await client.close()
+        await fleet.idle()
+        assert fleet.metric("effuse_requests_total", model_name="fake", status="CANCELLED") == 1
+
+    run(body)
+
+
+def test_a_failure_is_a_status_before_the_first_block_and_an_event_behind_it() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["start"] = raises(errors.CallerError("not like that"))
+        client = client_of(fleet)
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="fake", messages=CHAT, stream=True)
+        fleet.decode[0].at = {"commit 1": raises(errors.CallerError("not like that"))}
+        stream = await client.chat.completions.create(model="fake", messages=CHAT, stream=True)
+        with pytest.raises(openai.APIError, match="not like that"):
+            async for _ in stream:
+                pass
+
+    run(body)
+
+
+def test_running_calls_end_before_the_server_does() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["commit 1"] = holds(asyncio.Event())
+        client = client_of(fleet)
+        stream = await client.chat.completions.create(model="fake", messages=CHAT, stream=True)
+        chunks = aiter(stream)
+        await anext(chunks)
+        fleet.stop.set()
+        await until(lambda: fleet.router.monitor.is_over.is_set())
+        with pytest.raises(openai.APIError):  # what the drain's end cuts off
+            async for _ in chunks:
+                pass
+        await client.close()
+
+    run(body, drain_s=0.2)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    first = HttpServer(Starlette())
+    port = first.listen("127.0.0.1", 0, shares_port=False)
+    with first.taken, pytest.raises(OSError, match=f"127.0.0.1:{port}.*in use"):
+        HttpServer(Starlette()).listen("127.0.0.1", port, shares_port=False)
