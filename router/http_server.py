@@ -1,6 +1,6 @@
 """An HTTP server within a process that has an event loop and signals of its own.
 
-uvicorn speaks HTTP. What is here gives it a socket, certificates that are renewed, and the end of
+uvicorn implements HTTP. This module gives it a socket, certificates that are renewed, and the end of
 its life. Not here: routes (`openai_api.py`).
 """
 

@@ -138,7 +138,7 @@ class _Border:
         self._behaviour = behaviour
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one call, as an ASGI application."""
+        """Serves one call, in ASGI's form."""
         call, status = HttpCall(scope, receive, send), 200
         try:
             if self._path != HEALTH and self._router.keys is not None:
@@ -267,7 +267,7 @@ class OpenAiApi:
         return {
             "id": model.name,
             "object": "model",
-            "created": 0,  # nobody knows when
+            "created": 0,  # not known
             "owned_by": "effuse",
             "max_model_len": model.max_model_len,
         }

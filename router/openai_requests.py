@@ -83,7 +83,7 @@ _NEUTRAL: Final[Mapping[str, Sequence[object]]] = {
 }
 """Fields that effuse does not have, and the values that ask for nothing."""
 _NOTES: Final = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-"""Fields that say something about the caller and nothing about the answer."""
+"""Fields that concern the caller and not the answer."""
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 _PATHS: Final = (
     (re.compile(r"^prompt_token_ids(\.ids)?"), "prompt"),
@@ -332,7 +332,7 @@ class Rendering:
             yield self._chunk(prompt, event.answer_index, "", reason=reason)
 
     def last_chunk(self) -> Json | None:
-        """The chunk behind the answers; None where nobody asked for it."""
+        """The chunk behind the answers; None if the call does not ask for it."""
         if not self.wanted.adds_usage:
             return None
         return {**self._head(".chunk"), "choices": [], "usage": self._usage()}

@@ -23,6 +23,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
         [
             "--host", "0.0.0.0", "--allow-plaintext", "all", "--port", "0", "--share-port",
             "--metrics-host", "::1", "--metrics-port", "9", "--no-metrics", "--health-port", "8",
+            "--http-port", "7",
             "--fleet-cert", str(pem), "--fleet-key", str(pem), "--fleet-ca", str(pem),
             "--fleet-secret", str(pem),
             "--tls-cert", str(pem), "--tls-key", str(pem), "--tls-client-ca", str(pem),
@@ -47,6 +48,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
     [
         (["--prot", "1"], "unrecognized arguments: --prot"),
         (["--port", "many"], "invalid int value: 'many'"),
+        (["--http-port", "-1"], "--http-port: expected 0 to 65535, got -1"),
         (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
         (["--host", "0.0.0.0"], "--host: expected a loopback address, as calls go in plain text"),
         (["--host", "0.0.0.0", "--allow-plaintext", "pages"], "or --allow-plaintext all; got"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from certificates import Authority
 from router.asking import ask
 from router.fake_model import ANSWER, PROMPT, ids_of
 from router.fake_workers import holds, raises
@@ -26,7 +29,7 @@ TEXT = "the answer is three"
 CHAT: list[Any] = [{"role": "user", "content": "how many?"}]
 
 
-def run(body: Callable[[FakeFleet], Awaitable[None]], **settings: object) -> None:
+def run(body: Callable[[FakeFleet], Awaitable[None]], **settings: Any) -> None:
     async def closing(fleet: FakeFleet) -> None:
         try:
             await body(fleet)
@@ -334,5 +337,33 @@ def test_running_calls_end_before_the_server_does() -> None:
 def test_a_port_that_is_taken_is_named() -> None:
     first = HttpServer(Starlette())
     port = first.listen("127.0.0.1", 0, shares_port=False)
+    assert first.taken is not None
     with first.taken, pytest.raises(OSError, match=f"127.0.0.1:{port}.*in use"):
         HttpServer(Starlette()).listen("127.0.0.1", port, shares_port=False)
+
+
+def test_certificates_are_taken_anew_when_they_change(tmp_path: Path) -> None:
+    authority = Authority.make(tmp_path / "ca")
+    files = authority.sign("router", "localhost")
+    context = ssl.create_default_context(cafile=str(authority.cert))
+
+    async def serial(fleet: FakeFleet) -> object:
+        port = fleet.router.http_port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        shown = writer.get_extra_info("peercert")["serialNumber"]
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        return shown
+
+    async def body(fleet: FakeFleet) -> None:
+        before = await serial(fleet)
+        authority.sign("router", "localhost")
+        while await serial(fleet) == before:  # noqa: ASYNC110  # bounded by the test's deadline
+            await asyncio.sleep(0.05)
+        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.router.http_port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert await reader.read() == b""  # plain text gets no answer
+        writer.close()
+
+    run(body, tls_cert=files.cert, tls_key=files.key)
