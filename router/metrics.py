@@ -51,7 +51,7 @@ class RouterMetrics(ProcessMetrics):
             "requests", "Requests by the status they ended with", MODEL, "status"
         )
         self.refused = self.counter("refused", "Requests refused at the door", "status")
-        self.http = self.counter("http_responses", "Responses over HTTP", "route", "status")
+        self.http = self.counter("http_responses", "Responses of the HTTP API", "route", "status")
         self.poison = self.counter("refused_poison", "Requests refused since engines died of them")
         self.repeated = self.counter("answers_repeated", "Answers given that were kept from before")
         self.tenants = self.counter(
