@@ -158,6 +158,10 @@ protos: $(TOOLS)/protoc/.installed ## Regenerate the stubs from the .proto files
 states: $(VENV)/.effuse ## Write docs/states.md from the state tables
 	$(BIN)/python docs/states.py >docs/states.md
 
+.PHONY: pictures
+pictures: $(VENV)/.effuse ## Draw the README's pictures: blocks of a real answer, goodput from figures
+	$(BIN)/python docs/pictures.py
+
 .PHONY: tidy
 tidy: $(VENV)/.dev ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .

@@ -59,8 +59,8 @@ def test_a_batch_in_this_process() -> None:
     assert told.split() == ["answer:", "621", "answer:", "649", "answer:", "1019"]
 
 
-def test_the_readme_shows_them() -> None:
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_guide_shows_them() -> None:
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs/using.md").read_text(), re.DOTALL)
     assert len(shown) == 2
     code = "".join(path.read_text().split('"""\n\n', 1)[1] for path in EXAMPLES.glob("*.py"))
     assert not [block for block in shown if block not in code]
