@@ -141,8 +141,13 @@ def chart(run: dict[str, Any]) -> str:
     most = GAPS * sorted(alone)[len(alone) // 2]
     split, pair = (_best(run[name], most) for name in ("split", "colocated"))
     rates = sorted(split)
-    x = lambda rate: 70 + rate / max(rates) * 560  # noqa: E731
-    y = lambda share: 290 - share * 230  # noqa: E731
+
+    def x(rate: float) -> float:
+        return 70 + rate / max(rates) * 560
+
+    def y(share: float) -> float:
+        return 290 - share * 230
+
     body = "".join(
         f'<line class="rule" x1="70" x2="630" y1="{y(v):.0f}" y2="{y(v):.0f}"/>'
         f'<text class="label soft" x="60" y="{y(v) + 4:.0f}" text-anchor="end">{v:.0%}</text>'
