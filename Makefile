@@ -83,7 +83,7 @@ gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a G
 	sanitize racecheck tests/gpu/test_kernels.py tests/gpu/test_distinct.py
 
 .PHONY: check
-check: format lint types arrows protos-same ## Format, lint, types, imports, stubs: what Python alone can tell
+check: format lint types arrows words protos-same ## Format, lint, types, imports, stubs: what Python alone can tell
 
 .PHONY: check-all
 check-all: check protos-lint overlays ## That, the wire's lint and the manifests, which need npm and kubectl
@@ -173,7 +173,7 @@ clean: ## Remove everything that was installed or built here
 
 # ---- the parts of check ----------------------------------------------------------------------
 
-.PHONY: format lint types arrows protos-lint protos-same overlays
+.PHONY: format lint types arrows words protos-lint protos-same overlays
 format: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
@@ -185,6 +185,9 @@ types: $(VENV)/.dev
 
 arrows: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
+
+words: $(VENV)/.dev
+	$(BIN)/python .ci/plain_english.py
 
 protos-lint:
 	buf="$$(.ci/tool buf)"

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class HttpCall:
-    """One call: what its client sent, and the way back."""
+    """One call: its client's message, and the way back."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request = HttpRequest(scope, receive)
@@ -328,7 +328,7 @@ async def _send_error(call: HttpCall, error: EffuseError) -> None:
         try:
             await call.write(_event(error_body(error)), is_last=True)
         except ClientGone:
-            LOG.debug("nobody reads how %s ended", call.request_id)
+            LOG.debug("no client reads how %s ended", call.request_id)
         return
     headers = {}
     if error.retry_after_s is not None:
