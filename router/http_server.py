@@ -1,7 +1,7 @@
 """An HTTP server within a process that has an event loop and signals of its own.
 
-uvicorn implements HTTP. This module gives it a socket, certificates that are renewed, and the end of
-its life. Not here: routes (`openai_api.py`).
+uvicorn implements HTTP. This module gives it a socket, certificates that are renewed, and an end.
+Not here: routes (`openai_api.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class HttpServer(uvicorn.Server):
         """Raises OSError if the certificates cannot be used."""
         self._tls = None if tls is None else _Certificates(tls)
         config = uvicorn.Config(
-            app, interface="asgi3", loop="none", http="httptools", ws="none", lifespan="off", log_config=None,
-            access_log=False, server_header=False, proxy_headers=False,
+            app, interface="asgi3", loop="none", http="httptools", ws="none", lifespan="off",
+            log_config=None, access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         config.load()
