@@ -23,7 +23,7 @@ OVERLAYS := $(wildcard k8s/overlays/*)
 # Files of tests that run at the same time.
 AT_ONCE ?= 2
 # Of tests/clients, as .ci/tool names them.
-CLIENTS := buf grpcurl grpc-js go-client ghz smg triton
+CLIENTS := buf grpcurl grpc-js go-client ghz langchain smg triton
 
 # What `make eval` measures.
 SEED ?= 1

@@ -11,7 +11,10 @@ import pytest
 from load.run import FLEET
 from load.up import Up, running
 
+from effuse.cli.ports import free_port
+
 ROOT = Path(__file__).parent.parent.parent
+HTTP_PORT = free_port()
 Tool = Callable[[str], Path]
 
 
@@ -33,7 +36,13 @@ def tool() -> Tool:
 
 @pytest.fixture(scope="session")
 def fleet() -> Generator[Up, None, None]:
-    """What `effuse up` starts. Once all clients have left it holds nothing of theirs."""
-    with running(FLEET) as up:
+    """The fleet that `effuse up` starts. Once all clients have left it holds nothing of theirs."""
+    with running((*FLEET, "--http-port", str(HTTP_PORT))) as up:
         yield up
         assert up.held() == []
+
+
+@pytest.fixture(scope="session")
+def http(fleet: Up) -> str:
+    """The URL of the fleet's HTTP API."""
+    return f"http://127.0.0.1:{HTTP_PORT}"
