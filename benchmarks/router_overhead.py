@@ -10,9 +10,11 @@ straight to the workers, say what a call costs for which the router does nothing
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import time
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import grpc.aio
 import psutil
@@ -21,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from effuse.benchmarks.direct import CONFIDENCE_THRESHOLD, DEADLINE_S, DirectClient
 from effuse.benchmarks.report import Figure
 from effuse.cli.fleet import Fleet, FleetConfig
+from effuse.cli.ports import free_port
 from effuse.v1 import generation_pb2, generation_pb2_grpc
 
 REQUESTS = 300
@@ -29,15 +32,23 @@ HEALTH_CHECKS = 60
 MAX_TOKENS = 1
 PROMPT = tuple(range(600, 632))
 MOST_ADDED_MS = 1.5
+HTTP_PAIRS = 1000
+HTTP_TOKENS = 8
+MOST_HTTP_MS = 1.0
 MOST_READY_S = 20.0
 MOST_RSS_MB = 200.0
 
 
 def measure() -> tuple[list[Figure], list[str]]:
     """The figures of one fleet of one prefill and one decode worker."""
-    flags = ("--device", "cpu")
-    with Fleet(FleetConfig(connector="zmq", worker_flags=flags, has_secret=False)) as fleet:
+    flags, http_port = ("--device", "cpu"), free_port()
+    config = FleetConfig(
+        connector="zmq", worker_flags=flags, has_secret=False,
+        router_flags=("--http-port", str(http_port)),
+    )  # fmt: skip
+    with Fleet(config) as fleet:
         direct, routed, hops = asyncio.run(_alternate(fleet))
+        by_grpc, by_http = asyncio.run(_alternate_http(fleet.address, http_port))
         router = psutil.Process(fleet.processes["router"].pid)
         rss_mb = router.memory_info().rss / 1e6
         ready_s = fleet.ready_s
@@ -50,6 +61,14 @@ def measure() -> tuple[list[Figure], list[str]]:
             unit="ms",
             bound="at most",
             against="the same request sent to the workers by the client itself",
+        ),
+        Figure(
+            name="unary request over HTTP, median less that over gRPC",
+            value=1e3 * (statistics.median(by_http) - statistics.median(by_grpc)),
+            limit=MOST_HTTP_MS,
+            unit="ms",
+            bound="at most",
+            against=f"{HTTP_PAIRS} pairs in turns on connections that last, {HTTP_TOKENS} tokens",
         ),
         Figure(
             name="fleet of 1 prefill and 1 decode ready",
@@ -118,6 +137,67 @@ async def _alternate(fleet: Fleet) -> tuple[list[float], list[float], list[float
             await ask_nothing()
         await client.close()
     return direct[WARM_UP:], routed[WARM_UP:], hops
+
+
+class _RawHttp:
+    """One HTTP/1.1 connection that lasts, without a client's library."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def post(self, path: str, body: bytes) -> Any:
+        """The JSON of a response."""
+        head = f"POST {path} HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
+        self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        told = (await self._reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+        (size,) = (line.split(b":")[1] for line in told if line.startswith(b"content-length:"))
+        return json.loads(await self._reader.readexactly(int(size)))
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._writer.close()
+
+
+async def _alternate_http(address: str, http_port: int) -> tuple[list[float], list[float]]:
+    """Seconds of the same request over gRPC and over HTTP. Raises RuntimeError if their answers
+    differ."""
+    request = generation_pb2.GenerateRequest(
+        prompt_token_ids=generation_pb2.TokenIds(ids=PROMPT),
+        stopping=generation_pb2.StoppingParams(max_tokens=HTTP_TOKENS, ignore_eos=True),
+        decoding=generation_pb2.DecodingParams(confidence_threshold=CONFIDENCE_THRESHOLD),
+    )
+    settings = {"ignore_eos": True, "confidence_threshold": CONFIDENCE_THRESHOLD}
+    body = json.dumps({"prompt": PROMPT, "max_tokens": HTTP_TOKENS, **settings}).encode()
+    raw = _RawHttp(*await asyncio.open_connection("127.0.0.1", http_port))
+    times: dict[str, list[float]] = {"grpc": [], "http": []}
+    texts: dict[str, str] = {}
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = cast(
+            "generation_pb2_grpc.GenerationServiceAsyncStub",
+            generation_pb2_grpc.GenerationServiceStub(channel),
+        )
+
+        async def ask(kind: str) -> None:
+            start = time.perf_counter()
+            if kind == "grpc":
+                texts[kind] = (await stub.Generate(request, timeout=DEADLINE_S)).text
+            else:
+                texts[kind] = (await raw.post("/v1/completions", body))["choices"][0]["text"]
+            times[kind].append(time.perf_counter() - start)
+
+        for pair in range(WARM_UP + HTTP_PAIRS):
+            async with asyncio.timeout(DEADLINE_S):
+                for kind in _in_turns(("grpc", "http"), pair):
+                    await ask(kind)
+            if texts["grpc"] != texts["http"]:
+                raise RuntimeError(f"gRPC and HTTP answer differently: {texts}")
+    raw.close()
+    return times["grpc"][WARM_UP:], times["http"][WARM_UP:]
+
+
+def _in_turns(kinds: Sequence[str], pair: int) -> Sequence[str]:
+    return kinds if pair % 2 else kinds[::-1]
 
 
 def _quartiles_ms(direct: list[float], routed: list[float]) -> str:
