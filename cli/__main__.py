@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+from effuse.config.flags import did_you_mean
+
 COMMANDS = {
     "up": ("up", "start a fleet on this machine"),
     "generate": ("generate", "send prompts to a fleet"),
@@ -51,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"effuse {importlib.metadata.version('effuse')}")
         return 0
     if words[0] not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        print(f"effuse: expected one of {known}; got {words[0]!r}", file=sys.stderr)
+        print(unknown(words[0]), file=sys.stderr)
         return 2
     try:
         return find(words[0]).main(words[1:])
@@ -74,8 +75,15 @@ def find(name: str) -> Command:
     return cast(Command, importlib.import_module(f"effuse.cli.{COMMANDS[name][0]}"))
 
 
+def unknown(word: str) -> str:
+    """The error about a word that is no command, and a hint on a second line."""
+    kind = "flag" if word.startswith("-") else "command"
+    names = ["--help", "--version"] if kind == "flag" else list(COMMANDS)
+    return f"effuse: unknown {kind} {word!a}{did_you_mean(word, names)}\ntry 'effuse --help'"
+
+
 def usage() -> str:
-    """What `effuse --help` prints."""
+    """The text of `effuse --help`."""
     lines = ["usage: effuse COMMAND [FLAGS]", "       effuse --version", ""]
     lines += [f"  {name:<18} {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join([*lines, "", "effuse COMMAND --help lists a command's flags."])

@@ -30,7 +30,7 @@ def with_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]
 
     A bad file ends the process with status 2, as a bad flag does.
     """
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
     add_config_flag(finder)
     path: Path | None = finder.parse_known_args(argv)[0].config
     if path is None:

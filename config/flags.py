@@ -7,16 +7,21 @@ flags may also stand in a file (`file.py`).
 """
 
 import argparse
+import difflib
 import math
+import sys
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import (
     Annotated,
     Any,
     ClassVar,
+    Final,
     Literal,
+    NoReturn,
     Protocol,
     TypeVar,
     Union,
@@ -27,6 +32,8 @@ from typing import (
 )
 
 from effuse.config.file import add_config_flag, with_file
+
+_MOST_SHOWN: Final = 1000  # characters of an error, which may quote a value of any length
 
 
 class Dataclass(Protocol):
@@ -41,8 +48,8 @@ Config = TypeVar("Config", bound=Dataclass)
 def parse(config: type[Config], argv: Sequence[str], *, prog: str, about: str) -> Config:
     """Returns the config that `argv` asks for.
 
-    An unknown flag or a bad value ends the process with status 2 and a line that names the accepted
-    form, as every command does.
+    An unknown flag or a bad value ends the process with status 2. The error is one line that names
+    the accepted form, and a line that names `--help`.
     """
     parser = make_parser(prog, about)
     add_flags(parser, config)
@@ -56,10 +63,66 @@ def parse(config: type[Config], argv: Sequence[str], *, prog: str, about: str) -
 
 
 def make_parser(prog: str, about: str) -> argparse.ArgumentParser:
-    """A parser whose flags must be written out in full, and whose help tells every default."""
-    return argparse.ArgumentParser(
+    """A parser whose flags must be written out in full, and whose help shows every default."""
+    return Parser(
         prog=prog, description=about, allow_abbrev=False, formatter_class=HelpWithDefaults
     )
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error on one line, with the flag that was probably meant, and names `--help`."""
+
+    _words: Sequence[str] = ()
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; an unknown flag ends the process with status 2."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._suggestion()}")
+        return found
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; if a required flag is missing, the error names a near miss."""
+        self._words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        if message.startswith("the following arguments are required"):
+            message += self._suggestion()
+        line = _printable(f"{self.prog}: {message}")
+        shown = line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
+        self.exit(2, f"{shown}\ntry '{self.prog} --help'\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuses a value that is none of the choices, and names the nearest one."""
+        if action.choices is not None and value not in action.choices:
+            choices = [str(one) for one in action.choices]
+            form = f"expected one of {', '.join(choices)}"
+            told = f"{form}; got {value!r}{did_you_mean(str(value), choices)}"
+            raise argparse.ArgumentError(action, told)
+
+    def _suggestion(self) -> str:
+        """The known flag that is nearest to an unknown one among the words of the command line."""
+        flags = self._option_string_actions
+        before = takewhile("--".__ne__, self._words)
+        names = [word.partition("=")[0] for word in before if word.startswith("-")]
+        near = (did_you_mean(name, flags) for name in names if name not in flags)
+        return next(filter(None, near), "")
+
+
+def _printable(text: str) -> str:
+    """The text on one line: characters that move the cursor are escaped, lone surrogates too."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown word, with the nearest known one; "" if none is near."""
+    plain = word.lower().replace("_", "-")
+    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class HelpWithDefaults(argparse.HelpFormatter):
@@ -125,7 +188,22 @@ def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) 
     else:
         name = {int: "N", float: "X", Path: "PATH"}.get(cast(type, kind), "NAME")
         parse_value = cast("type[int] | type[float] | type[str] | type[Path]", kind)
-        parser.add_argument(flag, type=parse_value, default=default, metavar=name, help=text)
+        form = {int: "a whole number", float: "a number"}.get(cast(type, kind), "")
+        parser.add_argument(
+            flag, type=_value(parse_value, form), default=default, metavar=name, help=text
+        )
+
+
+def _value(parse_value: Callable[[str], Any], form: str) -> Callable[[str], Any]:
+    """A flag's type whose error names the accepted form."""
+
+    def parse(text: str) -> Any:
+        try:
+            return parse_value(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}") from None
+
+    return parse
 
 
 def _without_none(hint: object) -> object:

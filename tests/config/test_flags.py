@@ -57,11 +57,14 @@ def test_every_kind_of_flag() -> None:
     ("argv", "told"),
     [
         (["--nope"], "unrecognized arguments: --nope"),
-        (["--cou", "7"], "unrecognized arguments: --cou 7"),
+        (["--cou", "7"], "unrecognized arguments: --cou 7; did you mean --count?"),
+        (["--IS_LOUD"], "unrecognized arguments: --IS_LOUD; did you mean --is-loud?"),
+        (["--mode", "fsat"], "expected one of fast, safe; got 'fsat'; did you mean fast?"),
+        (["--name", "x", "a\nb\x1b"], "unrecognized arguments: a\\nb\\x1b"),
         (["extra"], "unrecognized arguments: extra"),
-        (["--count", "x"], "argument --count: invalid int value: 'x'"),
-        (["--share", "half"], "argument --share: invalid float value: 'half'"),
-        (["--mode", "slow"], "invalid choice: 'slow' (choose from"),
+        (["--count", "x"], "argument --count: expected a whole number, got 'x'"),
+        (["--share", "half"], "argument --share: expected a number, got 'half'"),
+        (["--mode", "slow"], "argument --mode: expected one of fast, safe; got 'slow'"),
         (["--limit"], "argument --limit: expected one argument"),
         (["--count", "0"], "--count: expected 1 or more, got 0"),
     ],
@@ -72,7 +75,33 @@ def test_wrong_flags_end_with_status_2(
     with pytest.raises(SystemExit) as caught:
         parse(*argv)
     assert caught.value.code == 2
-    assert told in capsys.readouterr().err
+    line, hint = capsys.readouterr().err.splitlines()
+    assert line.startswith("example: ") and told in line
+    assert hint == "try 'example --help'"
+
+
+def test_an_error_that_quotes_a_long_value_stays_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--count", "x" * 100_000)
+    assert len(capsys.readouterr().err) < 1100
+
+
+def test_a_flag_that_is_spelled_wrong_is_named_where_it_is_required(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = flags.make_parser("example", "")
+    parser.add_argument("--dataset", required=True)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--datset=x", "--", "--dataset"])
+    line, _ = capsys.readouterr().err.splitlines()
+    assert line.endswith("are required: --dataset; did you mean --dataset?")
+
+
+def test_a_file_that_is_not_named_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--config")
+    told = capsys.readouterr().err
+    assert told == "example: argument --config: expected one argument\ntry 'example --help'\n"
 
 
 def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
