@@ -98,9 +98,8 @@ class Parser(argparse.ArgumentParser):
         """Refuses a value that is none of the choices, and names the nearest one."""
         if action.choices is not None and value not in action.choices:
             choices = [str(one) for one in action.choices]
-            form = f"expected one of {', '.join(choices)}"
-            told = f"{form}; got {value!r}{did_you_mean(str(value), choices)}"
-            raise argparse.ArgumentError(action, told)
+            found = f"invalid choice: {value!r} (choose from {', '.join(choices)})"
+            raise argparse.ArgumentError(action, found + did_you_mean(str(value), choices))
 
     def _suggestion(self) -> str:
         """The known flag that is nearest to an unknown one among the words of the command line."""

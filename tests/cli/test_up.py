@@ -153,7 +153,7 @@ def _help() -> str:
         (["--routers", "0"], "expected 1 to 16, got 0"),
         (["--routers", "2", "--metrics-port", "9"], "several routers on one machine can only"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
-        (["--max-losses", "many"], "argument --max-losses: invalid int value: 'many'"),
+        (["--max-losses", "many"], "argument --max-losses: expected a whole number, got 'many'"),
         (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
         (["--max-ques", "1"], "unrecognized arguments: --max-ques 1"),
         (["--max-ques", "1"], "[--max-queue N]"),

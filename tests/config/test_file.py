@@ -61,7 +61,7 @@ def test_what_is_off_in_a_file_can_be_turned_on(tmp_path: Path) -> None:
         ("is-loud = 1", "is-loud: expected true or false, found 1"),
         ("max-count = true", "max-count: expected a text, a number or a list, found True"),
         ("mode = {a = 1}", "mode: expected a text, a number or a list, found {'a': 1}"),
-        ("max-count = 'x'", "argument --max-count: invalid int value: 'x'"),
+        ("max-count = 'x'", "argument --max-count: expected a whole number, got 'x'"),
         ("mode = 'slow'", "argument --mode: invalid choice: 'slow'"),
         ("max-count", "flags.toml: not TOML: Expected '=' after a key"),
     ],

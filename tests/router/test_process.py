@@ -72,7 +72,7 @@ def test_it_starts_without_redis_and_ends_on_sigterm(host: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [
-        (["--port", "x"], 2, "invalid int value"),
+        (["--port", "x"], 2, "expected a whole number"),
         (
             ["--model", "{empty}"],
             1,

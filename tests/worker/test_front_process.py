@@ -151,7 +151,7 @@ def test_a_front_imports_no_torch(role: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--page-size", "none"], b"invalid int value: 'none'"),
+        (["--page-size", "none"], b"expected a whole number, got 'none'"),
         (["--pages", "3"], b"unrecognized arguments: --pages 3"),
         (["--connector", "tcp"], b"invalid choice: 'tcp'"),
         (["--gpu-memory-utilization", "2"], b"expected a share in (0, 1], got 2"),
