@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+from effuse.cli.streams import settle
 from effuse.config.flags import did_you_mean
 
 COMMANDS = {
@@ -45,7 +46,31 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `effuse`; the exit status."""
+    settle()
     words = list(sys.argv[1:] if argv is None else argv)
+    name = " ".join(["effuse", *words[:1]])
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if error.name not in WORKERS_OWN:
+            raise
+        print(f"{name}: {error.name} is needed: pip install 'effuse[worker]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        _drop_output()
+        return 141
+    except OSError as error:  # such as a full disk
+        print(f"{name}: {error}", file=sys.stderr)
+        _drop_output()
+        return 1
+
+
+def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
@@ -55,19 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(unknown(words[0]), file=sys.stderr)
         return 2
-    try:
-        return find(words[0]).main(words[1:])
-    except ModuleNotFoundError as error:
-        if error.name not in WORKERS_OWN:
-            raise
-        needed = f"{error.name} is needed: pip install 'effuse[worker]'"
-        print(f"effuse {words[0]}: {needed}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    return find(words[0]).main(words[1:])
+
+
+def _drop_output() -> None:
+    """Sends what is not written yet to nowhere, or Python would try again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def find(name: str) -> Command:

@@ -1,21 +1,28 @@
-"""Types of command-line values: each refuses a bad value with the accepted form.
+"""What all commands share: types of values, how to reach a router, and how a failed call reads.
 
-Shared by all commands; holds no option of any one of them.
+Each type refuses a bad value with the accepted form. Options of one command are in its module.
 """
 
 import argparse
 import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import grpc
+import grpc.aio
 
 from effuse.client.credentials import Credentials, read_token
 from effuse.config.checks import is_redis_url, without_password
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.flags import add_switch, make_parser
 from effuse.placement.keys import check_name
+from effuse.protos.errors import EffuseError, from_rpc_error
 from effuse.protos.tls import TlsFiles
+
+_GRPC_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")
 
 
 def command(name: str, about: str) -> argparse.ArgumentParser:
@@ -69,9 +76,9 @@ def directory(text: str) -> Path:
 
 
 def file(text: str) -> Path:
-    """A file that exists."""
+    """A file that exists; a pipe is one."""
     path = Path(text)
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         raise argparse.ArgumentTypeError(f"expected a file, got {text!r}")
     return path
 
@@ -105,10 +112,13 @@ def fleet_name(given: str) -> str:
 
 
 def text(given: str) -> str:
-    """Text that can be sent; other bytes of a command line arrive as lone surrogates."""
-    if not is_unicode(given):
-        raise argparse.ArgumentTypeError(f"expected UTF-8 text, got {given!a}")
-    return given
+    """Text that can be sent. Words that are no UTF-8 count as the locale reads them."""
+    try:
+        return os.fsencode(given).decode()
+    except UnicodeError:
+        if is_unicode(given):
+            return given
+        raise argparse.ArgumentTypeError(f"expected UTF-8 text, got {given!a}") from None
 
 
 def is_unicode(given: str) -> bool:
@@ -128,9 +138,13 @@ def seconds(given: str) -> float:
 
 
 def target(text: str) -> str:
-    """A router's address."""
-    host, colon, port = text.rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+    """A router's address, HOST:PORT, or with a scheme of gRPC's own such as dns:///HOST:PORT."""
+    scheme, _, rest = text.partition("://")
+    if rest and not _GRPC_SCHEME.match(text):
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT without {scheme}://, got {text!r}")
+    host, _, port = _GRPC_SCHEME.sub("", text).rpartition(":")
+    is_host = bool(re.fullmatch(r"[^\s:/\[\]]+|\[[^\s/\[\]]+\]", host))
+    if not (is_host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
     return text
 
@@ -164,13 +178,38 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
         parser.error(str(error))
 
 
-def with_hint(code: grpc.StatusCode, told: str) -> str:
-    """How a call failed, on one line, and which flags a router may ask for."""
-    hint = ""
-    if code is grpc.StatusCode.UNAUTHENTICATED:
-        hint = " (--token-file or EFFUSE_TOKEN)"
-    elif "Socket closed" in told:
-        hint = " (is it TLS that the router speaks? --tls-ca)"
-    elif told.endswith("broke off with UNAVAILABLE"):
-        hint = " (does a router listen there, and is it TLS that it speaks? --tls-ca)"
+def explain(error: EffuseError | grpc.aio.AioRpcError, target: str) -> str:
+    """How a call to the router at `target` failed, on one line, and what helps."""
+    call = error.__cause__ if isinstance(error, EffuseError) else error
+    found = error if isinstance(error, EffuseError) else from_rpc_error(error, target)
+    code, told = found.code, str(found)
+    if isinstance(call, grpc.RpcError) and told.startswith(f"{target} broke off with "):
+        code, told = call.code(), _lost(call.code(), call.details() or "no details", target)
+    hint = " (--token-file or EFFUSE_TOKEN)" if code is grpc.StatusCode.UNAUTHENTICATED else ""
     return f"{code.name}: {told}{hint}"
+
+
+def _lost(code: grpc.StatusCode, details: str, target: str) -> str:
+    """Why no router answered; `details` are the gRPC library's."""
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return f"what listens on {target} is no router of effuse, or not of this version: {details}"
+    if code is not grpc.StatusCode.UNAVAILABLE:
+        return details
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"{target} does not speak TLS: leave out --tls and the flags that begin with it"
+    reason = details.rpartition(": ")[2].removesuffix("]")
+    if "handshake" in details or "SSL" in details:
+        return (
+            f"the TLS handshake with {target} failed ({reason}): "
+            "does --tls-ca fit its certificate, and does that name the host?"
+        )
+    if "Failed parsing HTTP/2" in details:
+        return f"what listens on {target} is no router of effuse"
+    if details.startswith(("failed to connect", "errors resolving", "DNS", "name resolution")) and (
+        "closed" not in reason and "reset" not in reason
+    ):
+        return (
+            f"no router answers on {target} ({reason}); "
+            "'effuse up' starts a fleet, --target names another one"
+        )
+    return f"{target} broke off ({reason}): has the router ended, or does it speak TLS (--tls-ca)?"

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import grpc
 from rich.console import Console
 
-from effuse.cli.arguments import add_credentials, command, credentials_of, target, whole
+from effuse.cli.arguments import add_credentials, command, credentials_of, explain, target, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
-from effuse.cli.generate import ask, explain
+from effuse.cli.generate import ask
 from effuse.cli.gpus import gpus_here
 from effuse.cli.process import end_as_by_ctrl_c
 from effuse.cli.watch import watch
@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"effuse demo: {error}", file=sys.stderr)
         return 1
     except grpc.aio.AioRpcError as error:
-        print(f"effuse demo: {explain(error)}", file=sys.stderr)
+        asked = demo.target or "the fleet of the demo"
+        print(f"effuse demo: {explain(error, asked)}", file=sys.stderr)
         return 1
     console.print(f"\n{right} of {demo.problems} answers are right.", style="bold")
     if right < demo.problems:

@@ -1,38 +1,37 @@
 """`effuse generate`: sends prompts, or a chat turn by turn, to a running fleet and prints answers.
 
-Text goes to standard output as it becomes final, of several answers the first one's, and the others
-behind it; figures and errors go to standard error. `ask`, which sends one request and shows each of
-its events, also serves the demo and `bench`.
+Text goes to standard output as soon as it is final; the other answers to a prompt follow the first.
+If there are several answers, a heading stands before each; `--json` prints one object a line, for
+programs. Figures and errors go to standard error. `ask` also serves the demo and `bench`.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from effuse.cli.arguments import (
     add_credentials,
     command,
     credentials_of,
+    explain,
     file,
-    is_unicode,
     seconds,
     target,
     text,
     token_ids,
-    with_hint,
 )
 from effuse.cli.knobs import add_knobs, params_from
+from effuse.cli.streams import read_standard_input, read_text
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Event, Gathering, StreamBroken
 from effuse.client.chat import Chat
@@ -47,6 +46,10 @@ if TYPE_CHECKING:
     from effuse.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 _LOOK_S = 0.2  # between looks at whether Ctrl-C came while a chat waits
+_TOLD = (
+    *("text", "finish_reason", "stopped_by", "request_id", "model", "seed", "token_ids"),
+    *("first_block_s", "total_s"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,7 @@ class GenerateJob:
     timeout_s: float
     watch: bool
     stats: bool
+    json: bool
     request_id: str | None
 
 
@@ -70,13 +74,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         asyncio.run(run(job))
     except (grpc.aio.AioRpcError, StreamBroken) as error:
-        _report(error)
+        _report(error, job.target)
         return 1
     return 0
 
 
-def _report(error: grpc.aio.AioRpcError | StreamBroken) -> None:
-    told = explain(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+def _report(error: grpc.aio.AioRpcError | StreamBroken, target: str) -> None:
+    told = explain(error, target) if isinstance(error, grpc.aio.AioRpcError) else str(error)
     print(f"effuse generate: {told}", file=sys.stderr)
 
 
@@ -85,23 +89,28 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command("generate", "Send prompts to a running fleet and print the answers.")
     add = parser.add_argument
     add("prompt", nargs="*", type=text, metavar="PROMPT",
-        help="text to go on with; - reads standard input, as does no prompt at all")  # fmt: skip
+        help="text to continue; -, or no prompt at all, reads standard input")  # fmt: skip
     add("--file", action="append", type=file, default=[], metavar="FILE",
-        help="take a prompt from a file")  # fmt: skip
+        help="read a prompt from a file: UTF-8, line ends kept, a byte-order mark at the "
+        "beginning dropped")  # fmt: skip
     add("--ids", action="append", type=token_ids, default=[], metavar="ID,ID,..",
         help="take a prompt as token ids")  # fmt: skip
     add("--chat", action="store_true",
-        help="a chat: prompts, then lines of standard input, are what the user says")  # fmt: skip
-    add("--system", type=text, metavar="TEXT", help="what a chat begins with")
+        help="hold a chat: the prompts, then the lines of standard input, are the user's "
+        "turns")  # fmt: skip
+    add("--system", type=text, metavar="TEXT", help="system message at the beginning of a chat")
     add("--template-argument", action="append", type=_argument, default=[], metavar="NAME=JSON",
-        help="variable for a chat's template, as in enable_thinking=false")  # fmt: skip
+        help="variable for the chat template, as in enable_thinking=false")  # fmt: skip
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
-    add("--watch", action="store_true", help="show the blocks as they are denoised")
-    add("--stats", action="store_true", help="print each answer's figures to standard error")
+    add("--watch", action="store_true", help="show the blocks while they are denoised")
+    add("--stats", action="store_true", help="print the figures of each answer to standard error")
+    add("--json", action="store_true",
+        help="print each answer as a JSON object on one line, with its figures; without it a "
+        "heading stands before each of several answers")  # fmt: skip
     add("--timeout", type=seconds, default=120.0, metavar="S",
-        help="longest a prompt may take (default: 120)")  # fmt: skip
+        help="longest time for one prompt, in seconds (default: 120)")  # fmt: skip
     add("--request-id", type=text, metavar="ID",
-        help="id of the request; for one prompt only (default: a new one)")  # fmt: skip
+        help="id of the request; only with one prompt (default: a new one)")  # fmt: skip
     add_knobs(parser)
     add_credentials(parser)
     return parser
@@ -125,12 +134,9 @@ def _argument(given: str) -> tuple[str, object]:
 
 
 def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> GenerateJob:
-    typed = [_read_input(parser) if one == "-" else one for one in found.prompt]
-    prompts: list[Prompt] = [*typed, *(_read(parser, path) for path in found.file), *found.ids]
-    if not (found.chat or prompts):
-        if sys.stdin.isatty():
-            parser.error("expected PROMPT, --file, --ids, --chat or text on standard input")
-        prompts = [_read_input(parser)]
+    prompts = _prompts(parser, found)
+    if found.json and found.watch:
+        parser.error("--json: expected no --watch with it")
     if found.chat and (found.n or 1) > 1:
         parser.error(f"--n: expected 1 with --chat, which goes on with one answer, got {found.n}")
     if found.chat and found.ids:
@@ -150,24 +156,23 @@ def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Generate
         timeout_s=found.timeout,
         watch=found.watch,
         stats=found.stats,
+        json=found.json,
         request_id=found.request_id,
     )
 
 
-def _read(parser: argparse.ArgumentParser, path: Path) -> str:
+def _prompts(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list[Prompt]:
+    """The prompts in the order typed, of files, as ids; text that is not UTF-8 ends the command."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"argument --file: expected UTF-8 text in {path}: {error}")
-
-
-def _read_input(parser: argparse.ArgumentParser) -> str:
-    given = "\udcff"  # as bytes arrive that are no text
-    with contextlib.suppress(UnicodeDecodeError):
-        given = sys.stdin.read()
-    if not is_unicode(given):
-        parser.error("argument PROMPT: expected UTF-8 text on standard input")
-    return given
+        typed = [read_standard_input() if one == "-" else one for one in found.prompt]
+        prompts: list[Prompt] = [*typed, *map(read_text, found.file), *found.ids]
+        if prompts or found.chat:
+            return prompts
+        if sys.stdin.isatty():
+            parser.error("expected PROMPT, --file, --ids, --chat or text on standard input")
+        return [read_standard_input()]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 async def run(job: GenerateJob) -> None:
@@ -176,56 +181,81 @@ async def run(job: GenerateJob) -> None:
     async with job.credentials.aio_channel(job.target, options) as channel:
         stub = generation_stub(channel)
         if job.chat is None:
-            for prompt in job.prompts:
-                await _show_answer(stub, job, prompt)
+            for at, prompt in enumerate(job.prompts):
+                await _show_answer(stub, job, prompt, at)
             return
         chat = job.chat
-        for said in _turns(job.prompts):
+        for at, said in enumerate(_turns(job.prompts)):
             asked = chat.user(said)
             try:
-                answer = await _show_answer(stub, job, asked)
+                answer = await _show_answer(stub, job, asked, at)
             except (grpc.aio.AioRpcError, StreamBroken) as error:
                 if not sys.stdin.isatty():
                     raise
-                _report(error)  # a person may ask otherwise; what was said before stays
+                _report(error, job.target)  # a person may ask again; the earlier turns stay
             else:
                 chat = asked.assistant(answer.text)
 
 
 def _turns(first: Iterable[Prompt]) -> Iterator[str]:
-    """What the user says: `first`, then each line of standard input that says something."""
+    """The user's turns: `first`, then each line of standard input that is not blank."""
     yield from map(str, first)
     while line := _read_line():
-        if not is_unicode(line):
+        try:
+            said = line.decode().rstrip("\r\n")
+        except UnicodeDecodeError:
             print("effuse generate: expected UTF-8 text, not sent", file=sys.stderr)
-        elif line.strip():
-            yield line.rstrip("\r\n")
+            continue
+        if said.strip():
+            yield said
 
 
-def _read_line() -> str:
-    """Blocks; nothing else has to go on meanwhile. Empty at the end."""
-    # asyncio's handler would have the task end at its next await, which a read is not.
+def _read_line() -> bytes:
+    """Blocks; nothing else has to run meanwhile. Empty at the end."""
+    # asyncio's handler would end the task at its next await, and a read is none.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-            # A thread of gRPC may be given the signal, of which a read would not hear.
+            # A thread of gRPC may receive the signal, and a read would not notice that.
             while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
                 pass
-        return sys.stdin.readline()
-    except UnicodeDecodeError:
-        return "\udcff"
+        return sys.stdin.buffer.readline()
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 async def _show_answer(
-    stub: "GenerationServiceAsyncStub", job: GenerateJob, prompt: Prompt
+    stub: "GenerationServiceAsyncStub", job: GenerateJob, prompt: Prompt, at: int
 ) -> Answer:
+    """Prints the answers to the prompt at `at` of those of the job, or to a turn of its chat."""
     wants_ids = job.params.logprobs is not None
     request = make_request(
         prompt, job.params, request_id=job.request_id, token_ids=wants_ids, drafts=job.watch
     )
+    names = answer_names(1 if job.chat else len(job.prompts), job.params.n or 1, at)
+    if job.json:
+        answer = await ask(stub, request, timeout_s=job.timeout_s)
+        print("\n".join(json_lines(answer, at)), flush=True)
+    else:
+        answer = await _print_answers(stub, job, request, names)
+    for name, one in zip(names, answer.answers, strict=False):
+        for line in logprob_lines(one):
+            print(line, file=sys.stderr)
+        if job.stats:
+            told = figures(one, None if one is answer else answer)
+            print(f"{name}: {told}" if name else told, file=sys.stderr)
+    return answer
+
+
+async def _print_answers(
+    stub: "GenerationServiceAsyncStub",
+    job: GenerateJob,
+    request: generation_pb2.GenerateRequest,
+    names: Sequence[str],
+) -> Answer:
+    """Prints the first answer while it grows, then the others, each under its name."""
+    _print_heading(names[0])
     if job.watch:
         with watch(Console(), indent=0) as show:
             answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=_of_first(show))
@@ -233,14 +263,36 @@ async def _show_answer(
         show_text = _of_first(_print_text)
         answer = await ask(stub, request, timeout_s=job.timeout_s, on_event=show_text)
         print()
-    for other in answer.others:
+    for name, other in zip(names[1:], answer.others, strict=False):
+        _print_heading(name)
         print(other.text)
-    for one in answer.answers:
-        for line in logprob_lines(one):
-            print(line, file=sys.stderr)
-        if job.stats:
-            print(figures(one), file=sys.stderr)
     return answer
+
+
+def _print_heading(name: str) -> None:
+    if name:
+        print(f"--- {name} ---", flush=True)
+
+
+def answer_names(prompts: int, answers: int, at: int) -> list[str]:
+    """The names of the answers to the prompt at `at`; empty texts if only one answer is printed."""
+    prompt = [f"prompt {at + 1} of {prompts}"] if prompts > 1 else []
+    each = [[f"answer {one + 1} of {answers}"] if answers > 1 else [] for one in range(answers)]
+    return [", ".join([*prompt, *name]) for name in each]
+
+
+def json_lines(answer: Answer, at: int) -> list[str]:
+    """A JSON object for each answer to the prompt at `at`; it has the names of `Answer`."""
+    lines = []
+    for index, one in enumerate(answer.answers):
+        told = {name: getattr(one, name) for name in _TOLD}
+        usage = MessageToDict(
+            one.usage, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        told |= {"usage": usage, "stats": asdict(one.stats)}
+        told |= {"logprobs": [asdict(each) for each in one.logprobs]} if one.logprobs else {}
+        lines.append(json.dumps({"prompt": at, "answer": index, **told}))
+    return lines
 
 
 def _ignore(_: Event) -> None:
@@ -287,19 +339,19 @@ def logprob_lines(answer: Answer) -> list[str]:
     ]
 
 
-def figures(answer: Answer) -> str:
-    """The figures of one answer, on one line."""
-    stats = answer.stats
+def figures(answer: Answer, first: Answer | None = None) -> str:
+    """The figures of one answer, on one line. `first` is the answer that counts their common
+    prompt, if that is another one."""
+    stats, usage = answer.stats, answer.usage
+    counted = usage if first is None else first.usage
+    cached = (first or answer).stats.cached_prompt_tokens
+    prompt = f"{counted.prompt_tokens} prompt tokens, {cached} of them cached"
     moved = f"{stats.kv_bytes:,} KV bytes over {stats.connector}" if stats.connector else "no KV"
     return (
-        f"{answer.usage.prompt_tokens} prompt tokens, a seat after {stats.queue_s * 1e3:.0f} ms, "
+        f"{prompt if first is None else f'the same {prompt}'}, "
+        f"left the queue after {stats.queue_s * 1e3:.0f} ms, "
         f"prompt computed after {stats.prefill_s * 1e3:.0f} ms, first block after "
-        f"{answer.first_block_s * 1e3:.0f} ms, {answer.usage.completion_tokens} tokens in "
+        f"{answer.first_block_s * 1e3:.0f} ms, {usage.completion_tokens} tokens in "
         f"{stats.forward_passes} forward passes ({stats.tokens_per_forward:.1f} each), "
         f"{moved} handed over, {answer.total_s * 1e3:.0f} ms in all, seed {answer.seed}"
     )
-
-
-def explain(error: grpc.aio.AioRpcError) -> str:
-    """The status and its message on one line, and which flags a router may ask for."""
-    return with_hint(error.code(), error.details() or "no details")

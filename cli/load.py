@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from effuse.cli.arguments import explain
 from effuse.cli.figures import Run, Sample, ServiceGoals
-from effuse.cli.generate import ask, explain
+from effuse.cli.generate import ask
 from effuse.client.answer import Event, StreamBroken
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
@@ -139,7 +140,7 @@ async def _send(
     try:
         answer = await ask(stub, request, timeout_s=traffic.timeout_s, on_event=note)
     except grpc.aio.AioRpcError as error:
-        return explain(error)
+        return explain(error, traffic.target)
     except StreamBroken as error:
         return str(error)
     ended = time.monotonic()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
 
-from effuse.cli.arguments import with_hint
+from effuse.cli.arguments import explain
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
 from effuse.client.credentials import Credentials
@@ -47,7 +47,7 @@ def looks(target: str, interval_s: float, shown: Credentials = _NOTHING) -> Iter
             ) as client:
                 yield from _looks(client, interval_s)
         except EffuseError as error:
-            yield Look(error=with_hint(error.code, str(error)))
+            yield Look(error=explain(error, target))
         time.sleep(_AGAIN_S)
 
 

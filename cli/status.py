@@ -13,9 +13,9 @@ from effuse.cli.arguments import (
     add_credentials,
     command,
     credentials_of,
+    explain,
     seconds,
     target,
-    with_hint,
 )
 from effuse.client.client import Client
 from effuse.client.options import DEFAULT_TARGET
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         ) as client:
             workers, models = client.workers(), client.models()
     except EffuseError as error:
-        print(f"effuse status: {with_hint(error.code, str(error))}", file=sys.stderr)
+        print(f"effuse status: {explain(error, asked.target)}", file=sys.stderr)
         return 1
     print(as_json(workers) if asked.json else as_text(workers, models), end="")
     return 0 if any(_can_answer(worker) for worker in workers) else 1

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from effuse.cli import arguments
+from effuse.client.client import Client
+from effuse.protos.errors import DETAILS_KEY, EffuseError, Unauthenticated, Unavailable, to_status
 
 
 @pytest.mark.parametrize(
@@ -23,6 +28,11 @@ from effuse.cli import arguments
         (arguments.number(0, 1, open_left=True), "0", "expected a number in (0, 1], got 0"),
         (arguments.target, "localhost", "expected HOST:PORT, got 'localhost'"),
         (arguments.target, "host:70000", "expected HOST:PORT, got 'host:70000'"),
+        (arguments.target, "http://h:1", "expected HOST:PORT without http://, got 'http://h:1'"),
+        (arguments.target, "::1:5", "expected HOST:PORT, got '::1:5'"),
+        (arguments.target, "h:\u00b2", "expected HOST:PORT, got 'h:\u00b2'"),
+        (arguments.target, "a b:1", "expected HOST:PORT, got 'a b:1'"),
+        (arguments.target, "h:1/", "expected HOST:PORT, got 'h:1/'"),
         (arguments.directory, "/no/such", "expected a directory, got '/no/such'"),
         (arguments.file, "/no/such", "expected a file, got '/no/such'"),
         (
@@ -52,7 +62,10 @@ def test_a_bad_value_names_the_accepted_form(
 def test_good_values(tmp_path: Path) -> None:
     assert arguments.whole(0)("7") == 7
     assert arguments.number(0, 1)("0.25") == 0.25
-    assert arguments.target("[::1]:50051") == "[::1]:50051"
+    for address in ("[::1]:50051", "dns:///h:1", "ipv6:[::1]:1", "a-b.c_d:65535"):
+        assert arguments.target(address) == address
+    os.mkfifo(tmp_path / "pipe")
+    assert arguments.file(str(tmp_path / "pipe")) == tmp_path / "pipe"
     assert arguments.directory(str(tmp_path)) == tmp_path
     assert arguments.new_file(str(tmp_path / "new")) == tmp_path / "new"
     assert arguments.text("a\u2591") == "a\u2591"
@@ -95,3 +108,80 @@ def test_what_is_no_token_is_not_sent_and_not_told(
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert f"{path}: expected one token" in told and "effuse-" not in told
+
+
+def _failed(
+    code: grpc.StatusCode, details: str, error: EffuseError | None = None
+) -> grpc.aio.AioRpcError:
+    trailing = grpc.aio.Metadata()
+    if error is not None:
+        trailing.add(DETAILS_KEY, to_status(error).SerializeToString())
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)
+
+
+_UNREACHED = "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: "
+_HELP = "'effuse up' starts a fleet, --target names another one"
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        (
+            f"{_UNREACHED}Failed to connect to remote host: Connection refused",
+            f"no router answers on h:1 (Connection refused); {_HELP}",
+        ),
+        (
+            f"{_UNREACHED}Failed to connect to remote host: No route to host",
+            f"no router answers on h:1 (No route to host); {_HELP}",
+        ),
+        (
+            "errors resolving h:1: [field:hostname lookup error:address lookup failed for h:1: "
+            "Domain name not found]",
+            f"no router answers on h:1 (Domain name not found); {_HELP}",
+        ),
+        (
+            f"{_UNREACHED}Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: "
+            "error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER: OK",
+            "h:1 does not speak TLS: leave out --tls and the flags that begin with it",
+        ),
+        (
+            f"{_UNREACHED}Tls handshake failed: CERTIFICATE_VERIFY_FAILED: self-signed",
+            "the TLS handshake with h:1 failed (self-signed): "
+            "does --tls-ca fit its certificate, and does that name the host?",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:1.2.3.4:1: Failed "
+            "parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 79)",
+            "what listens on h:1 is no router of effuse",
+        ),
+        (
+            f"{_UNREACHED}Socket closed",
+            "h:1 broke off (Socket closed): has the router ended, or does it speak TLS (--tls-ca)?",
+        ),
+    ],
+)
+def test_one_text_for_each_way_in_which_no_router_answers(details: str, told: str) -> None:
+    error = _failed(grpc.StatusCode.UNAVAILABLE, details)
+    assert arguments.explain(error, "h:1") == f"UNAVAILABLE: {told}"
+
+
+def test_a_routers_own_words_are_shown_with_the_flag_that_it_asks_for() -> None:
+    full = Unavailable("no worker is free")
+    error = _failed(full.code, "as sent", full)
+    assert arguments.explain(error, "h:1") == "UNAVAILABLE: no worker is free"
+    told = arguments.explain(Unauthenticated("who are you"), "h:1")
+    assert told == "UNAUTHENTICATED: who are you (--token-file or EFFUSE_TOKEN)"
+    error = _failed(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    assert "h:1 is no router of effuse, or not of this version" in arguments.explain(error, "h:1")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "dns:///127.0.0.1"])
+def test_a_refused_connection_reads_alike_for_both_clients(host: str) -> None:
+    """Blocking, as `status` and `top`, and asyncio's, as `generate`, `bench` and `demo`."""
+    with pytest.raises(EffuseError) as blocking, Client(f"{host}:1", max_attempts=1) as client:
+        client.models()
+    cause = blocking.value.__cause__
+    assert isinstance(cause, grpc.RpcError)
+    assert arguments.explain(blocking.value, f"{host}:1") == (
+        f"UNAVAILABLE: no router answers on {host}:1 (Connection refused); {_HELP}"
+    )

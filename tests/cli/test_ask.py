@@ -6,11 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, cast
 
-import grpc
-import grpc.aio
 import pytest
 
-from effuse.cli.generate import ask, explain
+from effuse.cli.generate import ask
 from effuse.client.answer import Answer, Event, StreamBroken
 from effuse.v1 import generation_pb2 as pb
 
@@ -54,21 +52,3 @@ def test_a_whole_answer() -> None:
 def test_a_stream_cut_short() -> None:
     with pytest.raises(StreamBroken, match="without Finished"):
         _ask(COMMITS, [])
-
-
-@pytest.mark.parametrize(
-    ("code", "told", "hint"),
-    [
-        (grpc.StatusCode.UNAUTHENTICATED, "needs credentials", "--token-file"),
-        (grpc.StatusCode.UNAVAILABLE, "last error: Socket closed", "--tls-ca"),
-        (grpc.StatusCode.UNAVAILABLE, "a:1 broke off with UNAVAILABLE", "--tls-ca"),
-        (grpc.StatusCode.UNAVAILABLE, "no worker", ""),
-    ],
-)
-def test_errors_name_the_flags_that_a_router_asks_for(
-    code: grpc.StatusCode, told: str, hint: str
-) -> None:
-    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=told)
-    said = explain(error)
-    assert said.startswith(f"{code.name}: {told}")
-    assert hint in said and ("--" in said) == bool(hint)

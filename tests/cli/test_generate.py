@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import signal
@@ -17,11 +18,20 @@ from router.fake_model import ANSWER, PROMPT, ids_of
 from router.fakes import FakeFleet
 
 from effuse.cli import generate
-from effuse.cli.generate import parse
+from effuse.cli.generate import answer_names, figures, parse
+from effuse.client.answer import Answer
 from effuse.client.chat import Chat
+from effuse.v1 import generation_pb2 as pb
 
 
-class Terminal(io.StringIO):
+class Piped(io.TextIOWrapper):
+    """Standard input in a plain locale, which changes line ends as text."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="latin-1")
+
+
+class Terminal(Piped):
     """Standard input with a person behind it."""
 
     def isatty(self) -> bool:
@@ -29,14 +39,45 @@ class Terminal(io.StringIO):
 
 
 def test_a_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
+    monkeypatch.setattr(sys, "stdin", Piped(b"from a file"))
     assert parse(["typed", "-"]).prompts == ("typed", "from a file")
+
+
+@pytest.mark.parametrize(
+    ("held", "text"),
+    [
+        (b"a\r\nb\rc\n\x00\x85\r\n", None),
+        ("\u00e9\u2028\u00a0\U0001f600".encode(), "\u00e9\u2028\u00a0\U0001f600"),
+        (b"\xef\xbb\xbfa\xef\xbb\xbf", "a\ufeff"),
+        (b"a\r\n\r\n", "a\r\n\r\n"),
+        (b"\xff\xfea\x00", None),
+    ],
+)
+def test_text_is_taken_as_its_bytes_are(
+    held: bytes,
+    text: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A byte-order mark at the beginning is dropped; what is not UTF-8 is refused in one line."""
+    (tmp_path / "prompt").write_bytes(held)
+    for words in (["--file", str(tmp_path / "prompt")], ["-"], []):
+        monkeypatch.setattr(sys, "stdin", Piped(held))
+        if text is not None:
+            assert parse(words).prompts == (text,)
+            continue
+        with pytest.raises(SystemExit) as ended:
+            parse(words)
+        assert ended.value.code == 2
+        line, hint = capsys.readouterr().err.splitlines()
+        assert "expected UTF-8 text" in line and hint == "try 'effuse generate --help'"
 
 
 def test_other_bytes_on_standard_input_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a\udcff"))
+    monkeypatch.setattr(sys, "stdin", Piped(b"a\xff"))
     with pytest.raises(SystemExit) as ended:
         parse(["-"])
     assert ended.value.code == 2
@@ -56,7 +97,7 @@ def test_prompts_come_from_files_and_as_ids(tmp_path: Path) -> None:
 
 
 def test_without_a_prompt_standard_input_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("piped"))
+    monkeypatch.setattr(sys, "stdin", Piped(b"piped"))
     assert parse([]).prompts == ("piped",)
 
 
@@ -74,7 +115,9 @@ def test_without_a_prompt_standard_input_is_one(monkeypatch: pytest.MonkeyPatch)
         (["--chat", "--n", "2"], "--n: expected 1 with --chat"),
         (["a", "--n", "0"], "expected an integer from 1 to 64, got 0"),
         (["--file", __file__ + "c"], "expected a file"),
-        (["--file", "latin"], "expected UTF-8 text in latin"),
+        (["--file", "latin"], "expected UTF-8 text in latin, got byte 0xe9 at 0"),
+        (["--file", "."], "expected a file, got '.'"),
+        (["a", "--json", "--watch"], "--json: expected no --watch with it"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -86,7 +129,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin").write_bytes(b"\xe9")
-    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(sys, "stdin", Terminal(b""))
     with pytest.raises(SystemExit) as ended:
         parse(flags)
     assert ended.value.code == 2
@@ -104,7 +147,7 @@ def test_what_a_chat_begins_with() -> None:
 def test_a_chat_keeps_its_history(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal("\n\udcff\nand\n"))
+    monkeypatch.setattr(sys, "stdin", Terminal(b"\n\xff\nand\r\n"))
     monkeypatch.setattr("effuse.cli.generate.select.select", lambda *_: ([0], [], []))
     answer = "the answer is three"
 
@@ -127,12 +170,12 @@ def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
 ) -> None:
     async def body(fleet: FakeFleet) -> None:
         job = parse(["--chat", "hi", "--target", f"127.0.0.1:{fleet.router.port}"])
-        monkeypatch.setattr(sys, "stdin", Terminal("x" * 500 + "\nand\n"))
+        monkeypatch.setattr(sys, "stdin", Terminal(b"x" * 500 + b"\nand\n"))
         monkeypatch.setattr("effuse.cli.generate.select.select", lambda *_: ([0], [], []))
         await generate.run(job)
         first, second = fleet.prefill[0].prompts
         assert second[: len(first)] == first and second[-4:] == [*ids_of("and"), ANSWER]
-        monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 500 + "\nand\n"))
+        monkeypatch.setattr(sys, "stdin", Piped(b"x" * 500 + b"\nand\n"))
         with pytest.raises(grpc.aio.AioRpcError):  # nobody is there to ask otherwise
             await generate.run(job)
 
@@ -141,20 +184,68 @@ def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
     assert "effuse generate: INVALID_ARGUMENT: " in told and told.endswith("> > ")
 
 
-@pytest.mark.parametrize("watch", [[], ["--watch"]], ids=["text", "watch"])
-def test_several_answers_stand_one_behind_the_other(
-    watch: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def _generate(*words: str) -> None:
+    """Asks a fleet whose decode worker gives "four" and "none" as other answers."""
+
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].others = [ids_of("four"), ids_of("none")]
         target = f"127.0.0.1:{fleet.router.port}"
-        await generate.run(parse(["how many?", "--n", "3", "--stats", "--target", target, *watch]))
+        await generate.run(parse([*words, "--target", target]))
 
     router.fakes.run(body)
+
+
+@pytest.mark.parametrize("watch", [[], ["--watch"]], ids=["text", "watch"])
+def test_a_heading_stands_before_each_of_several_answers(
+    watch: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _generate("how many?", "--n", "3", "--stats", *watch)
     told = capsys.readouterr()
-    assert told.out.endswith("\nfour\nnone\n") and "the answer is three" in told.out
-    assert (told.out == "the answer is three\nfour\nnone\n") == (not watch)
-    assert len(told.err.splitlines()) == 3, "the figures of each"
+    assert told.out.startswith("--- answer 1 of 3 ---\n")
+    assert told.out.endswith(
+        "the answer is three\n--- answer 2 of 3 ---\nfour\n--- answer 3 of 3 ---\nnone\n"
+    )
+    first, second, third = told.err.splitlines()
+    assert first.startswith("answer 1 of 3: 11 prompt tokens, 2 of them cached, ")
+    for at, line in ((2, second), (3, third)):
+        assert line.startswith(f"answer {at} of 3: the same 11 prompt tokens, 2 of them cached")
+
+
+def test_one_answer_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    _generate("how many?")
+    assert capsys.readouterr().out == "the answer is three\n"
+
+
+def test_several_prompts_have_headings_too(capsys: pytest.CaptureFixture[str]) -> None:
+    _generate("how many?", "and?")
+    assert capsys.readouterr().out == (
+        "--- prompt 1 of 2 ---\nthe answer is three\n--- prompt 2 of 2 ---\nthe answer is three\n"
+    )
+    assert answer_names(2, 2, 1) == ["prompt 2 of 2, answer 1 of 2", "prompt 2 of 2, answer 2 of 2"]
+
+
+def test_programs_get_a_json_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    _generate("how many?", "and?", "--n", "2", "--json", "--logprobs", "0")
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["prompt"], one["answer"], one["text"]) for one in told] == [
+        (0, 0, "the answer is three"),
+        (0, 1, "four"),
+        (1, 0, "the answer is three"),
+        (1, 1, "four"),
+    ]
+    assert told[0]["usage"]["prompt_tokens"] == 11
+    assert told[1]["token_ids"] == ids_of("four")
+    assert told[1]["stats"]["decode_worker"]
+
+
+def test_figures_have_the_tokens_that_were_cached() -> None:
+    response = pb.GenerateResponse(
+        usage=pb.Usage(prompt_tokens=40), stats=pb.GenerationStats(cached_prompt_tokens=32)
+    )
+    response.others.add()
+    answer = Answer.of(response, 1.0)
+    assert figures(answer).startswith("40 prompt tokens, 32 of them cached, ")
+    assert figures(answer.others[0], answer).startswith("the same 40 prompt tokens, 32 of them")
 
 
 def test_ctrl_c_leaves_a_chat_that_waits_for_what_the_user_says() -> None:

@@ -142,7 +142,7 @@ def _help() -> str:
         (["--handoff-lease-s", "0"], "--handoff-lease-s: expected seconds above 0, got 0"),
         (["--min-handoff-gbps", "-1"], "--min-handoff-gbps: expected 0 or more GB/s, got -1"),
         (["--page-sise", "8"], "unrecognized arguments: --page-sise 8"),
-        (["--prefil", "2"], "[--prefill X]"),
+        (["--prefil", "2"], "did you mean --prefill?"),
         (["--kv-layout", "paged"], "argument --kv-layout: invalid choice: 'paged'"),
         (["--redis-url", "http://x"], "expected redis://HOST:PORT/DB, got 'http://x'"),
         (
@@ -156,7 +156,7 @@ def _help() -> str:
         (["--max-losses", "many"], "argument --max-losses: expected a whole number, got 'many'"),
         (["--metrics-port", "70000"], "--metrics-port: expected 0 to 65535, got 70000"),
         (["--max-ques", "1"], "unrecognized arguments: --max-ques 1"),
-        (["--max-ques", "1"], "[--max-queue N]"),
+        (["--max-ques", "1"], "did you mean --max-queue?"),
         (["--gpus", "a"], "argument --gpus: expected GPUs such as 0,1 or GPU-.., got 'a'"),
         (["--gpus", "0"], "--gpus: no GPU was found on this machine"),
         (["--decode-gpus", "0"], "--gpus: no GPU was found on this machine"),
