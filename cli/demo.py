@@ -18,7 +18,6 @@ from rich.console import Console
 from effuse.cli.arguments import add_credentials, command, credentials_of, explain, target, whole
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.generate import ask
-from effuse.cli.gpus import gpus_here
 from effuse.cli.process import end_as_by_ctrl_c
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Stats, StreamBroken
@@ -26,6 +25,7 @@ from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.problems.problem import Problem, check, problem
 from effuse.protos.stubs import generation_stub
+from effuse.worker.gpus import gpus_here
 
 _TIMEOUT_S = 60.0
 _OWN = Params(max_tokens=160)

@@ -30,12 +30,13 @@ from effuse.cli.commands import (
     router_names,
     value_of,
 )
-from effuse.cli.gpus import VARIABLE, Assignment, assign
+from effuse.cli.gpus import Assignment, assign
 from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.placement.store import RedisAccess
 from effuse.protos.rpc import near_options
+from effuse.worker.gpus import VARIABLE
 
 LOG: Final = logging.getLogger(__name__)
 Role = Literal["redis", "router", "prefill", "decode"]

@@ -1,24 +1,15 @@
-"""Which GPU each worker of a fleet gets, as a function of values; and which GPUs there are.
+"""Which GPU each worker of a fleet gets, as a function of values.
 
 A GPU is named as in CUDA_VISIBLE_DEVICES, by its number or by its id (GPU-.. or MIG-..), and is
-passed on under that name. Nothing here imports torch, which takes seconds and may start CUDA.
+passed on under that name. Which GPUs there are is found in `worker/gpus.py`.
 """
 
 import argparse
-import os
-import re
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
-
-_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
-_LISTED = re.compile(r"^GPU \d+:", re.MULTILINE)
-_DEVICE_FILE = re.compile(r"nvidia\d+")
-_LISTING_S = 30.0  # a driver that nothing uses may take seconds for each GPU
+from effuse.worker.gpus import NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,56 +79,12 @@ def fleet_gpus(
     return asked
 
 
-def gpus_here(
-    root: Path = Path("/"),
-    environment: Mapping[str, str] = os.environ,
-    listing: Callable[[], str] | None = None,
-) -> tuple[str, ...]:
-    """Names of the GPUs that processes started here can use; none on a machine without.
-
-    The driver's own list (`nvidia-smi -L`) knows what a container may use; where there is none,
-    the device files that a container got are counted, and last what the driver says of the whole
-    machine. Only the number matters: CUDA counts from 0 what it can use.
-    """
-    count = (
-        len(_LISTED.findall((listing or _driver_listing)()))
-        or sum(bool(_DEVICE_FILE.fullmatch(one.name)) for one in (root / "dev").glob("nvidia*"))
-        or len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    )
-    return visible(count, environment.get(VARIABLE))
-
-
-def visible(count: int, variable: str | None) -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves of so many GPUs: all if it is not set (None), else those
-    before the first that does not exist, which is how CUDA reads it."""
-    if variable is None or not count:
-        return tuple(str(at) for at in range(count))
-    kept: dict[str, None] = {}
-    for word in variable.split(","):
-        name = word.strip()
-        if not _NAME.fullmatch(name) or (name.isdigit() and int(name) >= count):
-            break
-        kept[name] = None
-    return tuple(kept)
-
-
 def gpu_list(text: str) -> tuple[str, ...]:
     """The GPUs of a command-line flag; argparse's ArgumentTypeError states the form."""
     names = tuple(text.split(","))
-    if not all(_NAME.fullmatch(name) for name in names):
+    if not all(NAME.fullmatch(name) for name in names):
         raise argparse.ArgumentTypeError(f"expected GPUs such as 0,1 or GPU-.., got {text!r}")
     return names
-
-
-def _driver_listing() -> str:
-    """What the driver's own command says; nothing where there is none or it does not answer."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LISTING_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _named(role: str, count: int, gpus: Sequence[str] | None) -> dict[str, str]:

@@ -21,7 +21,7 @@ from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
 from effuse.cli.commands import LOOPBACK, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
-from effuse.cli.gpus import VARIABLE, fleet_gpus, gpu_list, gpus_here
+from effuse.cli.gpus import fleet_gpus, gpu_list
 from effuse.cli.greeting import asks_who_calls, greeting, scraped, taken
 from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import keep_logs
@@ -37,6 +37,7 @@ from effuse.router.config import parse as parse_router
 from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
 from effuse.telemetry import logs
 from effuse.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
+from effuse.worker.gpus import gpus_here, no_gpu
 
 # Flags of a process that the fleet itself gives to each of them.
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
@@ -207,11 +208,10 @@ def _gpus(found: argparse.Namespace, asked: bool) -> tuple[str, ...] | None:
     if found.device == "cpu" and not asked:
         return None
     here = gpus_here()
-    if not here and not asked:
-        return None
     if not here:
-        hidden = f" ({VARIABLE} is {os.environ[VARIABLE]!r})" if VARIABLE in os.environ else ""
-        raise ValueError(f"--gpus: no GPU was found on this machine{hidden}")
+        if asked or found.device == "cuda":
+            raise ValueError(no_gpu("--gpus" if asked else "--device cuda"))
+        return None
     return fleet_gpus(here, found.gpus, (*(found.prefill_gpus or ()), *(found.decode_gpus or ())))
 
 

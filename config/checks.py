@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
@@ -33,6 +34,12 @@ def seconds(name: str, value: float, most: float | None = None) -> None:
         raise ValueError(f"{flag_of(name)}: expected seconds above 0, got {value:g}")
     if most is not None and value > most:
         raise ValueError(f"{flag_of(name)}: expected at most {most:g} seconds, got {value:g}")
+
+
+def choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Refuses a value that is none of the choices, as Python code may set one."""
+    if value not in choices:
+        raise ValueError(f"{flag_of(name)}: expected one of {', '.join(choices)}, got {value!r}")
 
 
 def directory(name: str, path: Path | None) -> None:

@@ -37,6 +37,7 @@ from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.worker.attempts import to_error
 from effuse.worker.config import DecodeConfig, Device, Dtype
+from effuse.worker.gpus import check_device
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
 Progress = Callable[[int, int], None]
@@ -82,6 +83,7 @@ class LLM:
             max_request_s=_MOST_REQUEST_S,
             **options,
         )
+        check_device(config.device)
         self._tokenizer = Tokenizer.load(directory)
         with _threads_kept():
             engine = build(config, "offline", connects=False)

@@ -7,7 +7,7 @@ import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
@@ -114,6 +114,8 @@ class WorkerConfig(Access):
             checks.whole(name, getattr(self, name), 1)
         for name in ("block_size", "max_model_len"):
             checks.whole(name, getattr(self, name), 1)
+        checks.choice("device", self.device, get_args(Device))
+        checks.choice("dtype", self.dtype, get_args(Dtype))
         checks.whole("num_pages", self.num_pages, 1, MAX_POOL_PAGES)
         checks.whole("port", self.port, 0, 65535)
         for name in ("startup_timeout_s", "hang_timeout_s", "drain_s", "max_request_s"):

@@ -31,6 +31,7 @@ from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
+from effuse.worker.gpus import check_device
 from effuse.worker.service import WorkerServicer
 from effuse.worker.shell import Shell, WorkerIdentity
 from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarnation
@@ -58,10 +59,16 @@ class Role:
 def run(config: WorkerConfig, role: Role) -> int:
     """Runs a worker until SIGTERM or SIGINT; returns its exit status.
 
-    0 after a drain; 1 if the checkpoint is not served, no engine starts or one does not die, the
-    port is taken, certificates or the secret cannot be used, or another process has its worker id.
+    0 after a drain; 2 if it should use a GPU and none is here; 1 if the checkpoint is not served,
+    no engine starts or one does not die, the port is taken, certificates or the secret cannot be
+    used, or another process has its worker id.
     """
     logs.set_up(role.name, config.log_level, config.log_format)
+    try:
+        check_device(config.device)
+    except ValueError as error:
+        LOG.error("%s", error)
+        return 2
     status = 0
     try:
         if config.model is not None:

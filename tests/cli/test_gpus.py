@@ -14,9 +14,8 @@ from effuse.cli.gpus import (
     assign,
     fleet_gpus,
     gpu_list,
-    gpus_here,
-    visible,
 )
+from effuse.worker.gpus import check_device, gpus_here, visible
 
 ID = "GPU-4a1b9c3e-0000-1111-2222-333344445555"
 
@@ -260,3 +259,24 @@ def test_a_driver_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("subprocess.run", hang)
     assert gpus_here(_machine(tmp_path, driver=1), {}) == ("0",)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effuse.worker.gpus.gpus_here", lambda **_: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_device("cpu")
+    check_device("auto")
+    with pytest.raises(ValueError, match=r"--device cuda: no GPU was found .*DEVICES is ''"):
+        check_device("cuda")
+
+
+def test_the_driver_is_not_asked_if_device_files_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def here(**given: object) -> tuple[str, ...]:
+        asked.append(given)
+        return ("0",)
+
+    monkeypatch.setattr("effuse.worker.gpus.gpus_here", here)
+    check_device("cuda")
+    assert asked == [{"listing": str}]

@@ -160,6 +160,8 @@ def _help() -> str:
         (["--gpus", "a"], "argument --gpus: expected GPUs such as 0,1 or GPU-.., got 'a'"),
         (["--gpus", "0"], "--gpus: no GPU was found on this machine"),
         (["--decode-gpus", "0"], "--gpus: no GPU was found on this machine"),
+        (["--device", "cuda"], "--device cuda: no GPU was found on this machine"),
+        (["--device", "cuda:7"], "argument --device: invalid choice: 'cuda:7'"),
     ],
 )
 def test_bad_flags(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

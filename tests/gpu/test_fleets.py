@@ -29,11 +29,11 @@ from tokenizers import Tokenizer
 import effuse
 import effuse.models
 from effuse.cli.fleet import Fleet, FleetConfig
-from effuse.cli.gpus import gpus_here
 from effuse.problems.problem import problem
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1.model_pb2 import WORKER_ROLE_DECODE as DECODE
 from effuse.v1.model_pb2 import WORKER_ROLE_PREFILL as PREFILL
+from effuse.worker.gpus import gpus_here
 
 BUNDLED = Path(next(iter(effuse.models.__path__))) / "bundled"
 BLOCK = PAGE = 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -18,6 +19,7 @@ from effuse.client.answer import Logprob
 from effuse.models.config_keys import CheckpointError
 from effuse.problems.problem import problem
 from effuse.protos.errors import InvalidRequest, NotFound
+from effuse.worker.config import Device
 
 QUESTIONS = [problem(3, number).prompt for number in range(5)]
 PARAMS = [
@@ -37,6 +39,22 @@ PARAMS = [
 def llm() -> Iterator[effuse.LLM]:
     with effuse.LLM(device="cpu", max_num_seqs=3, max_model_len=512) as made:
         yield made
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ("cuda", "--device cuda: no GPU was found on this machine"),
+        ("cuda:7", "--device: expected one of auto, cpu, cuda, got 'cuda:7'"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused_before_anything_is_loaded(
+    device: Device, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("effuse.offline.llm.Tokenizer.load", None)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        effuse.LLM(device=device)
 
 
 def test_answers_are_those_of_a_fleet(llm: effuse.LLM) -> None:

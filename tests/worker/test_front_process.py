@@ -154,6 +154,8 @@ def test_a_front_imports_no_torch(role: str) -> None:
         (["--page-size", "none"], b"expected a whole number, got 'none'"),
         (["--pages", "3"], b"unrecognized arguments: --pages 3"),
         (["--connector", "tcp"], b"invalid choice: 'tcp'"),
+        (["--device", "cuda"], b"--device cuda: no GPU was found on this machine (CUDA_VISIBLE_"),
+        (["--device", "cuda:7"], b"invalid choice: 'cuda:7'"),
         (["--gpu-memory-utilization", "2"], b"expected a share in (0, 1], got 2"),
         (["--model", "/nowhere"], b"--model: expected a directory, got '/nowhere'"),
     ],
@@ -163,7 +165,8 @@ def test_wrong_flags_are_told_with_the_accepted_form(
     role: str, flags: list[str], told: bytes
 ) -> None:
     command = [sys.executable, "-P", "-m", f"effuse.{role}_worker", *flags]
-    run = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, timeout=60, check=False, env=env)
     assert run.returncode == 2
     assert told in run.stderr
 

@@ -1,0 +1,77 @@
+"""Which GPUs this machine has, found without torch, which takes seconds and may start CUDA.
+
+A GPU is named as in CUDA_VISIBLE_DEVICES, by its number or by its id (GPU-.. or MIG-..).
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+NAME: Final = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
+
+_LISTED = re.compile(r"^GPU \d+:", re.MULTILINE)
+_DEVICE_FILE = re.compile(r"nvidia\d+")
+_LISTING_S = 30.0  # a driver that nothing uses may take seconds for each GPU
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError for the device cuda if no GPU can be used here.
+
+    Device files are looked at first, because the driver may take seconds to answer.
+    """
+    if device == "cuda" and not (gpus_here(listing=str) or gpus_here()):
+        raise ValueError(no_gpu("--device cuda"))
+
+
+def no_gpu(flag: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The error about a flag that needs a GPU, with the variable that may hide one."""
+    hidden = f" ({VARIABLE} is {environment[VARIABLE]!r})" if VARIABLE in environment else ""
+    return f"{flag}: no GPU was found on this machine{hidden}"
+
+
+def gpus_here(
+    root: Path = Path("/"),
+    environment: Mapping[str, str] = os.environ,
+    listing: Callable[[], str] | None = None,
+) -> tuple[str, ...]:
+    """Names of the GPUs that processes started here can use; none on a machine without.
+
+    The driver's own list (`nvidia-smi -L`) knows what a container may use; where there is none,
+    the device files that a container got are counted, and last what the driver says of the whole
+    machine. Only the number matters: CUDA counts from 0 what it can use.
+    """
+    count = (
+        len(_LISTED.findall((listing or _driver_listing)()))
+        or sum(bool(_DEVICE_FILE.fullmatch(one.name)) for one in (root / "dev").glob("nvidia*"))
+        or len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+    )
+    return visible(count, environment.get(VARIABLE))
+
+
+def visible(count: int, variable: str | None) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES leaves of so many GPUs: all if it is not set (None), else those
+    before the first that does not exist, which is how CUDA reads it."""
+    if variable is None or not count:
+        return tuple(str(at) for at in range(count))
+    kept: dict[str, None] = {}
+    for word in variable.split(","):
+        name = word.strip()
+        if not NAME.fullmatch(name) or (name.isdigit() and int(name) >= count):
+            break
+        kept[name] = None
+    return tuple(kept)
+
+
+def _driver_listing() -> str:
+    """What the driver's own command says; nothing where there is none or it does not answer."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LISTING_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
