@@ -105,13 +105,38 @@ def as_text(workers: Sequence[model_pb2.Worker], models: Sequence[model_pb2.Mode
     return "\n".join([*lines, *worker_lines(workers), *taken, _summary(workers)]) + "\n"
 
 
-def worker_table(workers: Sequence[model_pb2.Worker]) -> Table:
-    """A row for each worker."""
-    table = Table(box=None, pad_edge=False)
-    for heading in _HEADINGS:
+def worker_table(workers: Sequence[model_pb2.Worker], width: int | None = None) -> Table:
+    """A row for each worker; columns that do not fit into `width` are left out."""
+    rows = [_cells(worker) for worker in workers]
+    table = fitted_table(_HEADINGS, rows, width, ("role", "steps", "model", "waiting"))
+    kept = [_HEADINGS.index(str(column.header)) for column in table.columns]
+    for row in rows:
+        table.add_row(*(row[at] for at in kept))
+    return table
+
+
+def fitted_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    least_first: Sequence[str],
+    flexible: int | None = None,
+) -> Table:
+    """A table without rows whose columns fit into `width`: those of `least_first` may be left out.
+
+    With `flexible` the last column, of which rows have no cell, needs so many characters.
+    """
+    lengths = [max([len(heading), *(len(row[at]) for row in rows if at < len(row))])
+               for at, heading in enumerate(headings)]  # fmt: skip
+    if flexible is not None:
+        lengths[-1] = max(lengths[-1], flexible)
+    kept = dict(zip(headings, lengths, strict=True))
+    for heading in least_first:
+        if width is not None and sum(kept.values()) + 2 * (len(kept) - 1) > width:
+            del kept[heading]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in kept:
         table.add_column(heading, no_wrap=True)
-    for worker in workers:
-        table.add_row(*_cells(worker))
     return table
 
 

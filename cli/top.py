@@ -1,11 +1,22 @@
-"""`effuse top`: workers and running requests of a fleet, drawn again as they change.
+"""`effuse top`: a fleet's workers and running requests, drawn again while they change.
 
-At a terminal until Ctrl-C; elsewhere once. There are no keys.
+At a terminal it runs until q or Ctrl-C; elsewhere it draws once. On a narrow terminal the columns
+that matter least are left out.
 """
 
 import argparse
+import os
+import select
+import signal
 import sys
-from collections.abc import Sequence
+import termios
+import threading
+import time
+import tty
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,16 +25,49 @@ from rich.text import Text
 
 from effuse.cli.arguments import add_credentials, command, credentials_of, number, target
 from effuse.cli.look import Look, cells, looks
-from effuse.cli.status import worker_lines, worker_table
+from effuse.cli.process import end_as_by_ctrl_c
+from effuse.cli.status import fitted_table, worker_lines, worker_table
 from effuse.client.options import DEFAULT_TARGET
 from effuse.v1 import monitor_pb2
 
+FILE_WIDTH: Final = 160  # columns, where no terminal says how many it has
 _FINAL = "\u25a0"
+_CUT = "\u2026"
 _HEADINGS = ("request", "state", "on", "try", "age", "tokens", "blocks")
+_LEAST_FIRST = ("try", "on", "age", "state")
+_BLOCKS_WIDTH = 20  # columns; others are left out before blocks have less
+_NAME_WIDTH = 24  # columns, for a client's own id
+_PACE_S = 3.0
+_KEY_S = 0.2  # between looks at whether top is over
+
+
+class Pace:
+    """Tokens per second over the last seconds, from a router's count of all its tokens."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+        self._router = ""
+
+    def add(self, now: float, told: monitor_pb2.WatchRequestsResponse) -> None:
+        """Takes in a count, at `now` in seconds; the count of another router begins anew."""
+        if told.router != self._router or (self._seen and told.num_tokens < self._seen[-1][1]):
+            self._seen.clear()
+        self._router = told.router
+        self._seen.append((now, told.num_tokens))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= _PACE_S:
+            self._seen.popleft()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None before there are two counts."""
+        if len(self._seen) < 2:
+            return None
+        (began, first), (ended, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (ended - began) if ended > began else None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 1 where it drew once and no router answered."""
+    """Run the command; 1 if it drew once and no router answered."""
     asked = parse(argv)
     console = Console(markup=False, emoji=False, highlight=False)
     if asked.once or not console.is_terminal:
@@ -31,23 +75,75 @@ def main(argv: Sequence[str]) -> int:
         if look.error:
             print(f"effuse top: {look.error}", file=sys.stderr)
             return 1
-        console.width = max(console.width, 160)
-        console.print(draw(look))
+        if not console.is_terminal:
+            console.width = max(console.width, FILE_WIDTH)
+        console.print(draw(look, console.width))
         return 0
+    end_as_by_ctrl_c()  # or SIGTERM would leave the terminal as it is now
+    with _ended_by_q() as is_ended:
+        try:
+            _show(console, asked)
+        except KeyboardInterrupt:
+            if not is_ended.is_set():
+                raise
+    return 0
+
+
+def _show(console: Console, asked: argparse.Namespace) -> None:
+    """Draws until KeyboardInterrupt."""
+    ends = "q or Ctrl-C ends" if sys.stdin.isatty() else "Ctrl-C ends"
+    pace = Pace()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for look in looks(asked.target, asked.interval, asked.credentials):
-            live.update(draw(look), refresh=True)
-    return 0
+            if look.requests is not None:
+                pace.add(time.monotonic(), look.requests)
+            drawn = draw(look, console.width, pace.tokens_per_s)
+            live.update(Group(Text(ends, style="dim"), drawn), refresh=True)
+
+
+@contextmanager
+def _ended_by_q() -> Iterator[threading.Event]:
+    """Interrupts the main thread, as Ctrl-C does, once somebody types q; the event says so."""
+    pressed, over = threading.Event(), threading.Event()
+    if not sys.stdin.isatty():
+        yield pressed
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    waiting = threading.Thread(target=_await_q, args=(terminal, pressed, over), daemon=True)
+    tty.setcbreak(terminal)
+    waiting.start()
+    try:
+        yield pressed
+    finally:
+        over.set()
+        waiting.join()
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _await_q(terminal: int, pressed: threading.Event, over: threading.Event) -> None:
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None, "it runs"
+    while not over.is_set():
+        if not select.select([terminal], [], [], _KEY_S)[0]:
+            continue
+        typed = os.read(terminal, 64)
+        if not typed:  # the terminal is gone
+            return
+        if b"q" in typed.lower():
+            pressed.set()
+            signal.pthread_kill(main_thread, signal.SIGINT)
+            return
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("top", "Watch a fleet's workers and running requests, until Ctrl-C.")
+    parser = command("top", "Watch a fleet's workers and running requests; q or Ctrl-C ends it.")
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
     add("--interval", type=number(0.05, 60), default=0.25, metavar="S",
-        help="between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
-    add("--once", action="store_true", help="draw once, as where nobody sits at a terminal")
+        help="seconds between two drawings, 0.05 to 60 (default: 0.25)")  # fmt: skip
+    add("--once", action="store_true", help="draw once, as if the output is no terminal")
     add_credentials(parser)
     return parser
 
@@ -60,35 +156,57 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-def draw(look: Look) -> RenderableType:
-    """The whole picture."""
+def draw(look: Look, width: int, tokens_per_s: float | None = None) -> RenderableType:
+    """The whole picture, for so many columns."""
     if look.error:
         return Text(look.error, style="bold red")
     running = look.requests or monitor_pb2.WatchRequestsResponse()
-    table = Table(box=None, pad_edge=False)
-    for heading in _HEADINGS:
-        table.add_column(heading, no_wrap=True)
-    for request in running.requests:
-        table.add_row(*_cells(request))
-    told = f"{running.num_running} requests run, {running.num_waiting} wait"
-    lines = [Text(line) for line in worker_lines(look.workers)]
-    return Group(worker_table(look.workers), *lines, Text(f"\n{told}", style="bold"), table)
+    told = f"{running.num_running} running, {running.num_waiting} waiting"
+    if tokens_per_s is not None:
+        told += f", {tokens_per_s:,.0f} tokens/s"
+    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in worker_lines(look.workers)]
+    return Group(
+        Text(told, style="bold"),
+        *(Text(), worker_table(look.workers, width)),
+        *(Text(), _request_table(running.requests, width)),
+        *([Text(), *lines] if lines else []),
+    )
+
+
+def _request_table(requests: Sequence[monitor_pb2.RunningRequest], width: int) -> Table:
+    """A row for each request; the blocks take the columns that the others leave."""
+    rows = [_cells(request) for request in requests]
+    table = fitted_table(_HEADINGS, rows, width, _LEAST_FIRST, flexible=_BLOCKS_WIDTH)
+    kept = [_HEADINGS.index(str(column.header)) for column in table.columns[:-1]]
+    others = sum(2 + max(len(row[at]) for row in (_HEADINGS, *rows)) for at in kept)
+    for request, row in zip(requests, rows, strict=True):
+        blocks = blocks_line(request, width - others)
+        table.add_row(*(row[at] for at in kept), blocks)
+    return table
 
 
 def _cells(request: monitor_pb2.RunningRequest) -> tuple[str, ...]:
+    """All cells of a row but its blocks."""
     workers = [one for one in (request.prefill_worker, request.decode_worker) if one]
+    name = request.name
     return (
-        request.name,
+        name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 1]}{_CUT}",
         request.state,
         " > ".join(workers),
         str(request.attempt),
         f"{request.age.ToTimedelta().total_seconds():.1f} s",
         f"{request.num_tokens} of {request.max_tokens}",
-        blocks_line(request),
     )
 
 
-def blocks_line(request: monitor_pb2.RunningRequest) -> str:
-    """A square for each block that is final, then the blocks in flight, token by token."""
+def blocks_line(request: monitor_pb2.RunningRequest, width: int = FILE_WIDTH) -> str:
+    """A square for each final block, then the blocks in flight, token by token.
+
+    If that is wider than `width`, a number stands for the squares, and the end is cut.
+    """
     final = -(-request.num_tokens // request.block_size) if request.block_size else 0
-    return " ".join([*([_FINAL * final] if final else []), *map(cells, request.blocks)])
+    in_flight = [*map(cells, request.blocks)]
+    line = " ".join([*([_FINAL * final] if final else []), *in_flight])
+    if len(line) > width and final > 1:
+        line = " ".join([f"{final}{_FINAL}", *in_flight])
+    return line if len(line) <= width else f"{line[: max(0, width - 1)]}{_CUT}"

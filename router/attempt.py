@@ -225,7 +225,9 @@ class Attempt:
                 self._take_verified(event.verified, now)
             case "commit":
                 request.fingerprint = self._placement.decode.fingerprint
+                before = len(request.token_ids)
                 news = request.add_commit(event.commit, now)
+                self._router.monitor.num_tokens += len(request.token_ids) - before
                 self._router.note_survival(request)
                 return news
             case "draft":

@@ -41,6 +41,8 @@ class Monitor:
 
     def __init__(self) -> None:
         self.num_watchers = 0
+        self.num_tokens = 0
+        """Tokens of answers that became final so far."""
         self.is_over = asyncio.Event()
         """Set once the router drains."""
         self._drafts: dict[str, dict[int, worker_pb2.BlockState]] = {}
@@ -116,6 +118,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             num_running=router.admission.num_running,
             num_waiting=router.admission.num_waiting,
             requests=[self._describe(request) for request in requests[:MOST_SHOWN]],
+            num_tokens=router.monitor.num_tokens,
         )
 
     def _describe(self, request: Request) -> pb.RunningRequest:

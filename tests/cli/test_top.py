@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 import pytest
 from cli.looked_at import REQUEST, WORKER, router
+from rich.console import Console
 
 from effuse.cli import look
 from effuse.cli.look import Look, cells, looks
-from effuse.cli.top import blocks_line, main
-from effuse.v1 import monitor_pb2
+from effuse.cli.top import Pace, blocks_line, draw, main
+from effuse.v1 import model_pb2, monitor_pb2
 
 
 def test_it_draws_once_where_nobody_sits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +31,7 @@ def test_it_draws_once_where_nobody_sits(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in told.splitlines() if line.strip()}
     assert rows["prefill-0"][:3] == ["prefill-0", "to", "decode-0:"]
-    assert "1 requests run, 0 wait" in told
+    assert "1 running, 0 waiting" in told
     assert rows[REQUEST.name][1:] == [
         *("decoding", "prefill-0", ">", "decode-0", "1", "1.2", "s", "8", "of", "64"),
         *("■■", "█░░█"),
@@ -53,3 +65,96 @@ def test_the_tail_of_a_prompt_is_no_part_of_an_answers_first_block() -> None:
     assert cells(block) == "█░░"
     request = monitor_pb2.RunningRequest(num_tokens=0, block_size=4, blocks=[block])
     assert blocks_line(request) == "█░░"
+
+
+def _busy() -> Look:
+    """A fleet whose names, numbers and blocks are long."""
+    decode = model_pb2.Worker()
+    decode.CopyFrom(WORKER)
+    decode.worker_id, decode.role = "decode-10", model_pb2.WORKER_ROLE_DECODE
+    decode.model, decode.quarantined_pages, decode.steps = "a-long-name" * 3, 12, 10**7
+    request = monitor_pb2.RunningRequest()
+    request.CopyFrom(REQUEST)
+    request.name, request.num_tokens, request.max_tokens = "c" * 100, 4000, 4096
+    request.blocks.add(num_tokens=64, masks=b"\xff" * 8)
+    requests = [REQUEST, request]
+    running = monitor_pb2.WatchRequestsResponse(num_running=200, requests=requests)
+    return Look(workers=[WORKER, decode], requests=running)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_it_fits_the_terminal(width: int) -> None:
+    console = Console(width=width)
+    with console.capture() as drawn:
+        console.print(draw(_busy(), width, 1234.5))
+    lines = drawn.get().splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0] == "200 running, 0 waiting, 1,234 tokens/s"
+    text = "\n".join(lines)
+    assert re.search(r"^decode-10 .* ready .* 0 of 8 ", text, re.MULTILINE)
+    assert "60 of 64, 12 in quarantine" in text
+    assert re.search(
+        r"^5ebe2294ecd0 .* 8 of 64 +\u25a0\u25a0 \u2588\u2591\u2591\u2588", text, re.MULTILINE
+    )
+    assert re.search(r"^c{23}\u2026 .* 4000 of 4096 +1000\u25a0 \u2588", text, re.MULTILINE)
+    assert ("prefill-0 > decode-0" in text) == (width == 120)
+    assert len(lines) == 12, "nothing is wrapped"
+
+
+def test_the_pace_is_that_of_the_last_seconds() -> None:
+    pace = Pace()
+    for at in range(11):
+        if at < 2:
+            assert pace.tokens_per_s is None
+        count = 1000 * min(at, 5)
+        pace.add(float(at), monitor_pb2.WatchRequestsResponse(router="a", num_tokens=count))
+        if 1 <= at <= 5:
+            assert pace.tokens_per_s == 1000
+    assert pace.tokens_per_s == 0
+    pace.add(11.0, monitor_pb2.WatchRequestsResponse(router="b", num_tokens=7))
+    assert pace.tokens_per_s is None, "another router's count"
+    pace.add(11.0, monitor_pb2.WatchRequestsResponse(router="b", num_tokens=9))
+    assert pace.tokens_per_s is None, "no time has passed"
+
+
+@contextmanager
+def _at_a_terminal() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command, drawing, and the other end of its terminal."""
+    ours, theirs = pty.openpty()
+    with router() as target:
+        command = [sys.executable, "-P", "-m", "effuse.cli", "top", "--target", target]
+        env = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        try:
+            drawn, deadline = b"", time.monotonic() + 60
+            while b"q or Ctrl-C ends" not in drawn or b"tokens/s" not in drawn:
+                assert time.monotonic() < deadline, drawn
+                if select.select([ours], [], [], 0.1)[0]:
+                    drawn += os.read(ours, 65536)
+            yield child, ours
+        finally:
+            child.kill()
+            child.wait(10)
+            os.close(ours)
+            os.close(theirs)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [(b"q", 0), (b"xQ", 0), (signal.SIGINT, 130), (signal.SIGTERM, 130)]
+)
+def test_it_shows_how_it_ends_and_leaves_the_terminal_as_it_was(
+    end: bytes | signal.Signals, status: int
+) -> None:
+    with _at_a_terminal() as (child, ours):
+        if isinstance(end, bytes):
+            os.write(ours, end)
+        else:
+            child.send_signal(end)
+        left, deadline = b"", time.monotonic() + 30
+        while child.poll() is None:
+            assert time.monotonic() < deadline
+            if select.select([ours], [], [], 0.1)[0]:
+                with suppress(OSError):
+                    left += os.read(ours, 65536)
+        assert child.returncode == status, left
+        assert termios.tcgetattr(ours)[3] & termios.ECHO, "typed characters are seen again"

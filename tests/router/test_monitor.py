@@ -88,12 +88,14 @@ def test_a_request_and_its_blocks_fill_in_before_who_watches(shown: bool) -> Non
             digest = hashlib.sha256(b"secret").hexdigest()[:12]
             assert told.name == ("secret" if shown else digest)
             assert (told.prompt, told.text) == (("how many?", "the answ") if shown else ("", ""))
+            assert told.num_tokens == look.num_tokens == 8
             go.set()
             kinds = await task
             assert isinstance(kinds, list) and "draft" not in kinds, "it asked for none"
             async for look in looks:
                 if not look.requests:
                     break
+            assert look.num_tokens == len(fleet.decode[0].answer), "those of ended ones count"
 
     run(body, show_requests=shown, num_prefill=0)
 
