@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _BASELINE = {"model", "max_tokens", "window", "confidence_threshold"}
 _BASELINE_FLAGS = "--model, --max-tokens, --window and --confidence-threshold"
-RULE = "tokens: those before the end-of-sequence id; times from when a request was due"
+RULE = "tokens: those that the server counts as generated; times from when a request was due"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,14 @@
 """The figures of one benchmark run and the table they make: pure arithmetic.
 
 A request is judged as its client sees it: until its first block, from block to block, until its
-end. Tokens are those before the end-of-sequence id. Goodput counts the requests that met every
+end. Tokens are those that the server says it generated. Goodput counts the requests that met every
 objective, as in DistServe (arXiv 2401.09670).
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,9 @@ class Run:
         return self.tokens / max(1, sum(sample.forward_passes for sample in self.samples))
 
 
+WIDTH: Final = 80  # columns of a table
+_NONE: Final = "-"  # in the place of a figure
+
 COLUMNS = (
     ("rate", "arrive/s"),
     ("samples", "answers"),
@@ -95,9 +99,9 @@ COLUMNS = (
     ("latency_p50_s", "p50 s"),
     ("latency_p99_s", "p99 s"),
     ("first_block_p50_s", "1st block p50 s"),
-    ("first_block_p99_s", "p99 s"),
+    ("first_block_p99_s", "1st block p99 s"),
     ("gap_p50_s", "gap p50 s"),
-    ("gap_p99_s", "p99 s"),
+    ("gap_p99_s", "gap p99 s"),
     ("tokens_per_forward", "tokens/fwd"),
 )
 
@@ -142,22 +146,32 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """One line a run under a line of headings."""
+    """Tables of at most `WIDTH` columns, one below the other, with one line a run in each.
+
+    Figures that no run has are left out.
+    """
     width = max(len(run.name) for run in runs)
     rows = [figures(run) for run in runs]
-    cells = [[_cell(row[key]) for key, _ in COLUMNS] for row in rows]
-    widths = [
-        max(len(heading), *(len(line[at]) for line in cells))
-        for at, (_, heading) in enumerate(COLUMNS)
-    ]
-    headings = [heading for _, heading in COLUMNS]
-    lines = [("", headings), *zip([run.name for run in runs], cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [name.ljust(width), *(text.rjust(w) for text, w in zip(line, widths, strict=True))]
-        )
-        for name, line in lines
-    )
+    columns: list[list[str]] = []
+    for key, heading in COLUMNS:
+        cells = [_cell(row[key]) for row in rows]
+        if any(cell != _NONE for cell in cells) or key == "latency_mean_s":
+            length = max(len(heading), *map(len, cells))
+            columns.append([cell.rjust(length) for cell in (heading, *cells)])
+    names = [name.ljust(width) for name in ("", *(run.name for run in runs))]
+    parts = [zip(names, *part, strict=True) for part in _parts(columns, WIDTH - width)]
+    return "\n\n".join("\n".join("  ".join(line) for line in part) for part in parts)
+
+
+def _parts(columns: Iterable[list[str]], width: int) -> list[list[list[str]]]:
+    """The columns in as few parts as fit into `width`, with two characters before each column."""
+    parts: list[list[list[str]]] = [[]]
+    for column in columns:
+        taken = sum(2 + len(one[0]) for one in parts[-1])
+        if parts[-1] and taken + 2 + len(column[0]) > width:
+            parts.append([])
+        parts[-1].append(column)
+    return parts
 
 
 def as_json(runs: Iterable[Run]) -> list[dict[str, object]]:
@@ -174,5 +188,5 @@ def as_json(runs: Iterable[Run]) -> list[dict[str, object]]:
 
 def _cell(value: float) -> str:
     if math.isnan(value):
-        return "-"
+        return _NONE
     return str(value) if isinstance(value, int) else f"{value:.3f}"

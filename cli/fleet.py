@@ -169,6 +169,10 @@ class Fleet:
                 told[name] = self._home.told(name)
         return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
 
+    def tell_page(self, address: str) -> None:
+        """Keeps the address of the page about it, for `effuse status`."""
+        self._home.tell_page(address)
+
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""
         return [name for name in self.processes if _role_of(name) == role]

@@ -7,7 +7,6 @@ where its process was killed.
 import fcntl
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from effuse.cli.addresses import NAME, PAGE, PREFIX, READY, read_facts
 from effuse.cli.commands import value_of
 from effuse.placement.store import RIGHTS, RedisAccess
 from effuse.protos.gate import FleetSecret
+from effuse.protos.rpc import write_ready_file
 from effuse.worker.engine_home import is_ours, is_running
 
-_PREFIX: Final = "effuse-fleet-"
-_NAME: Final = re.compile(re.escape(_PREFIX) + r"(\d{1,10})-.+")
 _LOCK: Final = "in-use"  # locked for as long as the fleet's process lives
 
 
@@ -31,7 +30,7 @@ class Home:
     def __init__(self, flags: Sequence[str]) -> None:
         """Raises OSError where there can be none."""
         _sweep()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._lock = (self.path / _LOCK).open("w")
         with suppress(OSError):  # of a file system that has no locks, where nothing is swept
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,12 +67,15 @@ class Home:
 
     def ready_file(self, name: str) -> Path:
         """Where a process says that it is ready."""
-        return self.path / f"{name}.ready.json"
+        return self.path / f"{name}{READY}"
 
     def told(self, name: str) -> dict[str, str]:
         """What a process that is ready has said, its address as host:port among it."""
-        said = json.loads(self.ready_file(name).read_text())
-        return {key: str(value) for key, value in said.items()}
+        return read_facts(self.ready_file(name))
+
+    def tell_page(self, address: str) -> None:
+        """Keeps the address of the page about the fleet, for `effuse status`."""
+        write_ready_file(self.ready_file(PAGE), address)
 
     def live_workers(self, router: str) -> tuple[int, int]:
         """Prefill and decode workers that a router knows, by its word."""
@@ -94,8 +96,8 @@ def _sweep() -> None:
 
     No process has its id, and nobody has its lock: the first alone would not do where processes
     that do not see each other share a directory, the second not as one begins."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        found = _NAME.fullmatch(left.name)
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        found = NAME.fullmatch(left.name)
         if found is None or is_running(int(found[1])) or not is_ours(left):
             continue
         with suppress(OSError), (left / _LOCK).open("a") as lock:

@@ -1,4 +1,7 @@
-"""`effuse status`: the workers of a running fleet, as the router sees them now."""
+"""`effuse status`: the workers of a running fleet, as the router sees them now, and its addresses.
+
+The addresses of the page and of metrics are known if this user started the fleet on this machine.
+"""
 
 import argparse
 import json
@@ -9,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from effuse.cli.addresses import addresses
 from effuse.cli.arguments import (
     add_credentials,
     command,
@@ -58,18 +62,25 @@ def main(argv: Sequence[str]) -> int:
     except EffuseError as error:
         print(f"effuse status: {explain(error, asked.target)}", file=sys.stderr)
         return 1
-    print(as_json(workers) if asked.json else as_text(workers, models), end="")
+    told = as_json(workers) if asked.json else as_text(workers, models, addresses(asked.target))
+    print(told, end="")
     return 0 if any(_can_answer(worker) for worker in workers) else 1
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("status", "Show the workers of a running fleet, their load and their links.")
+    parser = command(
+        "status", "Show the workers of a running fleet, their load and links, and its addresses."
+    )
     add = parser.add_argument
     add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
-    add("--json", action="store_true", help="all that is known, as one JSON list")
+    add(
+        "--json",
+        action="store_true",
+        help="print all that is known of workers, as a JSON list",
+    )
     add("--timeout", type=seconds, default=5.0, metavar="S",
-        help="longest the router may take (default: 5)")  # fmt: skip
+        help="longest time for the router's answer, in seconds (default: 5)")  # fmt: skip
     add_credentials(parser)
     return parser
 
@@ -93,16 +104,20 @@ def as_json(workers: Sequence[model_pb2.Worker]) -> str:
     return json.dumps(listed, indent=1) + "\n"
 
 
-def as_text(workers: Sequence[model_pb2.Worker], models: Sequence[model_pb2.Model] = ()) -> str:
-    """A table, a line for each link and each quarantine, what models took as their defaults, and
-    how many workers there are of each kind."""
+def as_text(
+    workers: Sequence[model_pb2.Worker],
+    models: Sequence[model_pb2.Model] = (),
+    places: Sequence[str] = (),
+) -> str:
+    """A table, a line for each link, quarantine, source of models' defaults and address in
+    `places`, and how many workers there are of each kind."""
     width = max(Console().width, 160)
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as drawn:
         console.print(worker_table(workers))
     lines = [line.rstrip() for line in drawn.get().splitlines()]
     taken = [f"{model.name} {line}" for model in models for line in taken_defaults(model)]
-    return "\n".join([*lines, *worker_lines(workers), *taken, _summary(workers)]) + "\n"
+    return "\n".join([*lines, *worker_lines(workers), *taken, *places, _summary(workers)]) + "\n"
 
 
 def worker_table(workers: Sequence[model_pb2.Worker], width: int | None = None) -> Table:

@@ -392,4 +392,5 @@ def _page(fleet: Fleet, view: UpView) -> Iterator[list[str]]:
         return
     source = page.PageSource(fleet.address, fleet.metrics)
     with page.served(source, view.page_port) as address:
+        fleet.tell_page(address)
         yield [f"look at it on {address} or with `effuse top --target {fleet.address}`"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
 from effuse.cli.figures import (
     COLUMNS,
+    WIDTH,
     Run,
     Sample,
     ServiceGoals,
@@ -80,10 +82,27 @@ def test_a_run_without_answers_has_no_latency() -> None:
     assert told["tokens_per_s"] == 0
 
 
-def test_the_table_lines_up() -> None:
-    lines = table([RUN, Run("a longer name", 1.0, [])]).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert lines[1].split()[:6] == ["fleet", "2.500", "2", "1", "4.000", "40"]
+def test_the_table_fits_a_terminal() -> None:
+    """Each part has one line a run, and figures line up below their headings."""
+    huge = Run("vanilla denoising on 64", 98765.4321, RUN.samples * 9000, failed=10**6, rate=1234.5)
+    for runs in ([RUN], [huge], [RUN, Run("a longer name", 1.0, []), huge]):
+        parts = [part.split("\n") for part in table(runs).split("\n\n")]
+        assert len(parts) > 1
+        told: dict[str, list[str]] = {}
+        for part in parts:
+            assert len({len(line) for line in part}) == 1 and len(part[0]) <= WIDTH == 80
+            assert len(part) == 1 + len(runs)
+            headings = re.split(r"\s{2,}", part[0].strip())
+            for run, line in zip(runs, part[1:], strict=True):
+                cells = re.split(r"\s{2,}", line)
+                assert cells[0] == run.name and len(cells) == 1 + len(headings)
+                told.setdefault(run.name, []).extend(cells[1:])
+        assert told[RUN.name][:5] == ["2.500", "2", "1", "4.000", "40"] or runs == [huge]
+
+
+def test_figures_that_no_run_has_are_left_out() -> None:
+    told = table([Run("fleet", 1.0, RUN.samples), Run("b", 1.0, RUN.samples)])
+    assert "arrive/s" not in told and "goodput/s" not in told and "tokens/s" in told
 
 
 def test_every_figure_has_a_column() -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from effuse.cli.addresses import addresses
 from effuse.cli.home import Home
+from effuse.protos.rpc import write_ready_file
 
 KILLED = """
 import os, signal
@@ -56,3 +58,24 @@ def test_what_may_be_in_use_stays(room: Path) -> None:
         assert {*room.iterdir()} == {living.path, unseen, foreign, home.path}
     for one in (living, home):
         one.remove()
+
+
+def test_the_addresses_of_a_fleet_are_found_by_its_routers(room: Path) -> None:
+    killed(room)
+    others, home = Home(()), Home(())
+    write_ready_file(others.ready_file("router"), "127.0.0.1:50052", metrics="127.0.0.1:9")
+    write_ready_file(home.ready_file("router-0"), "127.0.0.1:50051", metrics="127.0.0.1:1")
+    write_ready_file(home.ready_file("router-1"), "127.0.0.1:50051", metrics="127.0.0.1:2")
+    write_ready_file(home.ready_file("decode-0"), "127.0.0.1:50053", metrics="127.0.0.1:3")
+    home.ready_file("prefill-0").write_text("half of a")
+    metrics = "metrics: decode-0 127.0.0.1:3, router-0 127.0.0.1:1, router-1 127.0.0.1:2"
+    assert addresses("localhost:50051") == ["gRPC: localhost:50051", metrics]
+    home.tell_page("http://127.0.0.1:7/")
+    for target in ("127.0.0.1:50051", "[::1]:50051"):
+        page = "page: http://127.0.0.1:7/"
+        assert addresses(target) == [f"gRPC: {target}", page, metrics]
+    for elsewhere in ("127.0.0.1:50053", "10.0.0.7:50051", "router.example:50051"):
+        assert addresses(elsewhere) == [f"gRPC: {elsewhere}"]
+    for one in (home, others):
+        one.remove()
+    assert addresses("127.0.0.1:50051") == ["gRPC: 127.0.0.1:50051"]

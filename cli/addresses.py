@@ -1,0 +1,62 @@
+"""The addresses of a fleet that this user started here, found by the address of its router.
+
+A fleet keeps them in its directory while it runs (`home.py`). Needs nothing of a server, because
+clients import it, too.
+"""
+
+import json
+import re
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from effuse.config.checks import is_loopback
+from effuse.worker.engine_home import is_ours, is_running
+
+PREFIX: Final = "effuse-fleet-"
+NAME: Final = re.compile(re.escape(PREFIX) + r"(\d{1,10})-.+")
+"""Of a fleet's directory, with the id of the process that made it."""
+READY: Final = ".ready.json"
+"""How the name of a file ends in which a process says that it is ready."""
+PAGE: Final = "page"
+
+
+def addresses(target: str) -> list[str]:
+    """A line for each address of the fleet that `target` asks, as host:port: gRPC, HTTP and page,
+    and metrics. Only fleets that this user started on this machine are known beyond gRPC."""
+    told = _facts_of(target)
+    served = {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
+    http = [facts["http"] for facts in told.values() if "http" in facts]
+    lines = {
+        "gRPC": target,
+        "HTTP": ", ".join(http),
+        "page": told[PAGE]["address"] if PAGE in told else "",
+        "metrics": ", ".join(f"{name} {at}" for name, at in sorted(served.items())),
+    }
+    return [f"{name}: {at}" for name, at in lines.items() if at]
+
+
+def _facts_of(target: str) -> dict[str, dict[str, str]]:
+    """What the processes of this user's fleet at `target` have said, by name; empty if there is
+    none here."""
+    host, _, port = target.rpartition(":")
+    for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        found = NAME.fullmatch(home.name)
+        if found is None or not is_running(int(found[1])) or not is_ours(home):
+            continue
+        told: dict[str, dict[str, str]] = {}
+        for file in home.glob(f"*{READY}"):
+            with suppress(OSError, ValueError):  # it is being replaced
+                told[file.name.removesuffix(READY)] = read_facts(file)
+        for name, facts in told.items():
+            theirs, _, at = facts["address"].rpartition(":")
+            is_near = host == theirs or is_loopback(host)
+            if name.startswith("router") and at == port and is_near:
+                return told
+    return {}
+
+
+def read_facts(ready: Path) -> dict[str, str]:
+    """What a process wrote into its file once it was ready. Raises OSError and ValueError."""
+    return {key: str(value) for key, value in json.loads(ready.read_text()).items()}
