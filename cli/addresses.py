@@ -40,7 +40,7 @@ def addresses(target: str) -> list[str]:
 def _facts_of(target: str) -> dict[str, dict[str, str]]:
     """What the processes of this user's fleet at `target` have said, by name; empty if there is
     none here."""
-    host, _, port = target.rpartition(":")
+    host, _, port = target.rpartition("://")[2].strip("/").rpartition(":")
     for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         found = NAME.fullmatch(home.name)
         if found is None or not is_running(int(found[1])) or not is_ours(home):

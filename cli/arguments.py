@@ -26,7 +26,7 @@ _GRPC_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")
 
 
 def command(name: str, about: str) -> argparse.ArgumentParser:
-    """A parser for `effuse NAME`; flags must be written out in full, and help tells defaults."""
+    """A parser for `effuse NAME`; flags must be written out in full, and help shows defaults."""
     return make_parser(f"effuse {name}", about)
 
 
@@ -133,7 +133,7 @@ def token_ids(given: str) -> list[int]:
 
 
 def seconds(given: str) -> float:
-    """A time above 0, at most a week: gRPC takes far longer ones for none at all."""
+    """A time above 0, at most a week: gRPC takes a far longer one for no limit at all."""
     return number(0, 604_800, open_left=True)(given)
 
 
@@ -150,21 +150,22 @@ def target(text: str) -> str:
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:
-    """Flags of a command that asks a router."""
-    group = parser.add_argument_group("what the router is known by, and shown")
+    """Adds the flags of a command that asks a router."""
+    group = parser.add_argument_group("TLS and token of the connection to the router")
     add = group.add_argument
-    add_switch(group, "--tls", "speak TLS, and trust the system's authorities")
+    add_switch(group, "--tls", "use TLS and trust the system's certificate authorities")
     add("--tls-ca", type=file, metavar="FILE",
-        help="speak TLS, and trust these PEM certificates (default: the system's)")  # fmt: skip
+        help="use TLS and trust these PEM certificates (default: the system's)")  # fmt: skip
     add("--tls-cert", type=file, metavar="FILE",
-        help="PEM certificate to show (default: none)")  # fmt: skip
-    add("--tls-key", type=file, metavar="FILE", help="PEM key of it (default: none)")
+        help="PEM certificate of this client (default: none)")  # fmt: skip
+    add("--tls-key", type=file, metavar="FILE",
+        help="PEM key of that certificate (default: none)")  # fmt: skip
     add("--token-file", type=file, metavar="FILE",
-        help="file with the token to show (default: EFFUSE_TOKEN of the environment)")  # fmt: skip
+        help="file that holds the token (default: the variable EFFUSE_TOKEN)")  # fmt: skip
 
 
 def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Credentials:
-    """What these flags say; ends with status 2 where that cannot be."""
+    """The credentials that these flags name; bad ones end the process with status 2."""
     if (found.tls_cert is None) != (found.tls_key is None):
         parser.error("--tls-cert, --tls-key: expected both or none")
     speaks_tls = found.tls or found.tls_ca or found.tls_cert
@@ -183,7 +184,7 @@ def explain(error: EffuseError | grpc.aio.AioRpcError, target: str) -> str:
     call = error.__cause__ if isinstance(error, EffuseError) else error
     found = error if isinstance(error, EffuseError) else from_rpc_error(error, target)
     code, told = found.code, str(found)
-    if isinstance(call, grpc.RpcError) and told.startswith(f"{target} broke off with "):
+    if isinstance(call, grpc.RpcError) and told.endswith(f" broke off with {call.code().name}"):
         code, told = call.code(), _lost(call.code(), call.details() or "no details", target)
     hint = " (--token-file or EFFUSE_TOKEN)" if code is grpc.StatusCode.UNAUTHENTICATED else ""
     return f"{code.name}: {told}{hint}"

@@ -51,28 +51,33 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=text,
         metavar="NAME",
-        help="model to ask for, where the fleet serves several (default: the only one)",
+        help="model to ask for, if the fleet serves several (default: the only one)",
     )
     add("--n", type=within(ANSWERS), metavar="N", help="answers to each prompt (default: 1)")
     add("--max-tokens", type=within(MAX_TOKENS), metavar="N", help="most tokens to generate")
     add("--stop", action="append", type=text, default=[], metavar="TEXT",
         help="text that ends the answer (default: none)")  # fmt: skip
     add("--stop-token-id", action="append", default=[], type=_TOKEN_ID, metavar="ID",
-        help="token that ends the answer (default: the model's alone)")  # fmt: skip
+        help="id of a token that ends the answer (default: only the model's)")  # fmt: skip
     add("--min-tokens", type=within(MIN_TOKENS), metavar="N",
-        help="tokens before which the answer does not stop (default: 0)")  # fmt: skip
+        help="least tokens before the answer may stop (default: 0)")  # fmt: skip
     add("--ignore-eos", action="store_true", default=None,
-        help="go on past the end of sequence (default: off)")  # fmt: skip
+        help="do not stop at an end-of-sequence token (default: off)")  # fmt: skip
     add("--logprobs", type=within(LOGPROBS), metavar="N",
-        help="log-probabilities of tokens, and of the N likeliest (default: none)")  # fmt: skip
-    add("--echo", action="store_true", default=None, help="begin with the prompt (default: off)")
+        help="log-probability of each token and of the N likeliest (default: none)")  # fmt: skip
+    add(
+        "--echo",
+        action="store_true",
+        default=None,
+        help="print the prompt before the answer (default: off)",
+    )
     add(
         "--priority",
         choices=PRIORITIES,
-        help="who goes first where requests wait (default: normal)",
+        help="which requests go first if some have to wait (default: normal)",
     )
     add("--parse-special-tokens", action="store_true", default=None,
-        help="take special tokens that a prompt spells for such (default: off)")  # fmt: skip
+        help="read special tokens in a prompt as tokens, not as text (default: off)")  # fmt: skip
     _add_sampling_knobs(parser)
     _add_block_knobs(parser)
     _add_canvas_knobs(parser)
@@ -81,56 +86,78 @@ def add_knobs(parser: argparse.ArgumentParser) -> None:
 def _add_sampling_knobs(parser: argparse.ArgumentParser) -> None:
     """What a token is drawn from."""
     add = _adder(parser)
-    add("--temperature", type=within(TEMPERATURE), metavar="T", help="0 is greedy")
-    add("--top-p", type=within(TOP_P), metavar="P", help="nucleus; 1 keeps all")
-    add("--top-k", type=within(TOP_K), metavar="K", help="likeliest tokens kept; 0 keeps all")
+    add(
+        "--temperature",
+        type=within(TEMPERATURE),
+        metavar="T",
+        help="randomness of the choice; 0 takes the likeliest token",
+    )
+    add(
+        "--top-p",
+        type=within(TOP_P),
+        metavar="P",
+        help="keep the likeliest tokens up to this probability; 1 keeps all",
+    )
+    add("--top-k", type=within(TOP_K), metavar="K", help="keep the K likeliest tokens; 0 keeps all")
     add("--min-p", type=within(MIN_P), metavar="P",
-        help="least share of the likeliest token's probability; 0 keeps all")  # fmt: skip
+        help="keep tokens with this share of the highest probability; 0 keeps all")  # fmt: skip
     add(
         "--presence-penalty",
         type=within(PENALTY),
         metavar="X",
-        help="off tokens that are there (default: 0)",
+        help="subtract X from the logits of tokens in the text (default: 0)",
     )
     add(
         "--frequency-penalty",
         type=within(PENALTY),
         metavar="X",
-        help="off them, each time (default: 0)",
+        help="subtract X once for each time that a token occurs (default: 0)",
     )
     add("--repetition-penalty", type=within(REPETITION), metavar="X",
-        help="divides logits of tokens that prompt and answer hold; 1 is none")  # fmt: skip
+        help="divide the logits of tokens in prompt and answer by X; 1 is off")  # fmt: skip
     add("--logit-bias", action="append", default=[], type=_bias, metavar="ID=X",
         help="add X to the logit of a token (default: none)")  # fmt: skip
-    add("--seed", type=within(SEED), metavar="N", help="same seed, same answer (default: drawn)")
+    add(
+        "--seed", type=within(SEED), metavar="N", help="seed of the randomness (default: a new one)"
+    )
 
 
 def _add_block_knobs(parser: argparse.ArgumentParser) -> None:
     """How blocks are denoised."""
     add = _adder(parser)
     add("--algorithm", choices=ALGORITHMS, help="how blocks are denoised")
-    add("--window", type=within(WINDOW), metavar="N", help="most blocks in flight with masks (D2F)")
-    add("--confidence-threshold", type=within(THRESHOLD), metavar="P", help="write above this")
+    add(
+        "--window",
+        type=within(WINDOW),
+        metavar="N",
+        help="most blocks that are denoised at a time (D2F)",
+    )
+    add(
+        "--confidence-threshold",
+        type=within(THRESHOLD),
+        metavar="P",
+        help="write tokens with a higher confidence",
+    )
     add(
         "--block-add-threshold",
         type=within(THRESHOLD),
         metavar="R",
-        help="append a block from here",
+        help="append a block once this share of the last one is written",
     )
     add(
         "--full-activation-threshold",
         type=within(THRESHOLD),
         metavar="R",
-        help="force progress here",
+        help="let the next block advance in each step once this share is written",
     )
     add("--score", choices=SCORES, help="what ranks masks that pass no threshold")
-    add("--remasking", choices=REMASKINGS, help="order of filling")
+    add("--remasking", choices=REMASKINGS, help="order in which masks are filled")
     add("--denoising-steps", type=within(DENOISING_STEPS), metavar="N",
         help="steps a block takes (block diffusion)")  # fmt: skip
     add("--entropy-bound", type=within(ENTROPY), metavar="H",
-        help="nats that a step writes (entropy_bounded)")  # fmt: skip
+        help="most entropy that a step writes, in nats (entropy_bounded)")  # fmt: skip
     add("--editing-threshold", type=within(THRESHOLD), metavar="P",
-        help="replace written tokens above this (block diffusion)")  # fmt: skip
+        help="replace written tokens if the confidence is higher (block diffusion)")  # fmt: skip
     add("--max-post-steps", type=within(POST_STEPS), metavar="N",
         help="forward passes that edit a full block (block diffusion)")  # fmt: skip
 
@@ -141,19 +168,29 @@ def _add_canvas_knobs(parser: argparse.ArgumentParser) -> None:
     add("--block-length", type=within(BLOCK_LENGTH), metavar="N",
         help="tokens that are denoised together (LLaDA, Fast-dLLM, its v2)")  # fmt: skip
     add("--steps", type=within(STEPS), metavar="N",
-        help="forward passes of the whole answer; 0 takes one a token (LLaDA, Dream)")  # fmt: skip
-    add("--cfg-scale", type=within(CFG_SCALE), metavar="S", help="guidance; 0 is none (LLaDA)")
+        help="forward passes for the whole answer; 0 is one per token (LLaDA, Dream)")  # fmt: skip
+    add(
+        "--cfg-scale",
+        type=within(CFG_SCALE),
+        metavar="S",
+        help="classifier-free guidance; 0 is off (LLaDA)",
+    )
     add("--logits-eos-inf", action="store_true", default=None,
-        help="never write an end of sequence (LLaDA)")  # fmt: skip
+        help="never write an end-of-sequence token (LLaDA)")  # fmt: skip
     add("--confidence-eos-eot-inf", action="store_true", default=None,
-        help="write ends of sequence last (LLaDA)")  # fmt: skip
-    add("--alg", choices=ALGS, help="what is written at a step (Dream)")
-    add("--eps", type=within(EPS), metavar="T", help="where time ends that begins at 1 (Dream)")
+        help="write end-of-sequence tokens last (LLaDA)")  # fmt: skip
+    add("--alg", choices=ALGS, help="which masks a step fills (Dream)")
+    add(
+        "--eps",
+        type=within(EPS),
+        metavar="T",
+        help="last value of the time, which begins at 1 (Dream)",
+    )
     add("--alg-temp", type=within(ALG_TEMP), metavar="T",
-        help="draws the best masks by lot; 0 draws none (Dream)")  # fmt: skip
+        help="randomness in the choice of masks; 0 is none (Dream)")  # fmt: skip
     add("--factor", type=within(FACTOR), metavar="F",
-        help="write by rank instead of the threshold; 0 does not (Fast-dLLM)")  # fmt: skip
-    add("--cache", choices=CACHES, help="what a block does not compute again (Fast-dLLM)")
+        help="write by rank, not by the threshold; 0 is off (Fast-dLLM)")  # fmt: skip
+    add("--cache", choices=CACHES, help="which keys and values a block reuses (Fast-dLLM)")
 
 
 def _adder(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:

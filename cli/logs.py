@@ -50,14 +50,21 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("logs", "Show the logs of the fleet that was started last on this machine.")
+    parser = command("logs", "Show the logs of the fleet that you started last on this machine.")
     add = parser.add_argument
-    add("process", nargs="?", metavar="NAME", help="show one process's alone, as decode-0")
-    add("--fleet", metavar="NAME", help="another fleet (default: the last one)")
+    add(
+        "process",
+        nargs="?",
+        metavar="NAME",
+        help="show only the log of this process, such as decode-0",
+    )
+    add("--fleet", metavar="NAME", help="name of the fleet (default: the last one)")
     add("--log-dir", type=directory, metavar="DIR",
-        help="where `effuse up --log-dir` put them (default: they are found)")  # fmt: skip
-    add("--lines", type=whole(1), default=100, metavar="N", help="last lines of each process")
-    add("--follow", action="store_true", help="go on with what is added, until Ctrl-C")
+        help="the directory of `effuse up --log-dir` (default: the fleet's own)")  # fmt: skip
+    add(
+        "--lines", type=whole(1), default=100, metavar="N", help="show the last N lines of each log"
+    )
+    add("--follow", action="store_true", help="keep printing new lines, until Ctrl-C")
     return parser
 
 

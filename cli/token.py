@@ -1,7 +1,7 @@
-"""`effuse token`: a new token for a client, and the line by which routers know it.
+"""`effuse token`: makes a token for a client, and the line by which routers recognise it.
 
-The token goes to standard output and is kept nowhere; the line goes into the file that routers were
-given as `--keys`, which take it within a call or two.
+The token goes to standard output and is kept nowhere. The line belongs into the file that routers
+have as `--keys`; they read it again within a call or two.
 """
 
 import argparse
@@ -16,16 +16,16 @@ from effuse.router.tenants import Tenant, line_of, make_token
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = command("token", "Make a token for a client, and the line by which routers know it.")
+    parser = command(
+        "token", "Make a token for a client, and the line by which routers recognise it."
+    )
     add = parser.add_argument
-    add("tenant", metavar="TENANT", help="whom it is for; letters, digits, dots, hyphens")
+    add("tenant", metavar="TENANT", help="name of the client: letters, digits, dots and hyphens")
     add("--requests", type=whole(1, 10**9 - 1), metavar="N",
-
-        help="requests that the tenant may have at once, waiting ones included "
+        help="most requests of the tenant at one time, waiting ones included "
         "(default: no limit)")  # fmt: skip
     add("--tokens-per-minute", type=whole(1, 10**12 - 1), metavar="N",
-
-        help="tokens of prompts and answers that the tenant may have a minute "
+        help="most tokens per minute, in prompts and answers together "
         "(default: no limit)")  # fmt: skip
     add("--keys", type=Path, metavar="FILE",
         help="append the line to this file (default: print it)")  # fmt: skip

@@ -84,7 +84,9 @@ def test_a_run_without_answers_has_no_latency() -> None:
 
 def test_the_table_fits_a_terminal() -> None:
     """Each part has one line a run, and figures line up below their headings."""
-    huge = Run("vanilla denoising on 64", 98765.4321, RUN.samples * 9000, failed=10**6, rate=1234.5)
+    huge = Run(
+        "vanilla denoising on 64", 98765.4321, [*RUN.samples] * 9000, failed=10**6, rate=1234.5
+    )
     for runs in ([RUN], [huge], [RUN, Run("a longer name", 1.0, []), huge]):
         parts = [part.split("\n") for part in table(runs).split("\n\n")]
         assert len(parts) > 1
