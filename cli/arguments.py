@@ -198,12 +198,13 @@ def _lost(code: grpc.StatusCode, details: str, target: str) -> str:
         return details
     if "WRONG_VERSION_NUMBER" in details:
         return f"{target} does not speak TLS: leave out --tls and the flags that begin with it"
+    if "Hostname Verification" in details:
+        return f"the certificate of {target} names another host"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"the certificate of {target} is not trusted (--tls-ca)"
+    if "handshake" in details:
+        return f"no TLS connection to {target}: {details}"
     reason = details.rpartition(": ")[2].removesuffix("]")
-    if "handshake" in details or "SSL" in details:
-        return (
-            f"the TLS handshake with {target} failed ({reason}): "
-            "does --tls-ca fit its certificate, and does that name the host?"
-        )
     if "Failed parsing HTTP/2" in details:
         return f"what listens on {target} is no router of effuse"
     if details.startswith(("failed to connect", "errors resolving", "DNS", "name resolution")) and (

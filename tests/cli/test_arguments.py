@@ -145,10 +145,15 @@ _HELP = "'effuse up' starts a fleet, --target names another one"
             "h:1 does not speak TLS: leave out --tls and the flags that begin with it",
         ),
         (
-            f"{_UNREACHED}Tls handshake failed: CERTIFICATE_VERIFY_FAILED: self-signed",
-            "the TLS handshake with h:1 failed (self-signed): "
-            "does --tls-ca fit its certificate, and does that name the host?",
+            f"{_UNREACHED}Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: "
+            "error:1000007d:SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: self signed",
+            "the certificate of h:1 is not trusted (--tls-ca)",
         ),
+        (
+            f"{_UNREACHED}Hostname Verification Check failed.",
+            "the certificate of h:1 names another host",
+        ),
+        ("Tls handshake timed out", "no TLS connection to h:1: Tls handshake timed out"),
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:1.2.3.4:1: Failed "
             "parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 79)",
