@@ -29,11 +29,11 @@ COMMANDS = {
     "completion": ("completion", "print what a shell needs to complete these commands"),
 }
 WORKERS_OWN = {"nixl", "numpy", "safetensors", "torch", "transformers", "triton", "xxhash"}
-"""What only the extra `worker` installs, as pyproject.toml has it."""
+"""Packages that only the extra `worker` installs, by pyproject.toml."""
 
 
 class Command(Protocol):
-    """What a sub-command's module offers."""
+    """The functions of a sub-command's module."""
 
     def main(self, argv: Sequence[str]) -> int:
         """Run it; the exit status."""

@@ -18,7 +18,7 @@ PREFIX: Final = "effuse-fleet-"
 NAME: Final = re.compile(re.escape(PREFIX) + r"(\d{1,10})-.+")
 """Of a fleet's directory, with the id of the process that made it."""
 READY: Final = ".ready.json"
-"""How the name of a file ends in which a process says that it is ready."""
+"""The end of the name of a file that a process writes once it is ready."""
 PAGE: Final = "page"
 
 
@@ -38,8 +38,8 @@ def addresses(target: str) -> list[str]:
 
 
 def _facts_of(target: str) -> dict[str, dict[str, str]]:
-    """What the processes of this user's fleet at `target` have said, by name; empty if there is
-    none here."""
+    """The facts in the ready files of this user's fleet at `target`, by process; empty if there is
+    no such fleet here."""
     host, _, port = target.rpartition("://")[2].strip("/").rpartition(":")
     for home in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         found = NAME.fullmatch(home.name)
@@ -58,5 +58,5 @@ def _facts_of(target: str) -> dict[str, dict[str, str]]:
 
 
 def read_facts(ready: Path) -> dict[str, str]:
-    """What a process wrote into its file once it was ready. Raises OSError and ValueError."""
+    """The facts that a process wrote once it was ready. Raises OSError and ValueError."""
     return {key: str(value) for key, value in json.loads(ready.read_text()).items()}

@@ -128,7 +128,7 @@ def is_unicode(given: str) -> bool:
 
 def token_ids(given: str) -> list[int]:
     """Token ids, with commas between them."""
-    parse = whole(0, 2**32 - 1)  # what the wire holds
+    parse = whole(0, 2**32 - 1)  # the most that a message holds
     return [parse(one) for one in given.split(",")]
 
 

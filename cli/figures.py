@@ -1,7 +1,7 @@
 """The figures of one benchmark run and the table they make: pure arithmetic.
 
 A request is judged as its client sees it: until its first block, from block to block, until its
-end. Tokens are those that the server says it generated. Goodput counts the requests that met every
+end. Tokens are those that the server counts as generated. Goodput counts requests that met every
 objective, as in DistServe (arXiv 2401.09670).
 """
 
@@ -24,7 +24,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceGoals:
-    """What a client asks of each request, in seconds; infinity asks nothing."""
+    """The limits that a client sets for each request, in seconds; infinity sets none."""
 
     first_block_s: float = math.inf
     gap_s: float = math.inf  # every gap between two blocks

@@ -57,7 +57,7 @@ class GenerateJob:
     """What to ask for, and how to show it."""
 
     prompts: tuple[Prompt, ...]  # of a chat: the first turns, all text
-    chat: Chat | None  # what a chat begins with; None where each prompt stands for itself
+    chat: Chat | None  # the beginning of a chat; None if each prompt stands for itself
     params: Params
     target: str
     credentials: Credentials
@@ -320,7 +320,7 @@ async def ask(
 
 
 def _of_first(show: Callable[[Event], None]) -> Callable[[Event], None]:
-    """Shows the first answer as it grows; others at once would be nobody's text."""
+    """Shows only the first answer while it grows: mixed with the others, none could be read."""
     return lambda event: None if event.answer_index else show(event)
 
 

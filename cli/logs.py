@@ -1,4 +1,4 @@
-"""`effuse logs`: what the processes of a fleet on this machine have written, also once it ended.
+"""`effuse logs`: the logs of the processes of a fleet on this machine, also once it has ended.
 
 `effuse up` keeps a directory for each fleet below `$XDG_STATE_HOME/effuse`, which is
 `~/.local/state/effuse` by default: a file for each process, of the last ten fleets and of those
@@ -30,7 +30,7 @@ _POLL_S = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; its exit status: 1 where there is no such log."""
+    """Run the command; its exit status: 1 if there is no such log."""
     found = make_parser().parse_args(argv)
     where = found.log_dir or latest(logs_home(), found.fleet)
     if where is None:

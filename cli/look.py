@@ -1,6 +1,6 @@
-"""One look after the other at a running fleet: its workers, what runs, and how far answers are.
+"""One look after the other at a running fleet: its workers, its requests and their progress.
 
-What `effuse top` draws and the page shows. Goes on by itself when the router was away.
+`effuse top` and the page show them. Looks go on by themselves after the router was away.
 """
 
 import json
@@ -18,7 +18,7 @@ from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2, monitor_pb2
 
 WRITTEN = "\u2588"
-_WORKERS_S = 1.0  # between looks at the workers, who report no more often
+_WORKERS_S = 1.0  # between looks at the workers, which report no more often
 _TIMEOUT_S = 5.0
 _AGAIN_S = 1.0
 

@@ -1,4 +1,4 @@
-"""`effuse status`: the workers of a running fleet, as the router sees them now, and its addresses.
+"""`effuse status`: the workers of a running fleet, their load and links, and its addresses.
 
 The addresses of the page and of metrics are known if this user started the fleet on this machine.
 """
@@ -47,7 +47,7 @@ _HEADINGS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 where a decode worker is ready, 1 where none is or no router answers."""
+    """Run the command; 0 if a decode worker is ready, 1 if none is or no router answers."""
     asked = parse(argv)
     try:
         shown = asked.credentials
@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the flags say; exits with status 2 on bad ones."""
+    """The values of the flags; bad ones end the process with status 2."""
     parser = make_parser()
     found = parser.parse_args(argv)
     found.credentials = credentials_of(parser, found)

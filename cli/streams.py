@@ -34,7 +34,7 @@ def settle() -> None:
 
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
-    """What is printed for characters that the encoding lacks; bytes of file names are escaped."""
+    """The text in place of characters that the encoding lacks; bytes of file names are escaped."""
     assert isinstance(error, UnicodeEncodeError), "only output has this handler"
     lacking = error.object[error.start : error.end]
     shown = (

@@ -30,7 +30,7 @@ from effuse.cli.status import fitted_table, worker_lines, worker_table
 from effuse.client.options import DEFAULT_TARGET
 from effuse.v1 import monitor_pb2
 
-FILE_WIDTH: Final = 160  # columns, where no terminal says how many it has
+FILE_WIDTH: Final = 160  # columns of a file or a pipe
 _FINAL = "\u25a0"
 _CUT = "\u2026"
 _HEADINGS = ("request", "state", "on", "try", "age", "tokens", "blocks")
@@ -103,7 +103,7 @@ def _show(console: Console, asked: argparse.Namespace) -> None:
 
 @contextmanager
 def _ended_by_q() -> Iterator[threading.Event]:
-    """Interrupts the main thread, as Ctrl-C does, once somebody types q; the event says so."""
+    """Interrupts the main thread, as Ctrl-C does, at the key q; sets the event before."""
     pressed, over = threading.Event(), threading.Event()
     if not sys.stdin.isatty():
         yield pressed
@@ -149,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the flags say; exits with status 2 on bad ones."""
+    """The values of the flags; bad ones end the process with status 2."""
     parser = make_parser()
     found = parser.parse_args(argv)
     found.credentials = credentials_of(parser, found)

@@ -1,6 +1,6 @@
 """Draws a streamed answer: blocks filling in live in a terminal, one plain line a change elsewhere.
 
-A canvas is what the answer looks like at one moment, and knows no terminal.
+A canvas is the answer at one moment, and knows no terminal.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _STYLES: dict[Style, str] = {"final": "bold", "draft": "cyan", "mask": "dim"}
 
 @dataclass(slots=True)
 class Canvas:
-    """Final text, then the blocks in flight: what the events so far have led to."""
+    """Final text, then the blocks in flight, after the events so far."""
 
     text: str = ""
     num_tokens: int = 0
@@ -92,8 +92,8 @@ def watch(console: Console, indent: int = 2) -> Iterator[Callable[[Event], None]
 
 
 class Film:
-    """What was drawn, shown one frame after the other. A small model changes its answer faster than
-    an eye can follow; what takes the events never waits for that."""
+    """The frames that were drawn, shown one after the other. A small model changes its answer faster
+    than an eye can follow; the reader of events never waits for that."""
 
     def __init__(self) -> None:
         self._frames: deque[Text] = deque()

@@ -125,7 +125,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class HelpWithDefaults(argparse.HelpFormatter):
-    """Adds to every flag's help its default, or that it is required, where that is not told yet."""
+    """Adds to every flag's help its default, or that it is required, unless the help has it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         told = action.help or ""

@@ -40,9 +40,9 @@ def gpus_here(
 ) -> tuple[str, ...]:
     """Names of the GPUs that processes started here can use; none on a machine without.
 
-    The driver's own list (`nvidia-smi -L`) knows what a container may use; where there is none,
-    the device files that a container got are counted, and last what the driver says of the whole
-    machine. Only the number matters: CUDA counts from 0 what it can use.
+    The driver's own list (`nvidia-smi -L`) has the GPUs that a container may use. Without it the
+    device files that a container got are counted, and last the driver's entries for the whole
+    machine. Only the number matters: CUDA counts the GPUs that it can use from 0.
     """
     count = (
         len(_LISTED.findall((listing or _driver_listing)()))
@@ -53,8 +53,8 @@ def gpus_here(
 
 
 def visible(count: int, variable: str | None) -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves of so many GPUs: all if it is not set (None), else those
-    before the first that does not exist, which is how CUDA reads it."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves of so many: all if it is not set (None), else those
+    before the first that does not exist, because CUDA reads it so."""
     if variable is None or not count:
         return tuple(str(at) for at in range(count))
     kept: dict[str, None] = {}
@@ -67,7 +67,7 @@ def visible(count: int, variable: str | None) -> tuple[str, ...]:
 
 
 def _driver_listing() -> str:
-    """What the driver's own command says; nothing where there is none or it does not answer."""
+    """The output of the driver's own command; empty if there is none or it does not answer."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LISTING_S, check=False

@@ -1,4 +1,4 @@
-"""`effuse top`: what it draws of a fleet, once and again and again."""
+"""`effuse top`: its drawing of a fleet, once and again, at several widths, and its end."""
 
 from __future__ import annotations
 
