@@ -41,7 +41,7 @@ _PACE_S = 3.0
 _KEY_S = 0.2  # between looks at whether top is over
 
 
-class Pace:
+class TokenPace:
     """Tokens per second over the last seconds, from a router's count of all its tokens."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 def _show(console: Console, asked: argparse.Namespace) -> None:
     """Draws until KeyboardInterrupt."""
     ends = "q or Ctrl-C ends" if sys.stdin.isatty() else "Ctrl-C ends"
-    pace = Pace()
+    pace = TokenPace()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for look in looks(asked.target, asked.interval, asked.credentials):
             if look.requests is not None:

@@ -92,8 +92,8 @@ def watch(console: Console, indent: int = 2) -> Iterator[Callable[[Event], None]
 
 
 class Film:
-    """The frames that were drawn, shown one after the other. A small model changes its answer faster
-    than an eye can follow; the reader of events never waits for that."""
+    """The frames that were drawn, shown one after the other. A small model changes its answer too
+    fast for an eye; the reader of events never waits for that."""
 
     def __init__(self) -> None:
         self._frames: deque[Text] = deque()

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from effuse.cli import look
 from effuse.cli.look import Look, cells, looks
-from effuse.cli.top import Pace, blocks_line, draw, main
+from effuse.cli.top import TokenPace, blocks_line, draw, main
 from effuse.v1 import model_pb2, monitor_pb2
 
 
@@ -102,7 +102,7 @@ def test_it_fits_the_terminal(width: int) -> None:
 
 
 def test_the_pace_is_that_of_the_last_seconds() -> None:
-    pace = Pace()
+    pace = TokenPace()
     for at in range(11):
         if at < 2:
             assert pace.tokens_per_s is None
