@@ -30,13 +30,12 @@ from effuse.cli.commands import (
     router_names,
     value_of,
 )
-from effuse.cli.gpus import Assignment, assign
+from effuse.cli.gpus import VARIABLE, Assignment, assign
 from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.placement.store import RedisAccess
 from effuse.protos.rpc import near_options
-from effuse.worker.gpus import VARIABLE
 
 LOG: Final = logging.getLogger(__name__)
 Role = Literal["redis", "router", "prefill", "decode"]
@@ -143,6 +142,7 @@ class Fleet:
         if config.log_dir is not None:
             config.log_dir.mkdir(parents=True, exist_ok=True)
         self._home = Home(config.router_flags)
+        self.tell_page = self._home.tell_page  # takes the address of the page about it
         self.log_dir = config.log_dir or self._home.path
 
     def __enter__(self) -> Self:
@@ -168,10 +168,6 @@ class Fleet:
             with contextlib.suppress(FileNotFoundError):  # it is being started again
                 told[name] = self._home.told(name)
         return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
-
-    def tell_page(self, address: str) -> None:
-        """Keeps the address of the page about it, for `effuse status`."""
-        self._home.tell_page(address)
 
     def names(self, role: Role) -> list[str]:
         """Names of the processes of one role."""
@@ -283,8 +279,7 @@ class Fleet:
         if name == "redis":
             with self._redis() as client:
                 return not _why_silent(client)
-        ready = self._home.ready_file(name)
-        if not ready.exists():
+        if not self._home.ready_file(name).exists():
             return False
         self._told[name] = self._home.told(name)
         return True

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from effuse.worker.gpus import NAME
+from effuse.worker.gpus import VARIABLE as VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
