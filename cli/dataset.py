@@ -1,0 +1,88 @@
+"""A dataset of `effuse bench`: one JSON object a line, with a prompt and perhaps a reference.
+
+Reads one file and does no other I/O. Grading an answer is not here (`graders.py`).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from effuse.cli.arguments import is_unicode
+
+_SHOWN = 8  # names in a line about many prompts
+
+
+class DatasetError(Exception):
+    """The dataset is not what is expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One prompt. Fields without text are those that its line lacks."""
+
+    name: str  # the line's `task_id`, or "line 7"
+    prompt: str
+    answer: str = ""  # the reference, as GSM8K has it
+    test: str = ""  # Python that defines `check`, as HumanEval has it
+    entry_point: str = ""  # the function that `check` takes
+
+
+def read_items(path: Path) -> list[Item]:
+    """Every line of the file. Raises DatasetError, which names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path}: expected UTF-8 text: {error}") from error
+    if lines == [""]:
+        raise DatasetError(f"{path}: expected one JSON object a line, found none")
+    return [_item(line, at, path) for at, line in enumerate(lines, start=1)]
+
+
+def fits(prompt_len: int, max_tokens: int | None, max_model_len: int) -> bool:
+    """Whether a router takes a prompt of so many tokens: explicit `max_tokens` must fit whole."""
+    return prompt_len > 0 and prompt_len + (max_tokens or 1) <= max_model_len
+
+
+def too_long(items: Sequence[Item], taken: Sequence[bool], room: str) -> str:
+    """One line that names the prompts that are not taken; empty if all are.
+
+    room: how much the model takes, in words.
+    """
+    names = [one.name for one, is_taken in zip(items, taken, strict=True) if not is_taken]
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    shown = ", ".join(names[:_SHOWN])
+    return (
+        f"{len(names)} of {len(items)} prompts do not fit {room} and count as failed: {shown}{more}"
+    )
+
+
+def _item(line: str, at: int, path: Path) -> Item:
+    try:
+        entry = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DatasetError(f"{path}:{at}: expected a JSON object, got {line[:40]!r}") from error
+    fields = entry if isinstance(entry, dict) else {}
+    if not _text(fields, "prompt"):
+        raise DatasetError(f'{path}:{at}: expected {{"prompt": "..."}}, got {line[:40]!r}')
+    return Item(
+        name=_text(fields, "task_id") or f"line {at}",
+        prompt=_text(fields, "prompt"),
+        answer=_text(fields, "answer") or _number(fields.get("answer")),
+        test=_text(fields, "test"),
+        entry_point=_text(fields, "entry_point"),
+    )
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    value = fields.get(name)
+    return value if isinstance(value, str) and is_unicode(value) else ""
+
+
+def _number(value: object) -> str:
+    """A reference that is a JSON number, as text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else ""

@@ -1,0 +1,119 @@
+"""Model-written Python in a process of its own, under limits.
+
+The kernel's limits are on CPU time, memory, the size of files and processes. If the kernel permits
+namespaces, there is no network, and no other process in sight. The process begins in an empty
+directory, and gets no descriptor and no environment of this one. This is no wall against an
+attacker, so a person must ask for it (`--run-model-code`).
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+NOBODY: Final = 65534
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_CHILD: Final = Path(__file__).with_name("sandbox_child.py")
+_PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
+_KILLED_S = 10.0  # the longest that the kernel may take to end what is killed
+_SELF_CHECK: Final = "import colorsys, math, typing\nassert math.gcd(4, 6) == 2\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeLimits:
+    """Of one program."""
+
+    cpu_s: int = 10
+    wall_s: float = 20.0
+    memory_bytes: int = 1 << 30
+    file_bytes: int = 1 << 20
+
+
+USUAL: Final = CodeLimits()
+
+
+def passes(source: str, limits: CodeLimits = USUAL) -> bool:
+    """Whether a program runs to its end within the limits, without an exception."""
+    word = secrets.token_hex(
+        16
+    )  # a program that leaves early, even with status 0, does not write it
+    with tempfile.TemporaryDirectory(prefix="effuse-code-") as home, _program(word, source) as code:
+        if os.geteuid() == 0:
+            os.chown(home, NOBODY, NOBODY)
+        reader, writer = os.pipe()
+        try:
+            child = _start(home, code.fileno(), writer, limits)
+            os.close(writer)
+            with hidden_environment():
+                _await(child, limits.wall_s)
+            os.set_blocking(reader, False)
+            with contextlib.suppress(BlockingIOError):
+                return os.read(reader, len(word) + 1) == word.encode()
+            return False
+        finally:
+            os.close(reader)
+
+
+def works() -> bool:
+    """Whether a right program passes here and a wrong one does not."""
+    return passes(_SELF_CHECK) and not passes(f"{_SELF_CHECK}assert False\n")
+
+
+@contextlib.contextmanager
+def hidden_environment() -> Iterator[None]:
+    """Other processes of this user cannot read this one's environment (/proc/PID/environ), which
+    may hold a token. Root's can."""
+    libc = ctypes.CDLL(None)
+    before = libc.prctl(_PR_GET_DUMPABLE)
+    libc.prctl(_PR_SET_DUMPABLE, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_DUMPABLE, before)
+
+
+def _program(word: str, source: str) -> "tempfile._TemporaryFileWrapper[bytes]":
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115
+    file.write(f"{word}\n{source}".encode(errors="surrogatepass"))
+    file.seek(0)
+    return file
+
+
+def _start(home: str, code: int, writer: int, limits: CodeLimits) -> "subprocess.Popen[bytes]":
+    numbers = (writer, limits.cpu_s, limits.memory_bytes, limits.file_bytes, NOBODY)
+    environment: Mapping[str, str] = {
+        "HOME": home,
+        "TMPDIR": home,
+        "LANG": "C.UTF-8",
+        **_ONE_THREAD,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-I", str(_CHILD), *map(str, numbers)],
+        stdin=code,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=home,
+        env=environment,
+        pass_fds=(writer,),
+        start_new_session=True,
+    )
+
+
+def _await(child: "subprocess.Popen[bytes]", wall_s: float) -> None:
+    """Wait for its end, for so long; kill it then, and in any case what it has started."""
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(wall_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_KILLED_S)
