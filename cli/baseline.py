@@ -1,98 +1,186 @@
-"""The two baselines of `effuse bench --baseline`, in this process, on the fleet's prompts.
+"""The rows of `effuse bench --baseline` that this process computes, on the fleet's prompts.
 
-Single-process D2F is the same engine without fleet, wire and handoff; vanilla denoising is one
-token a forward without a cache. Loads weights, so it is imported only when asked for.
+`base_model` is the checkpoint without its adapter, by its family's own loop. `single_process` is
+the engine of a decode worker, without fleet, wire and handoff. Each row loads its engine and frees
+it, so that rows run one after the other. All are greedy and compute with an engine's threads. The
+module loads torch, so it is imported only when asked for.
 """
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import asyncio
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
-from effuse.cli.figures import Run, Sample
-from effuse.cli.vanilla import Ask, run_vanilla
+from effuse.cli.bench_job import BenchError
+from effuse.cli.dataset import fits
+from effuse.cli.figures import Sample
+from effuse.cli.load import Tally
+from effuse.client.answer import Answer
 from effuse.client.params import Params
-from effuse.config.decoding import DEFAULT_MAX_TOKENS
-from effuse.models.weights import DTYPES, load_model
+from effuse.config.decoding import Algorithm, DecodeSettings
+from effuse.models.config import ModelConfig
+from effuse.models.defaults import read_defaults
+from effuse.models.families import Family, family_of
+from effuse.models.preflight import check_checkpoint
 from effuse.offline.llm import LLM
-from effuse.worker.config import DecodeConfig, Dtype
+from effuse.router.tokenizer import Tokenizer
+from effuse.worker.assembly import CPU_THREADS
+from effuse.worker.config import DecodeConfig, Device, Dtype
+
+TOO_LONG = "INVALID_ARGUMENT: the prompt does not fit the model"
 
 
-class Baseline:
-    """A loaded model and the requests to answer with it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rivals:
+    """A checkpoint that was checked, and the prompts to answer with it."""
 
-    def __init__(
-        self,
-        directory: Path,
-        adapter: Path | None,
-        prompts: Sequence[tuple[int, ...]],
-        params: Params,
-        *,
-        concurrency: int,
-    ) -> None:
-        """params: of these max_tokens, window and confidence_threshold are heeded. Raises
-        CheckpointError and TokenizerError."""
-        most = params.max_tokens or DEFAULT_MAX_TOKENS
-        self._directory, self._adapter, self._concurrency = directory, adapter, concurrency
-        self._on_gpu = torch.cuda.is_available()
-        self._dtype: Dtype = "bfloat16" if self._on_gpu else "float32"
-        self._llm = LLM(
-            directory,
+    directory: Path
+    adapter: Path | None
+    config: ModelConfig
+    prompts: tuple[tuple[int, ...], ...]  # token ids
+    params: Params
+    concurrency: int
+
+    @property
+    def family(self) -> Family:
+        """The checkpoint's."""
+        return family_of(self.config.architecture)
+
+    @property
+    def device(self) -> Device:
+        """Where all rows of this process compute."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of weights and KV in those rows."""
+        return "bfloat16" if torch.cuda.is_available() else "float32"
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of each row. More than an engine's own fight with the fleet for the cores."""
+        return CPU_THREADS if self.device == "cpu" else torch.get_num_threads()
+
+    @property
+    def settings(self) -> DecodeSettings:
+        """D2F's settings, as requested or by default."""
+        known = read_defaults(self.directory, self.config, adapted=self.adapter is not None)
+        plain = known.settings_of("d2f", self.config.block_size)
+        asked = (
+            ("window", self.params.window),
+            ("confidence_threshold", self.params.confidence_threshold),
+        )
+        given = {name: value for name, value in asked if value is not None}
+        return msgspec.structs.replace(plain, **given)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of an answer, if its prompt leaves the room."""
+        default = read_defaults(self.directory, self.config).max_tokens
+        return self.params.max_tokens or default
+
+    def described(self) -> str:
+        """Model, configuration and loop, in words."""
+        adapter = "" if self.adapter is None else f" with adapter {self.adapter.name}"
+        threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''} each"
+        loop = f"base model: {self.family.algorithm}, as in {self.family.origin}"
+        return f"{self.directory.name}{adapter} on {self.device}, {self.dtype}, {threads}; {loop}"
+
+    def taken(self) -> list[int]:
+        """The places of the prompts that fit, by the rule of a router."""
+        most, asked = self.config.max_position_embeddings, self.params.max_tokens
+        return [at for at, ids in enumerate(self.prompts) if fits(len(ids), asked, most)]
+
+
+def check(
+    directory: Path, adapter: Path | None, prompts: Sequence[str], params: Params, concurrency: int
+) -> Rivals:
+    """Checks a checkpoint by its headers and encodes the prompts. Raises CheckpointError and
+    TokenizerError."""
+    tokenizer = Tokenizer.load(directory)
+    try:
+        check_checkpoint(directory, adapter=adapter)
+        encoded = asyncio.run(_encode(tokenizer, prompts))
+    finally:
+        tokenizer.close()
+    return Rivals(
+        directory=directory,
+        adapter=adapter,
+        config=ModelConfig.from_dir(directory),
+        prompts=encoded,
+        params=replace(params, model=None),
+        concurrency=concurrency,
+    )
+
+
+def base_model(rivals: Rivals, tally: Tally) -> None:
+    """The model without its adapter, greedily, with the defaults of its authors' loop."""
+    params = Params(max_tokens=rivals.params.max_tokens, temperature=0.0)
+    _answer_and_free(rivals, None, params, rivals.family.algorithm, tally)
+
+
+def single_process(rivals: Rivals, tally: Tally) -> None:
+    """D2F by one engine, which prefills for itself."""
+    _answer_and_free(rivals, rivals.adapter, rivals.params, "d2f", tally)
+
+
+def _answer_and_free(
+    rivals: Rivals, adapter: Path | None, params: Params, algorithm: Algorithm, tally: Tally
+) -> None:
+    """Leaves the device's memory to the next row, which may be another process."""
+    try:
+        _answer(rivals, adapter, params, algorithm, tally)
+    finally:
+        gc.collect()
+        if rivals.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _answer(
+    rivals: Rivals, adapter: Path | None, params: Params, algorithm: Algorithm, tally: Tally
+) -> None:
+    """All prompts by an engine of this process. Ctrl-C leaves in the tally what is complete."""
+    taken = rivals.taken()
+    longest = max((len(rivals.prompts[at]) for at in taken), default=1) + rivals.max_tokens
+    # No more than is needed: the fleet may be on the same GPU.
+    num_pages = rivals.concurrency * -(-longest // DecodeConfig.page_size)
+    try:
+        llm = LLM(
+            rivals.directory,
             adapter=adapter,
-            device="cuda" if self._on_gpu else "cpu",
-            dtype=self._dtype,
-            max_num_seqs=concurrency,
-            # No more than is needed: the fleet may be on the same GPU.
-            num_pages=concurrency * _pages_of(max(map(len, prompts)) + most),
+            device=rivals.device,
+            dtype=rivals.dtype,
+            max_num_seqs=rivals.concurrency,
+            num_pages=num_pages,
+            default_algorithm=algorithm,
         )
-        rooms = [self._llm.model.max_model_len - len(prompt) for prompt in prompts]
-        self._asks = [
-            Ask(prompt_token_ids=prompt, max_tokens=min(most, room))
-            for prompt, room in zip(prompts, rooms, strict=True)
-            if room > 0
-        ]
-        # Greedy, whatever the model's defaults are.
-        self._params = replace(
-            params, model=None, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0
+    except (ValueError, RuntimeError) as error:  # such as one too large for the device
+        raise BenchError(str(error)) from error
+    with llm:
+        tally.begin()
+        for _ in range(len(rivals.prompts) - len(taken)):
+            tally.add(TOO_LONG)
+        llm.generate(
+            [rivals.prompts[at] for at in taken],
+            params,
+            on_answer=lambda index, answer: tally.add(_sample(taken[index], answer)),
         )
-        self._too_long = len(prompts) - len(self._asks)  # a fleet refuses them
-
-    def size(self) -> tuple[int, int]:
-        """Requests, and tokens that vanilla denoising writes for them."""
-        return len(self._asks), sum(ask.max_tokens for ask in self._asks)
-
-    def single_process(self, on_done: Callable[[], None]) -> Run:
-        """The same engine, prefilling for itself. It is gone afterwards, and its memory free."""
-        prompts = [ask.prompt_token_ids for ask in self._asks]
-        params = [replace(self._params, max_tokens=ask.max_tokens) for ask in self._asks]
-        began = time.monotonic()
-        with self._llm as llm:
-            answers = llm.generate(prompts, params, progress=lambda _, __: on_done())
-        total_s = time.monotonic() - began
-        del self._llm, llm
-        samples = [
-            Sample(len(one.token_ids), one.stats.forward_passes, one.first_block_s, one.total_s)
-            for one in answers
-        ]
-        return Run("single-process D2F", total_s, samples, failed=self._too_long)
-
-    def vanilla(self, on_token: Callable[[], None]) -> Run:
-        """The whole canvas at every step, one token a forward; `on_token` is called for each."""
-        device = torch.device("cuda" if self._on_gpu else "cpu")
-        model = load_model(
-            self._directory, adapter=self._adapter, device=device, dtype=DTYPES[self._dtype]
-        )
-        began = time.monotonic()
-        answers = run_vanilla(model, self._asks, max_num_seqs=self._concurrency, on_token=on_token)
-        total_s = time.monotonic() - began
-        samples = [
-            Sample(len(one.token_ids), one.forward_passes, one.total_s, one.total_s)
-            for one in answers
-        ]
-        return Run("vanilla denoising", total_s, samples, failed=self._too_long)
 
 
-def _pages_of(num_tokens: int) -> int:
-    return -(-num_tokens // DecodeConfig.page_size)
+def _sample(at: int, answer: Answer) -> Sample:
+    return Sample(
+        len(answer.token_ids),
+        answer.stats.forward_passes,
+        answer.first_block_s,
+        answer.total_s,
+        prompt=at,
+        text=answer.text,
+    )
+
+
+async def _encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(await tokenizer.encode(prompt)) for prompt in prompts])

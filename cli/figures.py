@@ -20,6 +20,9 @@ class Sample:
     first_block_s: float
     total_s: float
     gaps_s: tuple[float, ...] = ()  # between blocks, one less than there are
+    prompt: int = 0  # its place among the prompts
+    text: str = ""  # of the answer
+    is_right: bool | None = None  # None: nobody has graded it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,19 @@ class Run:
         return self.tokens / self.total_s
 
     @property
+    def latency_s(self) -> float:
+        """Time of the whole run by its answers, as D2F-vLLM's benchmark has it; NaN of none."""
+        return self.total_s / len(self.samples) if self.samples else math.nan
+
+    @property
+    def accuracy(self) -> float:
+        """Right answers by all requests, failed ones too; NaN if there is no answer, or one that
+        is not graded."""
+        graded = [one.is_right for one in self.samples if one.is_right is not None]
+        is_whole = bool(graded) and len(graded) == len(self.samples)
+        return sum(graded) / (len(graded) + self.failed) if is_whole else math.nan
+
+    @property
     def num_met(self) -> int:
         """Requests that met every objective."""
         return sum(self.goals.met_by(sample) for sample in self.samples)
@@ -104,6 +120,9 @@ COLUMNS = (
     ("gap_p99_s", "gap p99 s"),
     ("tokens_per_forward", "tokens/fwd"),
 )
+
+
+_CONTENT = ("prompt", "text", "is_right")  # of a sample; all else is a figure
 
 
 def figures(run: Run) -> dict[str, float]:
@@ -180,7 +199,10 @@ def as_json(runs: Iterable[Run]) -> list[dict[str, object]]:
         {
             "name": run.name,
             **{name: None if math.isnan(value) else value for name, value in figures(run).items()},
-            "requests": [asdict(one) for one in run.samples],
+            "requests": [
+                {name: value for name, value in asdict(one).items() if name not in _CONTENT}
+                for one in run.samples
+            ],
         }
         for run in runs
     ]

@@ -53,6 +53,10 @@ class Tally:
         self._now = now
         self._began = now()
 
+    def begin(self) -> None:
+        """Start the clock anew: what went before, as loading weights, is not measured."""
+        self._began = self._now()
+
     def add(self, result: Sample | str) -> None:
         """Counts an answer, or why there is none."""
         if isinstance(result, Sample):
@@ -89,11 +93,11 @@ def arrival_times(rate: float, count: int, seed: int) -> Iterator[float]:
 
 async def send_in_turn(traffic: Traffic, concurrency: int, tally: Tally) -> None:
     """Sends every prompt, `concurrency` at a time: each client waits for its answer."""
-    waiting = iter(traffic.prompts)
+    waiting = iter(range(len(traffic.prompts)))
 
     async def client(stub: "GenerationServiceAsyncStub") -> None:
-        for prompt in waiting:
-            tally.add(await _send(stub, traffic, prompt, time.monotonic()))
+        for at in waiting:
+            tally.add(await _send(stub, traffic, at, time.monotonic()))
 
     async with _group(traffic) as (stub, group):
         for _ in range(min(concurrency, len(traffic.prompts))):
@@ -103,15 +107,15 @@ async def send_in_turn(traffic: Traffic, concurrency: int, tally: Tally) -> None
 async def send_as_they_arrive(traffic: Traffic, rate: float, seed: int, tally: Tally) -> None:
     """Sends every prompt when it is due, however many are on their way."""
 
-    async def one(stub: "GenerationServiceAsyncStub", prompt: str, due: float) -> None:
-        tally.add(await _send(stub, traffic, prompt, due))
+    async def one(stub: "GenerationServiceAsyncStub", at: int, due: float) -> None:
+        tally.add(await _send(stub, traffic, at, due))
 
     async with _group(traffic) as (stub, group):
         began = time.monotonic()
         times = arrival_times(rate, len(traffic.prompts), seed)
-        for prompt, at in zip(traffic.prompts, times, strict=True):
-            await asyncio.sleep(max(0.0, began + at - time.monotonic()))
-            group.create_task(one(stub, prompt, began + at))
+        for at, due in enumerate(times):
+            await asyncio.sleep(max(0.0, began + due - time.monotonic()))
+            group.create_task(one(stub, at, began + due))
 
 
 @asynccontextmanager
@@ -127,16 +131,17 @@ async def _group(
 
 
 async def _send(
-    stub: "GenerationServiceAsyncStub", traffic: Traffic, prompt: str, due: float
+    stub: "GenerationServiceAsyncStub", traffic: Traffic, at: int, due: float
 ) -> Sample | str:
-    """One request, which was due then; what it took, or why it failed."""
+    """The request of the prompt at that place, which was due then; what it took, or why it
+    failed."""
     commits: list[float] = []
 
     def note(event: Event) -> None:
         if event.HasField("commit") and not event.answer_index:  # of others at once: no pace
             commits.append(time.monotonic())
 
-    request = make_request(prompt, traffic.params)
+    request = make_request(traffic.prompts[at], traffic.params)
     try:
         answer = await ask(stub, request, timeout_s=traffic.timeout_s, on_event=note)
     except grpc.aio.AioRpcError as error:
@@ -150,6 +155,8 @@ async def _send(
         (commits[0] if commits else ended) - due,
         ended - due,
         gaps(commits),
+        prompt=at,
+        text=answer.text,
     )
 
 

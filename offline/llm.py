@@ -23,7 +23,7 @@ import torch
 from effuse.client.answer import Answer, Logprob, Stats
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
-from effuse.config.decoding import Stopping
+from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.sequence import RequestError
@@ -58,6 +58,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     num_pages: int | None
     gpu_memory_utilization: float
+    default_algorithm: Algorithm | None
 
 
 class LLM:
@@ -100,9 +101,12 @@ class LLM:
         params: Params | Iterable[Params] = _DEFAULTS,
         *,
         progress: Progress | None = None,
+        on_answer: Callable[[int, Answer], None] | None = None,
     ) -> list[Answer]:
         """The answers in the order of the prompts; one prompt gives a list of one. Where `n` asks
         for several, the first one has the others.
+
+        on_answer: called with the place of each prompt and its answer, once that is complete.
 
         params: of all prompts, or one for each. Raises EffuseError for the first request that is
         wrong or fails; nothing is computed then, or goes on. Raises ValueError where there are not
@@ -114,8 +118,15 @@ class LLM:
             raise ValueError(f"expected params for {len(listed)} prompts, got {len(each)}")
         with self._alone():
             batch = [self._check(*pair) for pair in zip(listed, each, strict=True)]
-            self._compute([one for answers in batch for one in answers], progress)
-        return [_with_others([one.answer(self.model.name) for one in answers]) for answers in batch]
+            places = {id(one): at for at, answers in enumerate(batch) for one in answers}
+
+            def ended(one: _Running) -> None:
+                at = places[id(one)]
+                if on_answer is not None and all(each.is_ended for each in batch[at]):
+                    on_answer(at, self._answer(batch[at]))
+
+            self._compute([one for answers in batch for one in answers], progress, ended)
+        return [self._answer(answers) for answers in batch]
 
     def close(self) -> None:
         """Ends the tokenizer's threads and the engine; memory is freed with the object."""
@@ -140,7 +151,17 @@ class LLM:
         finally:
             self._busy.release()
 
-    def _compute(self, whole: Sequence[_Running], progress: Progress | None) -> None:
+    def _answer(self, answers: Sequence[_Running]) -> Answer:
+        """The first answer to a prompt, which has the others."""
+        first, *others = (one.answer(self.model.name) for one in answers)
+        return replace(first, others=tuple(others))
+
+    def _compute(
+        self,
+        whole: Sequence[_Running],
+        progress: Progress | None,
+        ended: Callable[[_Running], None],
+    ) -> None:
         """Runs these requests to their ends."""
         waiting, running = list(reversed(whole)), dict[str, _Running]()
         num_done = 0
@@ -153,8 +174,9 @@ class LLM:
                     self._core.handle(one.start)
                 self._step()
                 for event in self._core.outbox():
-                    if self._take(event, running):
+                    if (complete := self._take(event, running)) is not None:
                         num_done += 1
+                        ended(complete)
                         if progress is not None:
                             progress(num_done, len(whole))
         except BaseException:
@@ -197,25 +219,25 @@ class LLM:
         while not self._core.step() and self._core.is_working():
             time.sleep(0)
 
-    def _take(self, event: CoreEvent, running: dict[str, _Running]) -> bool:
-        """Takes in what the engine said; True where an answer is complete by it."""
+    def _take(self, event: CoreEvent, running: dict[str, _Running]) -> _Running | None:
+        """Takes in what the engine said; the request whose answer is complete by it."""
         match event:
             case Failed(attempt=attempt) if attempt.transfer_id in running:
                 raise to_error(event)
             case Committed(attempt=attempt):
                 one = running.get(attempt.transfer_id)
                 if one is None or not one.take(event):
-                    return False
+                    return None
                 self._core.handle(Abort(attempt=attempt, reason="a stop string came"))
                 del running[attempt.transfer_id]
-                return True
+                return one
             case Finished(attempt=attempt):
                 one = running.pop(attempt.transfer_id, None)
                 if one is not None:
                     one.finish(event)
-                return one is not None
+                return one
             case _:
-                return False
+                return None
 
     def _abort(self, running: Iterable[_Running]) -> None:
         for one in running:
@@ -241,6 +263,7 @@ class _Running:
     forward_passes: int = 0
     end_token_id: int | None = None
     is_length: bool = False
+    is_ended: bool = False
 
     def begin(self) -> None:
         """The engine has it from now on."""
@@ -300,6 +323,7 @@ class _Running:
 
     def _end(self) -> None:
         self.total_s = time.monotonic() - self.began
+        self.is_ended = True
 
 
 def _start_of(asked: Asked, ids: tuple[int, ...], name: str, index: int) -> StartDecode:
@@ -334,10 +358,6 @@ def _threads_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _with_others(answers: Sequence[Answer]) -> Answer:
-    return replace(answers[0], others=tuple(answers[1:]))
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -45,6 +45,10 @@ from effuse.worker.watchdog import Pulse
 # A block's KV is stored by the forward that follows the one in which it settled.
 COMMIT_RULE = "settled_recompute"
 
+CPU_THREADS = 1
+"""Threads that an engine on a CPU computes with. With two, several engines on one machine wait for
+each other at every operator's end, and are many times slower."""
+
 _CPU_POOL_BYTES = 256 << 20  # where the config does not say; touched page by page as it is used
 
 
@@ -138,7 +142,7 @@ def _device(config: WorkerConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device is available here")
     if config.device == "cpu" or not torch.cuda.is_available():
-        torch.set_num_threads(1)  # two threads of several engines on one machine are far slower
+        torch.set_num_threads(CPU_THREADS)
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -286,3 +286,11 @@ def test_an_untuned_model_answers_as_its_authors_have_it(
     with effuse.LLM(path, device="cpu", max_num_seqs=8) as llm:
         answers = llm.generate([run.prompt for run in runs], [run.params() for run in runs])
     assert [list(answer.token_ids) for answer in answers] == [run.tokens for run in runs]
+
+
+def test_each_answer_is_handed_over_once_all_of_it_is_complete(llm: effuse.LLM) -> None:
+    seen: list[tuple[int, effuse.Answer]] = []
+    params = effuse.Params(max_tokens=16, n=2, temperature=0.8, seed=5)
+    answers = llm.generate(QUESTIONS, params, on_answer=lambda at, one: seen.append((at, one)))
+    assert sorted(seen, key=lambda pair: pair[0]) == list(enumerate(answers))
+    assert all(len(one.answers) == 2 for _, one in seen)

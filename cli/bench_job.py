@@ -1,0 +1,193 @@
+"""The flags of `effuse bench`, and the job that they describe."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Final, get_args
+
+from effuse.cli.arguments import (
+    add_credentials,
+    command,
+    credentials_of,
+    directory,
+    file,
+    new_file,
+    number,
+    seconds,
+    target,
+    whole,
+)
+from effuse.cli.dataset import Item, read_items
+from effuse.cli.figures import ServiceGoals
+from effuse.cli.graders import Scorer, check_item
+from effuse.cli.knobs import add_knobs, params_from
+from effuse.cli.load import Traffic
+from effuse.client.credentials import Credentials
+from effuse.client.options import DEFAULT_TARGET
+from effuse.client.params import Params
+from effuse.config.flags import add_switch
+from effuse.router.tokenizer import bundled_directory
+
+
+class BenchError(Exception):
+    """The benchmark cannot begin, or one of its rows cannot be measured."""
+
+
+_BASELINE: Final = {"model", "max_tokens", "window", "confidence_threshold"}
+_BASELINE_FLAGS: Final = "--model, --max-tokens, --window and --confidence-threshold"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchJob:
+    """What to send, how, and what to compare it with."""
+
+    dataset: Path
+    items: tuple[Item, ...]  # one for each prompt of the traffic
+    traffic: Traffic
+    concurrency: int  # clients that wait for their answers, if there is no rate
+    rate: float | None  # arrivals a second; of a sweep the first
+    sweep: bool
+    arrival_seed: int
+    goals: ServiceGoals
+    scorer: Scorer | None
+    plot: Path | None
+    baseline: bool
+    d2f_repo: Path | None
+    model_dir: Path
+    adapter: Path | None
+    json: Path | None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = command("bench", "Send a dataset's prompts to a running fleet; print what it took.")
+    add = parser.add_argument
+    add("--dataset", type=file, required=True, metavar="FILE", help='lines of {"prompt": ...}')
+    add("--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="the router")
+    add("--limit", type=whole(1), metavar="N",
+        help="send so many prompts, the dataset again and again (default: each once)")  # fmt: skip
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="deadline of each request")
+    _add_load(parser)
+    _add_comparison(parser)
+    add("--json", type=new_file, metavar="FILE", help="write all figures there")
+    add("--plot", type=new_file, metavar="FILE",
+        help="draw them there, as .svg, .png or .pdf; needs matplotlib")  # fmt: skip
+    add_credentials(parser)
+    add_knobs(parser)
+    return parser
+
+
+def _add_comparison(parser: argparse.ArgumentParser) -> None:
+    """What stands beside the fleet, and how well all answer."""
+    add = parser.add_argument
+    add_switch(parser, "--baseline", "first answer by the base model's own loop, and by one engine "
+               "without a fleet, in this process; all greedily")  # fmt: skip
+    add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
+        help="checkpoint of the baselines (default: the bundled model)")  # fmt: skip
+    add("--adapter", type=directory, metavar="DIR",
+        help="LoRA adapter of the baselines; the base model goes without")  # fmt: skip
+    add("--d2f-repo", type=directory, metavar="DIR",
+        help="with --baseline: also run the D2F authors' loop from this checkout of theirs, in a "
+        "process of its own; runs its code, and code in --model-dir")  # fmt: skip
+    add("--scorer", choices=get_args(Scorer),
+        help="grade answers: gsm8k by the last number, humaneval by running tests")  # fmt: skip
+    add_switch(parser, "--run-model-code", "permit --scorer humaneval to run what the model wrote, "
+               "in a sandbox with limits")  # fmt: skip
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    """How requests come, and what they must meet."""
+    add = parser.add_argument
+    add("--concurrency", type=whole(1), default=8, metavar="N",
+        help="clients that send one request after the other")  # fmt: skip
+    add("--rate", type=number(0, open_left=True), metavar="R",
+        help="in their place: requests that arrive a second, by chance")  # fmt: skip
+    add("--arrival-seed", type=whole(0), default=1, metavar="N", help="when they arrive")
+    add_switch(parser, "--sweep", "measure rates from --rate on, to the highest that is borne: "
+               "where 9 requests in 10 meet the objectives")  # fmt: skip
+    for flag, what in (
+        ("--first-block-within", "objective: time to the first block"),
+        ("--gap-within", "objective: time from each block to the next"),
+        ("--total-within", "objective: time to the end"),
+    ):
+        add(flag, type=seconds, default=math.inf, metavar="S", help=f"{what} (default: none)")
+
+
+def parse(argv: Sequence[str]) -> BenchJob:
+    """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
+    parser = make_parser()
+    found = parser.parse_args(argv)
+    params = params_from(found)
+    _check_comparison(parser, found, params)
+    if found.baseline:  # all rows have these settings, not the model's own
+        params = replace(params, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0)
+    job = _job(found, params, credentials_of(parser, found))
+    if job.sweep and (job.rate is None or job.goals.asks_nothing):
+        parser.error("--sweep: expected --rate and an objective, as --total-within, with it")
+    if job.plot is not None:
+        _check_plot(parser, job.plot)
+    return job
+
+
+def _check_comparison(
+    parser: argparse.ArgumentParser, found: argparse.Namespace, params: Params
+) -> None:
+    if found.baseline and (others := sorted(_unknown_to_baseline(params))):
+        flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
+        parser.error(f"--baseline: expected no settings but {_BASELINE_FLAGS}, got {flags} too")
+    if found.d2f_repo is not None and not found.baseline:
+        parser.error("--d2f-repo: expected --baseline with it")
+    if found.scorer == "humaneval" and not found.run_model_code:
+        parser.error("--scorer humaneval: expected --run-model-code, as it runs what a model wrote")
+
+
+def _check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        parser.error(f"--plot: expected a name that ends with .svg, .png or .pdf, got {path.name}")
+    if find_spec("matplotlib") is None:
+        parser.error("--plot: matplotlib is needed: pip install 'effuse[plot]'")
+
+
+def _unknown_to_baseline(params: Params) -> set[str]:
+    """Params that were given and that the baselines, greedy D2F and greedy vanilla, do not take."""
+    unset = asdict(Params())
+    return {name for name, value in asdict(params).items() if value != unset[name]} - _BASELINE
+
+
+def _job(found: argparse.Namespace, params: Params, credentials: Credentials) -> BenchJob:
+    listed = read_items(found.dataset)
+    items = tuple(islice(cycle(listed), found.limit or len(listed)))
+    if found.scorer is not None:
+        for item in items[: len(listed)]:
+            check_item(found.scorer, item)
+    return BenchJob(
+        dataset=found.dataset,
+        items=items,
+        traffic=Traffic(
+            prompts=tuple(item.prompt for item in items),
+            params=params,
+            target=found.target,
+            credentials=credentials,
+            timeout_s=found.timeout,
+        ),
+        concurrency=found.concurrency,
+        rate=found.rate,
+        sweep=found.sweep,
+        arrival_seed=found.arrival_seed,
+        goals=ServiceGoals(
+            first_block_s=found.first_block_within,
+            gap_s=found.gap_within,
+            total_s=found.total_within,
+        ),
+        scorer=found.scorer,
+        plot=found.plot,
+        baseline=found.baseline,
+        d2f_repo=found.d2f_repo,
+        model_dir=found.model_dir,
+        adapter=found.adapter,
+        json=found.json,
+    )
