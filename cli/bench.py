@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from effuse.cli import comparison, served
+from effuse.cli.arguments import explain
 from effuse.cli.bench_job import BenchError, BenchJob, make_parser, parse
 from effuse.cli.dataset import DatasetError, Item
 from effuse.cli.figures import Run, as_json, table
@@ -99,7 +100,7 @@ class Bench:
             found = served.look(job.traffic, job.items)
         except EffuseError as error:
             refused = ""
-            print(f"effuse bench: {job.traffic.target}: {error}", file=sys.stderr)
+            print(f"effuse bench: {explain(error, job.traffic.target)}", file=sys.stderr)
         else:
             self._fleet, refused = f"fleet {found.workers}", found.refused
             about = f"; {found.model.name}, {served.settings(found, job.traffic.params)}"

@@ -153,7 +153,7 @@ def _check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
 
 
 def _unknown_to_baseline(params: Params) -> set[str]:
-    """Params that were given and that the baselines, greedy D2F and greedy vanilla, do not take."""
+    """Params that were given and that the greedy rows beside the fleet do not take."""
     unset = asdict(Params())
     return {name for name, value in asdict(params).items() if value != unset[name]} - _BASELINE
 
