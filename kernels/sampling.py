@@ -57,10 +57,11 @@ def sample_confidence(
     """Choose a token for every row of ``logits`` [R, V], V >= 2, any float dtype; all in fp32.
 
     The mask token is excluded first. Rows with temperature T > 0 are divided by T. Top-p keeps a
-    token iff the probability mass before it, in descending order with ties by lowest id, is below
-    top_p; top-k then keeps the k first of what is left. With ``top_k_first`` it is the other way
-    round, and the mass is that of the k first alone. The distribution is the softmax of what
-    is kept. T = 0 takes its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with
+    token iff the probability mass before it, in descending order with ties by lowest id, is at most
+    top_p. Top-k then keeps the k largest of what is left, and all that equal the k-th. With
+    ``top_k_first`` top-k comes first, and top-p counts only the mass that top-k kept. The authors
+    of the families have both rules. The distribution is the softmax of what is kept.
+    T = 0 takes its most probable token (ties: lowest id); T > 0 draws by Gumbel-max with
     the noise of `sampling_philox.gumbel_noise`. Scores: the confidence; the difference of the two
     largest probabilities; sum of p log p. A row with nothing but -inf gives confidence 0 and the
     lowest allowed id, one with NaN or +inf a confidence that is NaN and any id.
@@ -137,13 +138,20 @@ def _kept_logits(
 def _filter(logits: Tensor, top_p: Tensor, top_k: Tensor, top_k_first: bool) -> Tensor:
     """``logits`` [N, V] with -inf for what top-p [N] and top-k [N] drop."""
     ordered, token = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[1])
-    keep = rank < top_k[:, None]
-    counted = ordered.masked_fill(~keep, float("-inf")) if top_k_first else ordered
-    mass = counted.softmax(dim=-1).cumsum(dim=-1)
-    keep[:, 1:] &= (mass[:, :-1] < top_p[:, None]) | (top_p[:, None] >= 1)
-    dropped = ordered.masked_fill_(~keep, float("-inf"))
-    return torch.empty_like(logits).scatter_(1, token, dropped)
+    if top_k_first:
+        ordered = _drop_below_kth(ordered, top_k)
+    mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+    beyond = (mass[:, :-1] > top_p[:, None]) & (top_p[:, None] < 1)
+    ordered[:, 1:].masked_fill_(beyond, float("-inf"))
+    if not top_k_first:
+        ordered = _drop_below_kth(ordered, top_k)
+    return torch.empty_like(logits).scatter_(1, token, ordered)
+
+
+def _drop_below_kth(ordered: Tensor, top_k: Tensor) -> Tensor:
+    """Descending rows [N, V] with -inf for what is less than the value of rank top_k [N]."""
+    kth = ordered.gather(1, top_k[:, None].long() - 1)
+    return ordered.masked_fill(ordered < kth, float("-inf"))
 
 
 def _choose(kept: Tensor, sampling: RowSampling, mask_token_id: int) -> Tensor:
@@ -191,14 +199,16 @@ def _row_ref(
         (token for token in range(len(value)) if token != mask_token_id),
         key=lambda token: (-value[token], token),
     )
-    probability = _softmax_ref([value[token] for token in order])
+    descending = [value[token] for token in order]
+    probability = _softmax_ref(descending)
     if probability[0] == 0:
         is_entropy = sampling.score[row] == ScoreCode.NEG_ENTROPY
         return min(order), 0.0, float("-inf") if is_entropy else 0.0
-    first = int(sampling.top_k[row]) or len(order)
-    counted = probability[:first] if top_k_first else probability
+    top_k = int(sampling.top_k[row]) or len(order)
+    counted = probability[: _tied_ref(descending, top_k)] if top_k_first else probability
     mass = sum(counted)
-    kept = min(first, _kept_ref([p / mass for p in counted], sampling.top_p[row]))
+    kept = _kept_ref([p / mass for p in counted], sampling.top_p[row])
+    kept = _tied_ref(descending[:kept], top_k)
     total = sum(probability[:kept])
     probability = [p / total for p in probability[:kept]]
     chosen = 0
@@ -209,12 +219,17 @@ def _row_ref(
     return order[chosen], confidence, _score_ref(probability, confidence, int(sampling.score[row]))
 
 
+def _tied_ref(descending: list[float], top_k: int) -> int:
+    """How many of these values top-k keeps: the first, and what equals the last of them."""
+    return sum(value >= descending[min(top_k, len(descending)) - 1] for value in descending)
+
+
 def _kept_ref(descending: list[float], top_p: Tensor) -> int:
     """How many of these probabilities top-p keeps; compared in the dtype of ``top_p``."""
     if top_p >= 1:
         return len(descending)
     mass_before = torch.tensor([0.0, *accumulate(descending[:-1])], dtype=torch.float64)
-    return max(1, int((mass_before.to(top_p.dtype) < top_p).sum()))
+    return max(1, int((mass_before.to(top_p.dtype) <= top_p).sum()))
 
 
 def _softmax_ref(descending: list[float]) -> list[float]:

@@ -35,7 +35,7 @@ def launch_cutoff(
 ) -> tuple[Tensor, Tensor]:
     """(value [R] fp32, id [R] int32): kept is what is larger, or as large with no larger id.
 
-    ``top_k_first`` takes top-p of the mass of the k first and not of all."""
+    ``top_k_first`` takes top-p of the mass that top-k keeps, and not of all."""
     rows, vocab_size = logits.shape
     cut_value = torch.empty(rows, dtype=torch.float32, device=logits.device)
     cut_token = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -159,9 +159,10 @@ def _search(
     low, high, top_p, top_k, by_top_p, by_top_k,
     SPARE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest order so that what lies above it is less than ``top_p`` of the mass and than
-    ``top_k``, with that mass and that count, and the count above the order below it. ``low`` is too
-    small, ``high`` large enough; masses are added up where ``by_top_p``, counts where ``by_top_k``.
+    """The smallest order so that what lies above it is at most ``top_p`` of the mass and fewer than
+    ``top_k``, with that mass and that count, and the count above the order below it. That one is
+    FAR if the search never moved ``low``. ``low`` is too small, ``high`` large enough; masses are
+    added up where ``by_top_p``, counts where ``by_top_k``.
     """
     CHUNK: tl.constexpr = DEPTH * LANES * ELEMENTS
     mass_above = total * 0.0
@@ -199,9 +200,9 @@ def _search(
         mass_1, count_1 = tl.sum(sums_1, 0), tl.sum(counts_1, 0)
         mass_2, count_2 = tl.sum(sums_2, 0), tl.sum(counts_2, 0)
         mass_3, count_3 = tl.sum(sums_3, 0), tl.sum(counts_3, 0)
-        fits_1 = (mass_1 / total < top_p) & (count_1 < top_k)
-        fits_2 = (mass_2 / total < top_p) & (count_2 < top_k)
-        fits_3 = (mass_3 / total < top_p) & (count_3 < top_k)
+        fits_1 = (mass_1 / total <= top_p) & (count_1 < top_k)
+        fits_2 = (mass_2 / total <= top_p) & (count_2 < top_k)
+        fits_3 = (mass_3 / total <= top_p) & (count_3 < top_k)
         if fits_1:
             high = order_1
             mass_above = mass_1
@@ -296,15 +297,17 @@ def _cutoff_kernel(
     high = _order_of(peak, SPARE)
     if TOP_K_FIRST:  # noqa: SIM102 - known when it is compiled, the other ones are not
         if by_top_k & by_top_p:
-            # Of all, top-p is less by the share that the k first hold, who may end within a tie.
-            order, mass, count, _ = _search(
+            # Of all, top-p is less by the share of what top-k keeps: whole ties, so all of them
+            # if no order below was found to keep more.
+            order, mass, count, count_low = _search(
                 row_logits, offsets, vocab_size, mask_token_id, divisor, factor, base, total,
                 low, high, total * 0.0 + 2.0, top_k, True, True,
                 SPARE, DEPTH, LANES, ELEMENTS,
             )  # fmt: skip
             low = order - 1
             each = tl.exp2(tl.fma(_value_of(order, SPARE), factor, -base))
-            top_p *= tl.minimum((mass + each * (top_k - count).to(tl.float32)) / total, 1.0)
+            share = tl.minimum((mass + each * (count_low - count).to(tl.float32)) / total, 1.0)
+            top_p *= tl.where(count_low == FAR, 1.0, share)
     if by_top_p:
         dropped = tl.maximum((1.0 - top_p) * total / vocab_size, 1.0e-37)
         far = peak + (tl.log2(dropped) - 1.0) / factor
@@ -317,15 +320,14 @@ def _cutoff_kernel(
         SPARE, DEPTH, LANES, ELEMENTS,
     )  # fmt: skip
 
-    # Ties at the cut are kept by lowest id, as many as both limits allow.
+    # Ties at the cut are kept by lowest id, as many as top-p allows; top-k keeps all of them.
     value = _value_of(high, SPARE)
     each = tl.exp2(tl.fma(value, factor, -base)) / total
     by_mass = (top_p - mass_above / total) / tl.maximum(each, 1.0e-30)
-    by_mass = tl.ceil(tl.minimum(by_mass, 1.0e9)).to(tl.int32)
-    ties = tl.maximum(1, tl.minimum(top_k - count_above, by_mass))
+    ties = 1 + tl.floor(tl.minimum(by_mass, 1.0e9)).to(tl.int32)
     last = count_above * 0 + vocab_size
     # Not counted for top-p alone.
-    if (not by_top_k) | (count_above_low - count_above > ties):
+    if by_top_p & ((not by_top_k) | (count_above_low - count_above > ties)):
         seen = count_above * 0
         for start in range(0, vocab_size, CHUNK):
             tokens = start + tl.arange(0, CHUNK)

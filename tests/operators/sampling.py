@@ -53,6 +53,13 @@ CASES = {
     "top_k_drawn": Case(top_k=5, temperature=2.0),
     "top_k_above_vocabulary": Case(top_k=10_000, temperature=1.0),
     "top_k_among_ties": Case(top_k=3, temperature=1.0, logits="ties", score=ScoreCode.MARGIN),
+    "top_k_in_equals": Case(top_k=5, temperature=1.0, logits="all_equal"),
+    "top_k_and_top_p_among_ties": Case(
+        top_p=0.83, top_k=9, logits="ties", score=ScoreCode.NEG_ENTROPY
+    ),
+    "top_k_within_the_tie_of_top_p": Case(
+        top_p=0.23, top_k=2, logits="ties", temperature=3.0, score=ScoreCode.NEG_ENTROPY
+    ),
     "top_p_among_ties": Case(top_p=0.5, logits="all_equal", score=ScoreCode.NEG_ENTROPY),
     "top_p_and_top_k": Case(top_p=0.8, top_k=7, temperature=1.5, score=ScoreCode.NEG_ENTROPY),
     "filters_with_minus_inf": Case(top_p=0.9, top_k=9, temperature=1, logits="half_minus_inf"),

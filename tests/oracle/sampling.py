@@ -89,23 +89,30 @@ def candidate(
 
 
 def _filtered(row: Tensor, settings: Settings, top_k_first: bool) -> Tensor:
-    """-inf for what top-p, then top-k drop, or top-k and then top-p of the rest; equal logits count
-    in the order of their ids."""
-    if settings.top_p >= 1 and settings.top_k == 0:
-        return row
+    """-inf for what top-p, then top-k drop, or top-k and then top-p of the rest. Top-p counts equal
+    logits in the order of their ids; top-k keeps all that equal its last one."""
     order = sorted(range(len(row)), key=lambda token: (-float(row[token]), token))
-    if top_k_first and settings.top_k > 0:
-        order = order[: settings.top_k]
-    probability = row[order].softmax(dim=-1)
-    keep = len(order)
-    if settings.top_p < 1:
-        mass_before = [0.0, *probability.cumsum(dim=-1)[:-1].tolist()]
-        keep = sum(mass < np.float32(settings.top_p) for mass in mass_before)
-    if settings.top_k > 0:
-        keep = min(keep, settings.top_k)
+    filters = [_most_likely, _largest]
+    for keep in reversed(filters) if top_k_first else filters:
+        order = keep(row, order, settings)
     kept = torch.full_like(row, -math.inf)
-    kept[order[:keep]] = row[order[:keep]]
+    kept[order] = row[order]
     return kept
+
+
+def _most_likely(row: Tensor, order: list[int], settings: Settings) -> list[int]:
+    """Top-p: tokens before which there is no more than that share of the mass."""
+    if settings.top_p >= 1:
+        return order
+    mass_before = [0.0, *row[order].softmax(dim=-1).cumsum(dim=-1)[:-1].tolist()]
+    return order[: sum(mass <= np.float32(settings.top_p) for mass in mass_before)]
+
+
+def _largest(row: Tensor, order: list[int], settings: Settings) -> list[int]:
+    """Top-k: tokens that fewer than k others exceed."""
+    if not 0 < settings.top_k < len(order):
+        return order
+    return [token for token in order if row[token] >= row[order[settings.top_k - 1]]]
 
 
 def _first_largest(row: Tensor) -> int:
