@@ -24,7 +24,7 @@ from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.models.config import ModelConfig
-from effuse.models.defaults import unfit
+from effuse.models.defaults import block_steps, unfit
 from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import Reserved, Resume, StartDecode, StartRehearsal, Verified
 
@@ -48,7 +48,7 @@ class Intake:
             arrival=arrival,
             arrived_s=now,
             sequence=self._sequence(message),
-            settings=message.settings,
+            settings=block_steps(message.settings, self.model, message.stopping.max_tokens),
             sampling=message.sampling,
             writer=message.writer,
             drafts=message.drafts,

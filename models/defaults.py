@@ -142,6 +142,18 @@ def unfit(algorithm: Algorithm, config: ModelConfig) -> str | None:
     return f"{algorithm} needs a model {wanted}, which {config.architecture} is not"
 
 
+def block_steps(settings: DecodeSettings, config: ModelConfig, max_tokens: int) -> DecodeSettings:
+    """`settings` with as many steps to a block as the family's authors take for such an answer.
+
+    LLaDA2.0's generate takes no more than the answer has tokens. LLaDA2.1's, which edits tokens,
+    fills one mask a step at least, whatever the length.
+    """
+    steps = settings.denoising_steps
+    if settings.edits_tokens or not family_of(config.architecture).caps_steps:
+        return settings
+    return msgspec.structs.replace(settings, denoising_steps=min(steps, max_tokens))
+
+
 def _sampling(keys: ConfigKeys) -> dict[str, Any]:
     """What the file says of sampling; without sampling, by its own word, decoding is greedy."""
     if keys.values.get("do_sample") is False:

@@ -41,6 +41,7 @@ class Family:
     confidence_threshold: float = 0.9  # of its algorithm, where that has one
     alg: Alg = "origin"  # of Dream's algorithm
     top_k_first: bool  # and top-p of what is kept; else the other way round
+    caps_steps: bool = False  # a block takes no more steps than the answer has tokens
     has_experts: bool = False
     has_own_type: bool = True  # else a config.json that names no class is of another model
     end_ids: tuple[int, ...] = ()  # of a checkpoint whose files name none
@@ -84,6 +85,7 @@ FAMILIES: Final = (
         adapted_algorithm="block_diffusion",
         confidence_threshold=0.95,
         top_k_first=True,
+        caps_steps=True,
         end_ids=(156892,),
         origin="LLaDA2's generate",
     ),

@@ -45,6 +45,10 @@ class PagedModel:
         """Page ids that nobody else has, enough for `num_tokens`."""
         return [self._free.pop() for _ in range(-(-num_tokens // self.page_size))]
 
+    def give_back(self, pages: list[int]) -> None:
+        """Pages that the next caller may have."""
+        self._free += pages
+
     @torch.inference_mode()
     def forward(
         self,

@@ -10,6 +10,10 @@ from checkpoints import EOS_TOKEN_ID
 from decoding.device_rig import DeviceRig
 from decoding.engines import Rig, make_request
 from llada2_answers import Answered, answered, write_answered_checkpoint
+from oracle.decode import denoise_blocks, new_canvas
+from oracle.sampling import candidate
+from oracle.settings import Candidate, Settings
+from paged_model import PagedModel
 
 from effuse.models.weights import load_model
 from effuse.worker.messages import StartDecode
@@ -76,6 +80,62 @@ def test_answers_of_device_steps_are_those_of_the_authors_code(
     rig.run()
     for run, answer in zip(runs, answers, strict=True):
         assert answer.token_ids == run.answer, run
+
+
+SHORT = [
+    (block, prompt_len, max_tokens, steps)
+    for block, lengths in ((32, (1, 5, 12, 31, 32, 40)), (8, (1, 3, 7, 20)))
+    for max_tokens in lengths
+    for prompt_len, steps in ((3, block), (block, block), (block + 5, block // 2))
+][:28]
+"""Answers below a block, of a whole one and beyond; steps that divide them and that do not."""
+
+
+@pytest.mark.parametrize("block", [8, 32])
+def test_answers_below_a_block_take_no_more_steps_than_tokens(checkpoint: Path, block: int) -> None:
+    """As the authors' `generate` has it: it takes `min(steps, gen_length)` steps for each block."""
+    torch.set_num_threads(1)
+    dense = PagedModel(checkpoint, page_size=16, block_size=block)
+    rig, unequal = Rig(load_model(checkpoint, block_size=block)), 0
+    for number, (of_block, prompt_len, max_tokens, steps) in enumerate(SHORT):
+        if of_block != block:
+            continue
+        prompt = [(7 * number + 11 * at) % 200 + 3 for at in range(prompt_len)]
+        asked = {"max_tokens": max_tokens, "denoising_steps": steps}
+        answer = rig.start(
+            make_request(
+                str(number),
+                prompt,
+                stop_token_ids=(),
+                algorithm="block_diffusion",
+                confidence_threshold=0.95,
+                **asked,
+            )
+        )
+        rig.run()
+        assert list(answer.token_ids) == by_the_authors(dense, prompt, block, True, **asked), asked
+        unequal += list(answer.token_ids) != by_the_authors(dense, prompt, block, False, **asked)
+    assert unequal, "the rule would not be seen"
+
+
+def by_the_authors(
+    dense: PagedModel, prompt: list[int], block: int, caps_steps: bool, **asked: int
+) -> list[int]:
+    """The oracle's answer over the model's own forward of all tokens."""
+    settings = Settings(
+        algorithm="block_diffusion", confidence_threshold=0.95, caps_steps=caps_steps, **asked
+    )
+    mask, pages = dense.model.config.mask_token_id, dense.pages(128)
+
+    def predict(token_ids: list[int], wanted: dict[int, int]) -> dict[int, Candidate]:
+        hidden = dense.forward(token_ids, 0, pages, len(token_ids), 0)
+        rows = dense.model.logits(hidden)
+        return {at: candidate(rows[at], settings, mask, at, n) for at, n in wanted.items()}
+
+    canvas = new_canvas(prompt, 0, block, settings.max_tokens)
+    answer = denoise_blocks(predict, canvas, settings, (), mask).token_ids
+    dense.give_back(pages)
+    return list(answer)
 
 
 def request(name: str, run: Answered) -> StartDecode:

@@ -143,6 +143,8 @@ def step_share(block: Block, settings: Settings) -> int:
     """How many tokens of the block the schedule wants in this step."""
     size = block.end - block.start
     steps = settings.denoising_steps or size
+    if settings.caps_steps:
+        steps = min(steps, settings.max_tokens)
     shares = [size // steps + (t < size % steps) for t in range(steps)]
     return max(shares[min(block.denoise_count, steps - 1)], 1)
 

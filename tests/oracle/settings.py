@@ -32,6 +32,7 @@ class Settings:
     full_activation_threshold: float = 0.95
     remasking: Remasking = "low_confidence_dynamic"
     denoising_steps: int | None = None
+    caps_steps: bool = False  # LLaDA2.0: a block takes no more steps than the answer has tokens
     entropy_bound: float = 0.35
     tokens_per_step: int = 1
     min_tokens: int = 0
