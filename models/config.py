@@ -1,8 +1,9 @@
 """What a published checkpoint's config.json says, reduced to the numbers the transformer needs.
 
-One reader a family, as its releases write their files; each refuses every option that would change
-the forward and is not implemented. Which family it is says `families.py`, which ids end an answer
-`end_ids.py`. Tensors and their names are `checkpoint.py`, not here.
+One reader a family, as its releases write their files. `config_stated.py` compares with the model
+what a reader leaves, so that a key that would change the forward is obeyed or refused. Which family
+it is says `families.py`, which ids end an answer `end_ids.py`. Tensors and their names are
+`checkpoint.py`, not here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from effuse.models.config_experts import (
     qwen_experts,
 )
 from effuse.models.config_keys import CheckpointError, ConfigKeys
+from effuse.models.config_stated import check_stated, rotary_dim
 from effuse.models.end_ids import end_ids
 from effuse.models.families import FAMILIES, Architecture, family_of, find_family
 
@@ -72,11 +74,6 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
-        if self.rotary_dim not in (None, self.head_dim, self.head_dim // 2):
-            raise CheckpointError(
-                f"{self.rotary_dim} of head_dim {self.head_dim} dimensions are rotated; "
-                "accepted: all, or half of them"
-            )
         for name, token in (
             ("mask_token_id", self.mask_token_id),
             *(("eos_token_id", token) for token in self.eos_token_ids),
@@ -133,7 +130,13 @@ class ModelConfig:
         if block_size is None:
             block_size = keys.integer(family.block_size_key, default=family.block_size)
         ends = end_ids(directory, keys, family.end_ids)
-        return _READERS[family.architecture](keys, ends, block_size)
+        try:
+            config = _READERS[family.architecture](keys, ends, block_size)
+        except CheckpointError as error:  # of numbers that do not fit each other
+            named = str(keys.path) in str(error)
+            raise error if named else CheckpointError(f"{keys.path}: {error}") from None
+        check_stated(keys, config)
+        return config
 
 
 def _sdar(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
@@ -294,8 +297,7 @@ def _llada2_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> Mode
     keys.only("use_bias", (False,))
     keys.only("use_qk_norm", (None, True))
     keys.only("norm_head", (None, False))
-    factor = keys.number("partial_rotary_factor", default=0.5)
-    return _ling(keys, "llada2_moe", llada2_experts(keys), factor, eos, block_size)
+    return _ling(keys, "llada2_moe", llada2_experts(keys), 0.5, eos, block_size)
 
 
 def _llada_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> ModelConfig:
@@ -303,15 +305,14 @@ def _llada_moe(keys: ConfigKeys, eos: tuple[int, ...], block_size: int) -> Model
     keys.only("attention_bias", (None, False))
     keys.only("qk_layernorm", (True,))
     keys.only("clip_qkv", (None,))
-    factor = keys.number("partial_rotary_factor", default=1.0)
-    return _ling(keys, "llada_moe", llada_experts(keys), factor, eos, block_size)
+    return _ling(keys, "llada_moe", llada_experts(keys), 1.0, eos, block_size)
 
 
 def _ling(
     keys: ConfigKeys,
     architecture: Literal["llada2_moe", "llada_moe"],
     experts: ExpertConfig,
-    partial_rotary_factor: float,
+    rotary_share: float,
     eos: tuple[int, ...],
     block_size: int,
 ) -> ModelConfig:
@@ -341,7 +342,7 @@ def _ling(
         mask_token_id=keys.integer("mask_token_id", default=_LING_MASK_TOKEN_ID, least=0),
         eos_token_ids=eos,
         block_size=block_size,
-        rotary_dim=int(head_dim * partial_rotary_factor),
+        rotary_dim=rotary_dim(keys, head_dim, rotary_share),
         experts=experts,
     )
 

@@ -52,9 +52,10 @@ def qwen_experts(keys: ConfigKeys) -> ExpertConfig:
     """Softmax scores, in every layer."""
     keys.only("decoder_sparse_step", (None, 1))
     keys.only("mlp_only_layers", (None, []))
+    newer = "num_local_experts"  # as transformers 5 saves it
     routing = _routing(
         keys,
-        num_experts=keys.integer("num_experts"),
+        num_experts=keys.integer("num_experts" if keys.values.get(newer) is None else newer),
         top_k=keys.integer("num_experts_per_tok"),
         scores="softmax",
         renormalises=keys.flag("norm_topk_prob"),
@@ -70,9 +71,11 @@ def qwen_experts(keys: ConfigKeys) -> ExpertConfig:
 def llada_experts(keys: ConfigKeys) -> ExpertConfig:
     """Softmax scores that are never divided by their sum, whatever `norm_topk_prob` says."""
     keys.only("moe_router_enable_expert_bias", (None, False))
+    for ignored in ("norm_topk_prob", "dense_intermediate_size"):
+        keys.stated(ignored)
     keys.only("shared_expert_intermediate_size", (None,))
     num_layers = keys.num_layers()
-    pattern = keys.values.get("moe_layer_freq")
+    pattern = keys.stated("moe_layer_freq")
     if pattern is None:
         pattern = [1] * num_layers
     num_dense = pattern.count(0) if isinstance(pattern, list) else 0

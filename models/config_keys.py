@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +23,14 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
-    """One JSON object and the file it came from. A null counts as a missing key."""
+    """One JSON object and the file it came from. A null counts as a missing key.
+
+    `asked` holds the keys that a reader took.
+    """
 
     path: Path
     values: dict[str, object]
+    asked: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def read(cls, path: Path) -> ConfigKeys:
@@ -85,7 +89,7 @@ class ConfigKeys:
 
     def token_ids(self, key: str, *, required: bool = True) -> tuple[int, ...]:
         """One token id or a list of them."""
-        value = self.values.get(key)
+        value = self.stated(key)
         if value is None and not required:
             return ()
         ids = value if isinstance(value, list) else [self._value(key, None, "a token id")]
@@ -95,14 +99,14 @@ class ConfigKeys:
 
     def only(self, key: str, accepted: tuple[object, ...]) -> None:
         """Refuse every value but the `accepted` ones; a None among them lets the key be missing."""
-        value = self.values.get(key)
+        value = self.stated(key)
         if not any(type(value) is type(one) and value == one for one in accepted):
             wanted = " or ".join("missing" if one is None else json.dumps(one) for one in accepted)
             raise self.error(key, f"{json.dumps(value)} is not supported; accepted: {wanted}")
 
     def every(self, key: str, accepted: str) -> None:
         """Refuse a list that holds anything but `accepted`; the key may be missing."""
-        value = self.values.get(key)
+        value = self.stated(key)
         if value is None:
             return
         if not isinstance(value, list) or any(one != accepted for one in value):
@@ -110,21 +114,36 @@ class ConfigKeys:
 
     def rope_theta(self) -> float:
         """The rotary base, from `rope_theta` or the newer `rope_parameters`; no scaling."""
+        for place in self.rope_places():
+            if place.values.get("rope_theta") is not None:
+                return place.number("rope_theta")
+        return self.number("rope_theta")
+
+    def rope_places(self) -> list[ConfigKeys]:
+        """Where rotary numbers may stand, the place that counts first: `rope_scaling`, then
+        `rope_parameters`, each by itself or by kinds of layers, then the top."""
+        places: list[ConfigKeys] = []
         for name in ("rope_scaling", "rope_parameters"):
             nested = self.values.get(name)
             if nested is None:
                 continue
             if not isinstance(nested, dict):
                 raise self.error(name, f"expected an object, found {nested!r}")
+            by_kind = nested.get("full_attention")
+            nested = by_kind if isinstance(by_kind, dict) else nested
             kind = nested.get("rope_type", nested.get("type", "default"))
             if kind != "default":
                 raise self.error(name, f"rope type {kind!r} is not supported; accepted: 'default'")
-            if "rope_theta" in nested:
-                return ConfigKeys(self.path, nested).number("rope_theta")
-        return self.number("rope_theta")
+            places.append(ConfigKeys(self.path, nested))
+        return [*places, self]
+
+    def stated(self, key: str) -> object:
+        """A value of any kind, None if it is missing."""
+        self.asked.add(key)
+        return self.values.get(key)
 
     def _value(self, key: str, default: object, wanted: str) -> object:
-        value = self.values.get(key)
+        value = self.stated(key)
         if value is None:
             value = default
         if value is None:
