@@ -7,6 +7,7 @@ products are merged for speed is `weights.py`; nothing is ever unpickled.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 
+from effuse.config.lfs import pointer_problem
 from effuse.models.config import ModelConfig
 from effuse.models.config_experts import ExpertConfig
 from effuse.models.config_keys import CheckpointError, ConfigKeys, read_json_object
@@ -30,6 +32,10 @@ _STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safe
 _STORED_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 DTYPE_NAMES: Final = tuple(_STORED_NAMES.values())
 """Dtypes that weights may be stored and computed in."""
+
+# Buffers that old releases store. Every family's code computes them from the configuration, and
+# transformers drops them, so that their values mean nothing here either.
+_COMPUTED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 Shape = tuple[int, ...]
 
@@ -237,13 +243,15 @@ class TensorFiles:
 
 @contextmanager
 def open_tensors(paths: list[Path], device: torch.device | None) -> Iterator[TensorFiles]:
-    """Open files together, to be read on `device`, or without torch for their headers alone; a
-    tensor that two of them hold is an error."""
+    """Open files together, to be read on `device`, or only their headers without torch. A tensor
+    that two of them hold is an error; buffers of rotary numbers are left out."""
     locations: dict[str, tuple[Path, SafeFile]] = {}
     with ExitStack() as stack:
         for path in paths:
             file = stack.enter_context(_open(path, device))
             for name in file.keys():  # noqa: SIM118 - not a mapping
+                if _COMPUTED.search(name):
+                    continue
                 if name in locations:
                     raise CheckpointError(
                         f"tensor {name} is in both {locations[name][0].name} and {path.name}"
@@ -261,7 +269,8 @@ def _open(path: Path, device: torch.device | None) -> AbstractContextManager[Saf
         else:
             opened = safe_open(path, framework="pt", device=str(device))
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
+        problem = pointer_problem(path) or f"not a safetensors file: {error}"
+        raise CheckpointError(f"{path}: {problem}") from None
     return cast("AbstractContextManager[SafeFile]", opened)
 
 
@@ -342,6 +351,8 @@ def check_index(directory: Path, files: TensorFiles) -> None:
         return
     for name, shard in weight_map(directory).items():
         found = files.locations.get(name)
+        if _COMPUTED.search(name):
+            continue
         if found is None or found[0].name != shard:
             where = "no shard" if found is None else found[0].name
             raise CheckpointError(

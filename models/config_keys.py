@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from effuse.config.lfs import pointer_problem
+
 _MOST_INTEGER: Final = 2**31 - 1
 _MOST_LAYERS: Final = 4096  # each has names that are made before any is looked for
 _MOST_NUMBER: Final = sys.float_info.max
@@ -160,7 +162,8 @@ def read_json_object(path: Path) -> dict[str, object]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # integers of thousands of digits included
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
+        problem = pointer_problem(path) or f"not JSON: {error}"
+        raise CheckpointError(f"{path}: {problem}") from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(parsed).__name__}")
     return parsed

@@ -30,6 +30,7 @@ from typing import Any, Final
 import tokenizers
 
 from effuse.client.chat import Chat, Message
+from effuse.config.lfs import pointer_problem
 from effuse.router.chat_template import ChatTemplate, ChatTemplateError
 
 LOG: Final = logging.getLogger(__name__)
@@ -166,7 +167,8 @@ def read_backend(directory: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from error
+        problem = pointer_problem(path) or error
+        raise TokenizerError(f"{path} cannot be read as a tokenizer: {problem}") from error
 
 
 class Tokenizer:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from effuse.models.config_keys import CheckpointError
+from effuse.models.preflight import check_checkpoint
 from effuse.models.transformer import ModelWeights
 from effuse.models.weights import load_model, select_dtype, weights_digest
 
@@ -113,6 +114,49 @@ def test_surplus_tensor_is_named(tmp_path: Path, architecture: Architecture, nam
     rewrite(path, lambda tensors: tensors | {name: torch.zeros(3)})
     with pytest.raises(CheckpointError, match=rf"tensor {name} of shape \[3\] is not part"):
         load_model(path)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("architecture", "at"),
+    [("sdar", "model.layers.{}.self_attn"), ("llada", "model.transformer.blocks.{}"),
+     ("dream", "model")],
+)  # fmt: skip
+def test_rotary_buffers_of_old_releases_change_nothing(
+    tmp_path: Path, architecture: Architecture, at: str, shards: int
+) -> None:
+    plain = load_model(write_tiny_checkpoint(tmp_path / "plain", architecture))
+    path = write_tiny_checkpoint(tmp_path / "old", architecture)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    for layer in range(3):
+        tensors[f"{at.format(layer)}.rotary_emb.inv_freq"] = torch.full((4,), 7.0).double()
+        tensors[f"{at.format(layer)}.rotary_emb.cos_cached"] = torch.ones(9, 8)
+    write_tensors(path, tensors, shards)
+    check_checkpoint(path)
+    loaded = load_model(path)
+    assert torch.equal(loaded.weights.head, plain.weights.head)
+    assert all(
+        torch.equal(one.qkv, other.qkv)
+        for one, other in zip(loaded.weights.layers, plain.weights.layers, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_a_pointer_of_git_lfs_is_called_that(tmp_path: Path, name: str) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", shards=2 if name.endswith("index.json") else 1)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 162944\n"
+    (path / name).write_text(pointer)
+    for read in (check_checkpoint, load_model):
+        with pytest.raises(CheckpointError) as refused:
+            read(path)
+        said = (
+            f"{path / name}: a Git LFS pointer, not the file itself; run `git lfs pull` in {path}"
+        )
+        assert str(refused.value) == said
 
 
 def test_wrong_shape_names_both(tmp_path: Path) -> None:

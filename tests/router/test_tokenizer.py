@@ -89,6 +89,15 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_a_pointer_of_git_lfs_is_called_that(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 162944\n"
+    (tmp_path / "tokenizer.json").write_text(pointer)
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer\.json .*: a Git LFS pointer.*`git lfs pull`"
+    ):
+        Tokenizer.load(tmp_path)
+
+
 def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
