@@ -1,4 +1,4 @@
-"""Whether everything that a config.json says about the forward is true of the forward.
+"""The check that everything in a config.json about the forward is true of the forward.
 
 A fact, such as the rotary base, has many spellings and may stand at the top, in rope_parameters or
 in another nested object. Each spelling in each place must agree with the model as it was read. A
@@ -86,20 +86,20 @@ _TRUE_OF_ALL: Final[Mapping[str, tuple[object, ...]]] = {
 # Training, output, speed, how tokens are drawn, what transformers keeps for itself, and numbers
 # that only a key beside them, which is refused, would put to use.
 _NO_EFFECT: Final = re.compile(
-    r"dropout|pdrop|_drop_rate|loss|entropy|coef|init|checkpoint|_implementation|flash|_std$|^use_cache$"
-    r"|^mlp_ratio$|^alibi_bias_max$|^output_|^return_|auto_map|id2label|label2id|task_specific_params|^pruned_heads$"
-    r"|^max_(position_embeddings|sequence_length|window_layers|seq_len)|^sliding_window$"
-    r"|^(embedding|vocab)_size|^pretraining_tp$|^tie_encoder_decoder$"
-    r"|^(temperature|top_k|top_p|min_p|typical_p|num_beams|num_beam_groups|repetition_penalty)$"
-    r"|penalty|_token_ids?$|^(torch_)?dtype$|^transformers|^tokenizer|^_|_parallel_size$"
+    r"dropout|pdrop|_drop_rate|loss|entropy|coef|init|checkpoint|_implementation|flash|_std$"
+    r"|auto_map|id2label|label2id|task_specific_params|^pruned_heads$|^mlp_ratio$|^alibi_bias_max$"
+    r"|^output_|^return_|^use_cache$|^context_window$|^sliding_window$|^tie_encoder_decoder$"
+    r"|^max_(position_embeddings|sequence_length|window_layers|seq_len)|^(embedding|vocab)_size"
+    r"|^(temperature|top_k|top_p|min_p|typical_p|num_beams|num_beam_groups)$|penalty"
+    r"|_token_ids?$|^(torch_)?dtype$|^transformers|^tokenizer|^_|^pretraining_tp$|_parallel_size$"
 )
 _OF_THE_FORWARD: Final = re.compile(
     r"rope|rotary|soft_?cap|logit|multiplier|scal|clip|bias|norm|window|sliding|alibi|expert|moe"
-    r"|router|gat(e|ing)|residual|att(n|ention)|layer_?type|sparse|dense|position|eps(ilon)?$"
-    r"|activation|_act$|softmax|qkv|qk_|kv_|query|mup|temperature|causal|embed|emb_|mla|lora_rank"
-    r"|conv|ssm|mamba|ti(e|ed|ying)_|_ti(e|ed|ying)|quant|compress|shift|cross_|recurr|memory|ntk"
-    r"|yarn|mscale|topk|top_k|scor(e|ing)|mlp_|ffn_|share|head|attend|parallel|block_type|mrope"
-    r"|_freq$|_factor$|hybrid|pattern"
+    r"|router|gat(e|ing)|residual|att(n|ention)|layer_?type|sparse|dense|position"
+    r"|(^|_)eps(ilon)?$|activation|_act$|softmax|qkv|qk_|kv_|query|mup|temperature|causal|embed"
+    r"|emb_|mla|lora_rank|conv(?!ers)|ssm|mamba|tie_|tying|tied|quant|compress|shift|cross_|recurr"
+    r"|ntk|yarn|mscale|topk|top_k|scoring|score_f|mlp_|ffn_|share|head|attend|parallel_block"
+    r"|block_type|_freq$|_factor$|hybrid|pattern"
 )
 _ONE_CHANGES_NOTHING: Final = re.compile(
     r"multiplier|scal|factor|temperature|freq|step|group|interval|period"
@@ -136,8 +136,8 @@ def _check_rotated(
 
 
 def rotary_dim(keys: ConfigKeys, head_dim: int, share: float) -> int:
-    """How many dimensions of a head are rotated: as the first place says that says something, or
-    `share` of them. Raises CheckpointError if that is neither all nor half."""
+    """How many dimensions of a head are rotated, from the first place that states it, or `share`
+    of them. Raises CheckpointError if that is neither all nor half."""
     for place in keys.rope_places():
         for name in (*_SHARES, *_COUNTS):
             if (value := place.values.get(name)) is not None:
@@ -150,7 +150,7 @@ def rotary_dim(keys: ConfigKeys, head_dim: int, share: float) -> int:
 
 
 def _num_rotated(name: str, value: object, head_dim: int) -> int:
-    """How many dimensions of a head a share or a count stands for; -1 for what is no number."""
+    """How many dimensions of a head a share or a count stands for; -1 if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return -1
     try:
@@ -169,7 +169,7 @@ def _check_unknown(keys: ConfigKeys, path: tuple[str, ...], value: object) -> No
 
 
 def _is_off(name: str, value: object) -> bool:
-    """Whether a key of the forward that nobody obeys leaves the forward alone."""
+    """Whether this value of a key that no code here obeys does not change the forward."""
     if isinstance(value, list):
         return all(isinstance(one, str) and one in _OFF for one in value)
     if name in _TRUE_OF_ALL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,30 +102,32 @@ def test_answers_below_a_block_take_no_more_steps_than_tokens(checkpoint: Path, 
         if of_block != block:
             continue
         prompt = [(7 * number + 11 * at) % 200 + 3 for at in range(prompt_len)]
-        asked = {"max_tokens": max_tokens, "denoising_steps": steps}
+        settings = Settings(
+            algorithm="block_diffusion",
+            confidence_threshold=0.95,
+            max_tokens=max_tokens,
+            denoising_steps=steps,
+        )
         answer = rig.start(
             make_request(
                 str(number),
                 prompt,
+                max_tokens=max_tokens,
                 stop_token_ids=(),
                 algorithm="block_diffusion",
+                denoising_steps=steps,
                 confidence_threshold=0.95,
-                **asked,
             )
         )
         rig.run()
-        assert list(answer.token_ids) == by_the_authors(dense, prompt, block, True, **asked), asked
-        unequal += list(answer.token_ids) != by_the_authors(dense, prompt, block, False, **asked)
+        found = list(answer.token_ids)
+        assert found == by_the_authors(dense, prompt, replace(settings, caps_steps=True)), settings
+        unequal += found != by_the_authors(dense, prompt, settings)
     assert unequal, "the rule would not be seen"
 
 
-def by_the_authors(
-    dense: PagedModel, prompt: list[int], block: int, caps_steps: bool, **asked: int
-) -> list[int]:
+def by_the_authors(dense: PagedModel, prompt: list[int], settings: Settings) -> list[int]:
     """The oracle's answer over the model's own forward of all tokens."""
-    settings = Settings(
-        algorithm="block_diffusion", confidence_threshold=0.95, caps_steps=caps_steps, **asked
-    )
     mask, pages = dense.model.config.mask_token_id, dense.pages(128)
 
     def predict(token_ids: list[int], wanted: dict[int, int]) -> dict[int, Candidate]:
@@ -132,7 +135,7 @@ def by_the_authors(
         rows = dense.model.logits(hidden)
         return {at: candidate(rows[at], settings, mask, at, n) for at, n in wanted.items()}
 
-    canvas = new_canvas(prompt, 0, block, settings.max_tokens)
+    canvas = new_canvas(prompt, 0, dense.block_size, settings.max_tokens)
     answer = denoise_blocks(predict, canvas, settings, (), mask).token_ids
     dense.give_back(pages)
     return list(answer)

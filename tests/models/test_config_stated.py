@@ -113,7 +113,7 @@ def read(path: Path, config: Config) -> ModelConfig:
 
 
 def with_key(config: Config, place: tuple[str, ...], key: str, value: object) -> Config:
-    """A copy with one more key, in nested objects that are made where they are missing."""
+    """A copy with one more key, in nested objects that are made if they are missing."""
     if not place:
         return config | {key: value}
     inner = config.get(place[0]) or {}
@@ -211,7 +211,10 @@ WITHOUT_EFFECT: Config = {
     "attention_dropout": 0.1,
     "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
     "bos_token_id": 1,
+    "conversation_template": "chatml",
     "debug": True,
+    "denoising_steps": 8,
+    "eval_score": 0.9,
     "ep_size": 1,
     "flash_attention": True,
     "fuse_cross_entropy": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def test_prompt_logits_and_kv(
     logits = model.model.logits(hidden)
     torch.testing.assert_close(logits, expected.logits, rtol=0, atol=TOLERANCE)
     assert_kv(model, pages, length, expected)
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("by_kind", [False, True], ids=["flat", "by_kinds_of_layers"])
+def test_the_forward_obeys_a_rotary_base_that_is_nested(
+    checkpoint: Path, tmp_path: Path, place: str, by_kind: bool
+) -> None:
+    """As transformers' forward does with the same base."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 37.0}))
+    expected = HfReference(tmp_path).run(prompt_of(9), visible(9, 9, BLOCK))
+    del config["rope_theta"]
+    stated: dict[str, object] = {"rope_type": "default", "rope_theta": 37.0}
+    config[place] = {"full_attention": stated} if by_kind else stated
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = PagedModel(tmp_path, page_size=4, block_size=BLOCK)
+    logits = model.model.logits(model.forward(prompt_of(9), 0, model.pages(9), 9, 9))
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=TOLERANCE)
 
 
 def test_prompt_logits_and_kv_by_flex_attention(checkpoint: Path, reference: HfReference) -> None:
