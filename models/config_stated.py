@@ -88,7 +88,8 @@ _TRUE_OF_ALL: Final[Mapping[str, tuple[object, ...]]] = {
 _NO_EFFECT: Final = re.compile(
     r"dropout|pdrop|_drop_rate|loss|entropy|coef|init|checkpoint|_implementation|flash|_std$"
     r"|auto_map|id2label|label2id|task_specific_params|^pruned_heads$|^mlp_ratio$|^alibi_bias_max$"
-    r"|^output_|^return_|^use_cache$|^context_window$|^sliding_window$|^tie_encoder_decoder$"
+    r"|^output_(attentions|hidden_states|router_logits|scores)$|^return_|^use_cache$"
+    r"|^context_window$|^sliding_window$|^tie_encoder_decoder$"
     r"|^max_(position_embeddings|sequence_length|window_layers|seq_len)|^(embedding|vocab)_size"
     r"|^(temperature|top_k|top_p|min_p|typical_p|num_beams|num_beam_groups)$|penalty"
     r"|_token_ids?$|^(torch_)?dtype$|^transformers|^tokenizer|^_|^pretraining_tp$|_parallel_size$"
@@ -99,7 +100,8 @@ _OF_THE_FORWARD: Final = re.compile(
     r"|(^|_)eps(ilon)?$|activation|_act$|softmax|qkv|qk_|kv_|query|mup|temperature|causal|embed"
     r"|emb_|mla|lora_rank|conv(?!ers)|ssm|mamba|tie_|tying|tied|quant|compress|shift|cross_|recurr"
     r"|ntk|yarn|mscale|topk|top_k|scoring|score_f|mlp_|ffn_|share|head|attend|parallel_block"
-    r"|block_type|_freq$|_factor$|hybrid|pattern"
+    r"|block_type|_freq$|_factor$|hybrid|pattern|swiglu|geglu|altup|laurel|loop|dim_model_base"
+    r"|pos_emb|rel_pos|prefix_lm|ngpt|per_layer"
 )
 _ONE_CHANGES_NOTHING: Final = re.compile(
     r"multiplier|scal|factor|temperature|freq|step|group|interval|period"
