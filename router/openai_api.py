@@ -1,8 +1,8 @@
 """OpenAI's HTTP API of a router: chats, completions, models, token ids and health.
 
 Each call goes through the handler that gRPC's calls go through: the same checks, queue, retries,
-tenants and texts. Not here: the meaning of bodies (`openai_requests.py`), connections
-(`http_server.py`).
+tenants and texts. Not here: the meaning of bodies (`openai_requests.py`), the form of answers
+(`openai_answers.py`), connections (`http_server.py`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,8 @@ from starlette.types import Receive, Scope, Send
 from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
 from effuse.router.client import STALLED_S, ClientGone, WholeAnswer
 from effuse.router.handler import REPEATED_KEY, Handler, accept, counting_refusals, request_span
-from effuse.router.openai_requests import (
-    Endpoint,
-    Json,
-    Rendering,
-    error_body,
-    parse_body,
-    request_of,
-    status_of,
-)
+from effuse.router.openai_answers import Rendering, error_body, status_of
+from effuse.router.openai_requests import Endpoint, Json, parse_body, request_of
 from effuse.router.prompt import Texts
 from effuse.router.request import Request
 from effuse.router.router import Router
