@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TextIO, cast
+from typing import cast
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         if form == "json":
             logs.set_up("up", "info", "json")
         else:
-            logging.basicConfig(level="INFO", format="effuse up: %(message)s")
+            logs.log_by(logging.Formatter("effuse up: %(message)s"))
         if not view.quiet:
             follower = LogFollower(fleet.log_dir, sys.stderr, as_json=form == "json")
             stack.enter_context(follower)
@@ -361,25 +361,9 @@ def stop(fleet: Fleet) -> None:
 
 
 def _say(lines: Sequence[str]) -> None:
-    """In one piece: where output is not buffered, a log line would come before the end of ours.
-
-    Where nobody reads any more, or a disk is full, the fleet goes on, and ends in order."""
-    try:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
-    except OSError:  # Python would try again at its end, and fail
-        _drop_unwritten(sys.stdout)
-
-
-def _drop_unwritten(stream: TextIO) -> None:
-    """Empties its buffer; what is written later goes where it went before."""
-    number = stream.fileno()
-    kept = os.dup(number)
-    with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), number)
-        stream.flush()
-    os.dup2(kept, number)
-    os.close(kept)
+    """In one piece: where output is not buffered, a log line would come before the end of ours."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
 
 
 @contextmanager

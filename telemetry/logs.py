@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final, Literal
 
+from effuse.telemetry import output
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 """Least severe messages that a process logs."""
 LogFormat = Literal["text", "json"]
@@ -29,16 +31,30 @@ Figures = Mapping[str, str | int | float]
 
 
 def set_up(process: str, level: LogLevel, form: LogFormat = "text") -> None:
-    """Logs to standard error from now on; `process` says who speaks."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    """Logs to standard error from now on, which never makes the process wait (`output.py`);
+    `process` is named in each line."""
+    log_by(JsonLines(process) if form == "json" else TextLines(process), level)
     if form == "json":
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
         threading.excepthook = lambda args: _log_uncaught(
             args.exc_type, args.exc_value, args.exc_traceback
         )
+
+
+def log_by(formatter: logging.Formatter, level: LogLevel = "info") -> None:
+    """Logs to standard error with this formatter, the notice of dropped lines included."""
+
+    def notice(lines: int) -> str:
+        text = "%d lines were dropped, because nobody read this output"
+        return formatter.format(
+            LOG.makeRecord(LOG.name, logging.WARNING, "", 0, text, (lines,), None)
+        )
+
+    output.never_wait(notice)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def figures(values: Figures) -> dict[str, Figures]:

@@ -27,6 +27,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from effuse.telemetry.output import dropped_lines
+
 # A series more for each counter, which nobody asks for.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -64,6 +66,8 @@ class ProcessMetrics(Collector):
         self._labels = labels
         self._read: list[Callable[[], Metric]] = []
         ProcessCollector(registry=self.registry)
+        dropped = "Lines of the log and of other output that were dropped, because nobody read them"
+        self.read_counter("log_lines_dropped", dropped, dropped_lines)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """Adds a counter; `_total` is added to its name."""

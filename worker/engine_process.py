@@ -24,7 +24,7 @@ import zmq
 
 from effuse.kvtransfer.messages import AttemptId
 from effuse.placement.records import Load
-from effuse.telemetry import logs
+from effuse.telemetry import logs, output
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import (
     AbortDone,
@@ -178,7 +178,7 @@ def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
     finally:
         socket.close()
         context.term()
-    logging.shutdown()
+    output.finish()
     # Everything is closed; tearing down the interpreter with torch in it takes another second.
     os._exit(status)
 

@@ -253,6 +253,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     marks: int = 0  # parts of steps done so far, such as layers of forwards
     phase: Phase = "serving"
     load: Load
+    dropped_lines: int = 0  # of its output, that nobody read, since the last beat
 
 
 AttemptEvent = (

@@ -26,6 +26,7 @@ import zmq.asyncio
 
 from effuse.placement.records import Load
 from effuse.protos import errors
+from effuse.telemetry import output
 from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig, to_json
@@ -212,8 +213,7 @@ async def _start(module: str, orders: bytes) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", module), stdin=asyncio.subprocess.PIPE
     )
-    if process.stdin is None:
-        raise AssertionError("a pipe was asked for")
+    assert process.stdin is not None
     process.stdin.write(orders)
     process.stdin.close()
     return process
@@ -331,9 +331,8 @@ class Supervisor:
 
     async def _follow(self, client: EngineClient) -> None:
         """Follows an engine from its start to its end, which raises `EngineGone`."""
-        limits = Limits(
-            startup_s=self._config.startup_timeout_s, serving_s=self._config.hang_timeout_s
-        )
+        config = self._config
+        limits = Limits(startup_s=config.startup_timeout_s, serving_s=config.hang_timeout_s)
         patience_s = limits.serving_s / 10
         self._progress = Progress.begin(self._now())
         while True:
@@ -361,6 +360,7 @@ class Supervisor:
             raise EngineGone(f"the engine said {type(message).__name__} {when}")
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
+        output.count(beat.dropped_lines)
         # A start compiles dozens of kernels, most of them in a millisecond from the cache.
         is_news = self.life is not None or beat.phase in ("loading", "capturing")
         if is_news and beat.phase != self._told_phase:

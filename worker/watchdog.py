@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from effuse.placement.records import Load
+from effuse.telemetry.output import dropped_lines
 from effuse.worker.messages import Heartbeat, Phase
 
 _BEAT_CHANGED_S = 0.05  # a changed load is told this soon
@@ -49,6 +50,7 @@ class Pulse:
         self._marks = 0
         self._told = Load()
         self._told_at = float("-inf")
+        self._dropped = 0  # lines of our output, as they were told
 
     def turn(self, load: Load, *, has_end: bool) -> Heartbeat | None:
         """Notes a turn of the loop; returns what is to be told of it, if that is due.
@@ -96,7 +98,14 @@ class Pulse:
     def _beat(self) -> Heartbeat:
         self._told_at = self._now()
         phase = self._phases[-1] if self._phases else "serving"
-        return Heartbeat(loops=self._loops, marks=self._marks, phase=phase, load=self._told)
+        before, self._dropped = self._dropped, dropped_lines()
+        return Heartbeat(
+            loops=self._loops,
+            marks=self._marks,
+            phase=phase,
+            load=self._told,
+            dropped_lines=self._dropped - before,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

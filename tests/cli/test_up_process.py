@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,6 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from eventually import eventually
 
-from effuse.cli import up as up_command
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.logs import main as logs
 from effuse.cli.ports import free_port
@@ -229,13 +229,30 @@ def test_told_to_end_twice_it_does_not_wait_for_what_runs(up: Up) -> None:
     assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
 
 
-def test_what_could_not_be_written_is_left_out_and_what_comes_once_there_is_room_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Path("/dev/full").open("w") as stdout, (tmp_path / "out").open("w") as file:
-        monkeypatch.setattr("sys.stdout", stdout)
-        up_command._say(["ready"])
-        assert Path(f"/proc/self/fd/{stdout.fileno()}").readlink() == Path("/dev/full")
-        os.dup2(file.fileno(), stdout.fileno())
-        up_command._say(["ends"])
-        assert (tmp_path / "out").read_text() == "ends\n"
+@pytest.mark.parametrize("logs", ["shown", "quiet"])
+def test_it_ends_in_order_though_its_output_is_full(logs: str, model: Path, tmp_path: Path) -> None:
+    """As under a parent that never reads, and where a terminal is paused."""
+    command = [sys.executable, "-P", "-m", "effuse.cli", "up", "--port", "0", "--prefill", "0"]
+    flags = ["--quiet"] if logs == "quiet" else []
+    read, write = os.pipe()
+    child = subprocess.Popen(
+        [*command, "--model", str(model), "--num-pages", "64", "--log-dir", str(tmp_path), *flags],
+        stdout=write,
+        stderr=write,
+    )
+    said = b""
+    while b"effuse is ready on" not in said:
+        said += os.read(read, 1 << 16)
+    # Opened once more: the command shares the state of `write`.
+    own = os.open(f"/proc/self/fd/{write}", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(own, b"x" * 512)
+    with (tmp_path / "router.log").open("a") as log:  # more than the queue takes
+        log.writelines(f"{number} {'y' * 1000}\n" for number in range(3000))
+    processes = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(DEADLINE_S) == 0
+    assert not psutil.wait_procs(processes, timeout=DEADLINE_S)[1]
+    for one in (read, write, own):
+        os.close(one)

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from effuse.placement.records import Load
+from effuse.telemetry import output
 from effuse.worker.assembly import _announce_compiling
 from effuse.worker.config import WorkerConfig
 from effuse.worker.messages import Heartbeat, Phase
+from effuse.worker.metrics import WorkerMetrics, WorkerReadings
 from effuse.worker.watchdog import Limits, Progress, Pulse, look, observe, verdict
 
 LIMITS = Limits(startup_s=300.0, serving_s=3.0, compiling_s=60.0)
@@ -245,3 +247,17 @@ def test_torch_s_compiler_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.phases == ["compiling", "serving"]
     compiled(torch.zeros(2))
     assert len(one.told) == 2, "what is compiled already is not announced"
+
+
+def test_a_beat_carries_the_dropped_lines_since_the_last_one() -> None:
+    """The front adds them to its own, which its metric shows."""
+    beats: list[Heartbeat] = []
+    pulse = Pulse(beats.append)
+    pulse.begin("loading")
+    before = output.dropped_lines()
+    now = WorkerReadings(role="decode", model_name="", load=Load(), restarts=0, tasks=0)
+    output.count(3)
+    pulse.end()
+    pulse.begin("loading")
+    assert [one.dropped_lines for one in beats[1:]] == [3, 0]
+    assert WorkerMetrics(lambda: now).value("effuse_log_lines_dropped_total") == before + 3
