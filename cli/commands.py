@@ -93,16 +93,13 @@ def longest_start_s(config: FleetConfig) -> float:
     return max(float(one or WorkerConfig.startup_timeout_s) for one in told) + _MORE_S
 
 
-def longest_router_end_s(config: FleetConfig) -> float:
-    """How long a router may take to end."""
-    told = value_of(config.router_flags, "--drain-s")
-    return RouterConfig(drain_s=float(told or RouterConfig().drain_s)).longest_end_s
-
-
-def longest_worker_end_s(config: FleetConfig) -> float:
-    """How long a worker may take to end."""
-    told = [value_of(flags, "--drain-s") for flags in _flags_of_workers(config)]
-    longest = max(float(one or WorkerConfig.drain_s) for one in told)
+def longest_end_s(config: FleetConfig, role: str) -> float:
+    """How long a router or a worker may take to end."""
+    if role == "router":
+        told = value_of(config.router_flags, "--drain-s")
+        return RouterConfig(drain_s=float(told or RouterConfig().drain_s)).longest_end_s
+    given = [value_of(flags, "--drain-s") for flags in _flags_of_workers(config)]
+    longest = max(float(one or WorkerConfig.drain_s) for one in given)
     return WorkerConfig(drain_s=longest).longest_end_s
 
 

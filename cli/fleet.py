@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Final, Literal, Self
 
 import grpc
-import redis
 
 from effuse.cli.commands import (
     LOOPBACK,
     Surroundings,
-    longest_router_end_s,
+    longest_end_s,
     longest_start_s,
-    longest_worker_end_s,
     member_commands,
     new_name,
     redis_command,
@@ -34,7 +32,8 @@ from effuse.cli.gpus import VARIABLE, Assignment, assign
 from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
-from effuse.placement.store import RedisAccess
+from effuse.cli.successors import has_room_beside, renamed
+from effuse.placement.access import RedisAccess, Silence
 from effuse.protos.rpc import near_options
 
 LOG: Final = logging.getLogger(__name__)
@@ -136,6 +135,7 @@ class Fleet:
         self.ready_s = 0.0  # seconds from `start` until the router knew every worker
         self._told: dict[str, dict[str, str]] = {}  # by a process when it was ready
         self._commands: dict[str, list[str]] = {}
+        self._ids: dict[str, str] = {}  # of workers that took another one's place, by name
         self._ended: list[Process] = []  # those that the caller ended
         self._spawner = Spawner()
         self._port: socket.socket | None = None  # held for the routers
@@ -166,7 +166,7 @@ class Fleet:
         told = self._told.copy()
         for name in told:
             with contextlib.suppress(FileNotFoundError):  # it is being started again
-                told[name] = self._home.told(name)
+                told[name] = self._home.told(self._id(name))
         return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
 
     def names(self, role: Role) -> list[str]:
@@ -207,11 +207,9 @@ class Fleet:
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """End every process, routers first and Redis last: what runs is finished, for as long as
         each was told to drain, or until `is_hurried`."""
-        routers, workers = longest_router_end_s(self.config), longest_worker_end_s(self.config)
-        for roles, longest_s in (
-            (("router",), routers), (("prefill", "decode"), workers), (("redis",), _REDIS_S)
-        ):  # fmt: skip
+        for roles in (("router",), ("prefill", "decode"), ("redis",)):
             members = [*self.processes.values(), *self._ended]
+            longest_s = _REDIS_S if roles == ("redis",) else longest_end_s(self.config, roles[0])
             stop_all([one for one in members if _role_of(one.name) in roles], longest_s, is_hurried)
         self.processes.clear()
         self._ended.clear()
@@ -221,35 +219,53 @@ class Fleet:
         self._home.remove()
 
     def roll(self, name: str) -> Iterator[None]:
-        """Replace one process, with nothing lost: a router by another one that listens and knows
-        the fleet before it ends, a worker once it has drained. Yields while there is something to
-        wait for; may be left before its end."""
+        """Replace one process, with nothing lost: its successor is ready, and known to the routers,
+        before it is ended. A worker whose GPU has no room for two is ended first, once it has
+        drained. Yields while there is something to wait for; may be left before its end."""
         old = self.processes.pop(name)
         self._ended.append(old)
-        longest_s = longest_worker_end_s(self.config)
         if _role_of(name) == "router":
-            longest_s = longest_router_end_s(self.config)
+            yield from self._bring(name)
+        elif has_room_beside(self._commands[name], self.gpus.get(name)):
+            self._rename(name)
             yield from self._bring(name)
         old.send(signal.SIGTERM)
-        deadline = time.monotonic() + longest_s
+        deadline = time.monotonic() + longest_end_s(self.config, _role_of(name))
         while old.returncode is None and time.monotonic() < deadline:
             yield
         old.clear()
         self._ended.remove(old)
         yield from self._bring(name)
 
+    def _rename(self, name: str) -> None:
+        """Gives a worker its other id from its next start on: two that live at once cannot have
+        one, nor one ready file."""
+        before, worker_id = self._id(name), name if self._id(name) != name else f"{name}.2"
+        files = (self._home.ready_file(before), self._home.ready_file(worker_id))
+        self._commands[name] = renamed(self._commands[name], worker_id, *files)
+        self._ids[name] = worker_id
+
+    def _id(self, name: str) -> str:
+        """By which the fleet knows a process: a worker's id, else its name."""
+        return self._ids.get(name, name)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether each router lets a worker take part; of other processes, true."""
+        routers = self.names("router") if _role_of(name) in ("prefill", "decode") else []
+        return all(self._home.knows(router, self._id(name)) for router in routers)
+
     def _bring(self, name: str) -> Iterator[None]:
-        """Start a process that is not there, as soon as that can be, and wait until it is ready."""
-        why = ""
+        """Start a process that is not there, and wait until it and all routers are ready for it."""
+        is_told = False
         while name not in self.processes:
             try:
                 self._spawn(name)
             except OSError as error:  # no memory for it, or no room for its log
-                if not why:
+                if not is_told:
                     LOG.warning("%s cannot be started yet: %s", name, error)
-                why = str(error)
+                is_told = True
                 yield
-        while not self.is_back(name):
+        while not (self.is_back(name) and self._is_known(name)):
             yield
 
     def kill(self, name: str) -> None:
@@ -277,11 +293,11 @@ class Fleet:
     def is_back(self, name: str) -> bool:
         """Whether a process that was started again is ready; where it listens is known then."""
         if name == "redis":
-            with self._redis() as client:
-                return not _why_silent(client)
-        if not self._home.ready_file(name).exists():
+            return self.redis_access.silence(self.redis_url) is None
+        try:
+            self._told[name] = self._home.told(self._id(name))
+        except FileNotFoundError:
             return False
-        self._told[name] = self._home.told(name)
         return True
 
     def dead(self) -> list[Process]:
@@ -298,11 +314,9 @@ class Fleet:
 
         def enough() -> bool:
             nonlocal seen
-            for name in router_names(self.config):
-                seen = self._home.live_workers(name)
-                if seen[0] < prefill or seen[1] < decode:
-                    return False
-            return True
+            told = [self._home.live_workers(name) for name in router_names(self.config)]
+            seen = min(one for one, _ in told), min(one for _, one in told)
+            return seen[0] >= prefill and seen[1] >= decode
 
         if not self._wait(time.monotonic() + timeout_s, enough):
             raise FleetError(
@@ -330,7 +344,7 @@ class Fleet:
         return status
 
     def _spawn(self, name: str) -> None:
-        self._home.ready_file(name).unlink(missing_ok=True)
+        self._home.ready_file(self._id(name)).unlink(missing_ok=True)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log, env = self.log_dir / f"{name}.log", {**_QUIET, **self.config.env}
         if gpu := self.gpus.get(name):
@@ -343,10 +357,6 @@ class Fleet:
     def redis_access(self) -> RedisAccess:
         """How its Redis is reached."""
         return self._home.redis_access
-
-    def _redis(self) -> redis.Redis:
-        arguments = self.redis_access.arguments(self.redis_url)
-        return redis.Redis.from_url(self.redis_url, socket_timeout=1.0, **arguments)
 
     def _await_ready(self, name: str, deadline: float, only: str | None = None) -> None:
         if not self._wait(deadline, lambda: self.is_back(name), only):
@@ -361,19 +371,19 @@ class Fleet:
             self._spawn("redis")
         self._await_redis(min(deadline, time.monotonic() + _REDIS_S))
 
-    def _await_redis(self, deadline: float, only: str | None = None) -> None:
-        why = ""
+    def _await_redis(self, deadline: float) -> None:
+        last: Silence | None = None
 
-        def answers() -> bool:
-            nonlocal why
-            before, why = why, _why_silent(client)
-            if why and not before and self.config.redis_url:
-                LOG.warning("no Redis answers at %s yet: %s", self.redis_url, why)
-            return not why
+        def is_settled() -> bool:
+            nonlocal last
+            before, last = last, self.redis_access.silence(self.redis_url)
+            if last and not (last.is_final or before) and self.config.redis_url:
+                LOG.warning("no Redis answers at %s yet: %s", self.redis_url, last.why)
+            return last is None or last.is_final
 
-        with self._redis() as client:
-            if not self._wait(deadline, answers, only):
-                raise FleetError(f"no Redis answers at {self.redis_url}: {why}")
+        self._wait(deadline, is_settled)
+        if last is not None:
+            raise FleetError(f"no Redis answers at {self.redis_url}: {last.why}")
 
     def _surroundings(self, port: socket.socket) -> Surroundings:
         return Surroundings(
@@ -389,12 +399,3 @@ class Fleet:
 
 def _role_of(name: str) -> str:
     return name.split("-")[0]
-
-
-def _why_silent(client: redis.Redis) -> str:
-    """Why Redis does not answer us; empty where it does."""
-    try:
-        client.ping()
-    except redis.RedisError as error:
-        return str(error) or type(error).__name__
-    return ""

@@ -16,7 +16,7 @@ from typing import Final
 
 from effuse.cli.addresses import NAME, PAGE, PREFIX, READY, read_facts
 from effuse.cli.commands import value_of
-from effuse.placement.store import RIGHTS, RedisAccess
+from effuse.placement.access import RIGHTS, RedisAccess
 from effuse.protos.gate import FleetSecret
 from effuse.protos.rpc import write_ready_file
 from effuse.worker.engine_home import is_ours, is_running
@@ -84,6 +84,13 @@ class Home:
             return 0, 0
         told = json.loads(ready.read_text())
         return int(told["prefill"]), int(told["decode"])
+
+    def knows(self, router: str, worker_id: str) -> bool:
+        """Whether a router lets a worker take part, by its word."""
+        try:
+            return worker_id in self.told(router)["workers"].split(",")
+        except FileNotFoundError:  # it is being replaced
+            return False
 
     def remove(self) -> None:
         """The fleet has ended."""

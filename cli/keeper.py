@@ -65,6 +65,11 @@ class Rolling:
         """Has all be replaced, once more if they are being replaced. Safe in a signal's handler."""
         self._is_asked = True
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is being replaced, nor asked to be."""
+        return self._steps is None and not self._is_asked
+
     def advance(self) -> None:
         """Does what can be done without waiting."""
         if self._steps is None and self._is_asked:
@@ -95,7 +100,8 @@ def watch_over(fleet: Fleet, rolling: Rolling, *, shows_logs: bool = False) -> N
             pause_s = restarts.ended(process.name, now)
             if pause_s is not None:
                 process.clear()  # now: after the pause its id may be another's process
-                _report(process, pause_s, "" if shows_logs else process.tail())
+                is_shown = shows_logs and process.name != "redis"
+                _report(process, pause_s, "" if is_shown else process.tail())
         for name in restarts.due(now):
             try:
                 fleet.begin_restart(name)

@@ -8,6 +8,7 @@ that run.
 import argparse
 import fcntl
 import os
+import re
 import shutil
 import sys
 import time
@@ -27,6 +28,9 @@ KEPT: Final = 10
 
 _LOCK = "in-use"  # a file in a directory, locked for as long as its fleet runs
 _POLL_S = 0.2
+_STEPS: Final = re.compile(
+    r"\S+ \S+ INFO +\w+ effuse\.(worker\.front|worker\.supervisor|placement|router\.process)\b"
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,6 +134,12 @@ def _is_in_use(where: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def is_shown(process: str, line: str) -> bool:
+    """Whether a line of a process's log is for people who watch: none of Redis's own, and none
+    about the steps of a start that goes well. The files have them all."""
+    return process != "redis" and not _STEPS.match(line)
 
 
 def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:

@@ -175,12 +175,20 @@ class LogFollower:
     led by its process's name or, `as_json`, an object that says it."""
 
     def __init__(
-        self, directory: Path, out: TextIO, process: str = "*", *, as_json: bool = False
+        self,
+        directory: Path,
+        out: TextIO,
+        process: str = "*",
+        *,
+        as_json: bool = False,
+        shows: Callable[[str, str], bool] = lambda _name, _line: True,
     ) -> None:
+        """shows: whether a line of a process is copied, by the process's name and the line."""
         self._directory = directory
         self._out = out
         self._logs = f"{process}.log"
         self._lead = _as_object if as_json else with_name
+        self._shows = shows
         # What an earlier fleet has left there is not shown again.
         self._read = {log: log.stat().st_size for log in directory.glob(self._logs)}
         self._over = threading.Event()
@@ -205,7 +213,8 @@ class LogFollower:
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._read[log] = begin + len(whole) + len(newline)
             if newline:
-                for line in whole.decode(errors="replace").split("\n"):
+                lines = whole.decode(errors="replace").split("\n")
+                for line in (one for one in lines if self._shows(log.stem, one)):
                     # With its end in one piece: others write here, too.
                     self._out.write(f"{self._lead(log.stem, line)}\n")
         self._out.flush()

@@ -24,7 +24,7 @@ from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import fleet_gpus, gpu_list
 from effuse.cli.greeting import asks_who_calls, greeting, scraped, taken
 from effuse.cli.keeper import LOG, Rolling, watch_over
-from effuse.cli.logs import keep_logs
+from effuse.cli.logs import is_shown, keep_logs
 from effuse.cli.ports import check_ports
 from effuse.cli.process import LogFollower, end_as_by_ctrl_c
 from effuse.config.decoding import Algorithm
@@ -32,6 +32,8 @@ from effuse.config.file import add_config_flag, with_file
 from effuse.config.flags import add_flags, add_switch
 from effuse.models.defaults import refuse_unserved
 from effuse.models.preflight import check_checkpoint
+from effuse.protos.channels import FleetAccess
+from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.config import RouterConfig
 from effuse.router.config import parse as parse_router
 from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
@@ -100,7 +102,9 @@ def main(argv: Sequence[str]) -> int:
         else:
             logs.log_by(logging.Formatter("effuse up: %(message)s"))
         if not view.quiet:
-            follower = LogFollower(fleet.log_dir, sys.stderr, as_json=form == "json")
+            follower = LogFollower(
+                fleet.log_dir, sys.stderr, as_json=form == "json", shows=is_shown
+            )
             stack.enter_context(follower)
         return run(fleet, view)
 
@@ -121,7 +125,19 @@ def refuse_early(config: FleetConfig, view: UpView) -> None:
     )
     refuse_unserved(directory, blocks, cast("Algorithm | None", algorithm))  # flags were checked
     read_backend(directory)
+    check_certificates(config)
     check_ports(_places(config, view))
+
+
+def check_certificates(config: FleetConfig) -> None:
+    """Raises OSError that names the file of TLS, or of the fleet's secret, that cannot be used."""
+    given = parse_router(config.router_flags)
+    if given.tls_cert is not None:
+        ServerTls(TlsFiles(cert=given.tls_cert, key=given.tls_key, ca=given.tls_client_ca))
+    fleet = (given.fleet_cert, given.fleet_key, given.fleet_ca, given.fleet_secret)
+    FleetAccess.read(*fleet).server_tls()
+    if given.redis_ca is not None:
+        TlsFiles(ca=given.redis_ca).check()
 
 
 def _places(config: FleetConfig, view: UpView) -> Iterator[tuple[str, int]]:
@@ -336,7 +352,7 @@ def run(fleet: Fleet, view: UpView) -> int:
     try:
         fleet.start()
         with _page(fleet, view) as looked_at:
-            _say([greeting(fleet), *looked_at, *scraped(fleet), *taken(fleet)])
+            _say([*taken(fleet), greeting(fleet), *looked_at, *scraped(fleet)])
             watch_over(fleet, rolling, shows_logs=not view.quiet)
     except FleetError as error:
         LOG.error("%s", error if view.quiet else error.why)

@@ -117,6 +117,17 @@ def model_name(name: str, value: str | None) -> None:
         raise ValueError(f"{flag_of(name)}: expected {MODEL_NAME_FORM}, got {value!r}")
 
 
+def name_of_model(directory: Path) -> str:
+    """The name of the model in a directory: ORG/NAME of a snapshot in the Hugging Face cache,
+    `models--ORG--NAME/snapshots/HASH`, else the directory's own. Links are followed."""
+    resolved = directory.resolve()
+    for path in (directory.absolute(), resolved):
+        if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+            cached = path.parents[1].name.removeprefix("models--")
+            return as_model_name(cached.replace("--", "/", 1))
+    return as_model_name(resolved.name)
+
+
 def as_model_name(text: str) -> str:
     """A model's name after a directory of this one, whose own may hold what no client may say."""
     plain = re.sub(r"[^A-Za-z0-9._:+@-]+", "-", text)

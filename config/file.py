@@ -53,8 +53,9 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def read_words(path: Path, flags: Mapping[str, argparse.Action]) -> list[str]:
     """The file as words of a command line. Raises ConfigFileError."""
     try:
-        with path.open("rb") as file:
-            entries = tomllib.load(file)
+        entries = tomllib.loads(
+            path.read_bytes().decode("utf-8-sig")
+        )  # some editors begin with a mark
     except OSError as error:
         raise ConfigFileError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

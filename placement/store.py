@@ -2,28 +2,25 @@
 leases, and one of the placements, whose failures never keep a lease from being renewed.
 
 Raises `StoreUnavailable` where there is no answer in time. Never retries: its callers are loops
-that come again. What the answers mean for a lease or a view is decided elsewhere. User, password
-and whom to trust stand in no address, which command lines and logs show; a file is read anew for
-each connection, so that a password changes without a restart.
+that come again. What the answers mean for a lease or a view is decided elsewhere. How Redis is
+reached is `access.py`'s.
 """
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
-from typing import Any, Final, Literal, Self, cast
+from typing import Literal, Self, cast
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.credentials import CredentialProvider
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 
+from effuse.placement.access import RedisAccess, told
 from effuse.placement.keys import Keys
 from effuse.placement.records import PlacementRecord, RouterRecord, WorkerRecord, encode
 
@@ -38,48 +35,6 @@ MOST_ANSWER_BYTES = 64 << 20
 _MOST_LOOKUPS = 4  # at once; clients cause them, and must never take the last connection
 MOST_CONNECTIONS = _MOST_LOOKUPS + 4
 """Of one process to Redis: lookups, the view of the fleet, placements, refusals, other routers."""
-CREDENTIALS_VARIABLE: Final = "EFFUSE_REDIS_CREDENTIALS"
-RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
-"""What a fleet's user may do, as Redis lists its users: all that is asked below, and no more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisAccess:
-    """How one process reaches Redis. `credentials`: a file with `user:password`, or a password
-    alone, which is the default user's; where absent the environment's EFFUSE_REDIS_CREDENTIALS says
-    the same. `ca`: PEM certificates that sign that of a `rediss://` server; the system's where
-    absent."""
-
-    credentials: Path | None = None
-    ca: Path | None = None
-
-    def arguments(self, url: str) -> dict[str, Any]:
-        """For `from_url` of redis's clients, of both kinds."""
-        found: dict[str, Any] = {}
-        if self.credentials is not None or os.environ.get(CREDENTIALS_VARIABLE):
-            found["credential_provider"] = _Credentials(self.credentials)
-        if self.ca is not None and url.startswith("rediss://"):
-            found["ssl_ca_certs"] = str(self.ca)
-        return found
-
-
-class _Credentials(CredentialProvider):
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Raises OSError, which counts as no answer of Redis's."""
-        path, named = self._path, os.environb.get(CREDENTIALS_VARIABLE.encode(), b"")
-        try:
-            given = (named if path is None else path.read_bytes()).decode()
-        except UnicodeDecodeError:  # whose text has a byte of the password
-            raise OSError("Redis's credentials: expected UTF-8") from None
-        user, colon, password = given.strip().partition(":")
-        return (user, password) if colon else (user,)
-
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same: a file this small is read at once. redis-py's own warns at each connection."""
-        return self.get_credentials()
 
 
 class StoreUnavailable(Exception):
@@ -145,6 +100,7 @@ class Store:
         self.circuit = Circuit(now)  # of leases and the view of them
         self.placement_circuit = Circuit(now)
         self._most_ended = most_ended
+        self._access = access or RedisAccess()
         self._timeout_s = timeout_s
         self._redis = redis.asyncio.Redis.from_url(
             url,
@@ -152,7 +108,7 @@ class Store:
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
             max_connections=MOST_CONNECTIONS,
-            **(access or RedisAccess()).arguments(url),
+            **self._access.arguments(url),
         )
         self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
         self._announce = self._load_script("announce")
@@ -379,7 +335,7 @@ class Store:
                 circuit.failed()
             if isinstance(error, ReadOnlyError):
                 await self._let_go()
-            raise StoreUnavailable(f"Redis: {type(error).__name__}: {error}") from error
+            raise StoreUnavailable(f"Redis: {told(error, self._access)}") from error
         finally:
             if task and task.cancelling() > cancelled:
                 # redis-py writes by asyncio.wait_for, in which Python 3.11 may lose it.

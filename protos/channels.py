@@ -101,6 +101,9 @@ class FleetAccess:
     ) -> FleetAccess:
         """What these files hold. Raises OSError where they cannot be used."""
         tls = None if cert is None else TlsFiles(cert=cert, key=key, ca=ca)
+        if tls is not None:
+            tls.check()
+            tls.check_signature()
         return cls(tls, None if secret is None else FleetSecret.read(secret))
 
     def server_tls(self) -> ServerTls | None:

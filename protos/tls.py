@@ -18,6 +18,10 @@ import grpc
 
 LOG: Final = logging.getLogger(__name__)
 
+_CERTIFICATE: Final = b"CERTIFICATE"
+_KEY: Final = b"PRIVATE KEY"
+_NOT_NOW: Final = (9, 10)  # OpenSSL's codes of a certificate before and after its time
+
 T = TypeVar("T")
 Stamp = tuple[tuple[int, int, int], ...]
 """Device, inode and time of change of each file."""
@@ -46,16 +50,88 @@ class TlsFiles:
         return tuple((one.st_dev, one.st_ino, one.st_mtime_ns) for one in states)
 
     def check(self) -> None:
-        """Raises OSError for files that are no certificates, or a key of another one."""
+        """Raises OSError that names the file at fault: one of another kind, a key of another
+        certificate, a certificate that is not valid now."""
+        if self.cert is not None and self.key is not None:
+            _expect(self.cert, _CERTIFICATE)
+            _expect(self.key, _KEY)
+            _check_pair(self.cert, self.key)
+        if self.ca is not None:
+            _expect(self.ca, _CERTIFICATE)
+            _trusting(self.ca)
+
+    def check_authority(self) -> None:
+        """Raises OSError where `ca` has no certificate of an authority."""
+        if self.ca is not None and not _trusting(self.ca).get_ca_certs():
+            raise OSError(f"{self.ca}: expected certificates of an authority, found others")
+
+    def check_signature(self) -> None:
+        """Raises OSError where `ca` did not sign `cert`, as it does in a fleet."""
+        if self.cert is None or self.key is None or self.ca is None:
+            return
         try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            if self.cert is not None:
-                context.load_cert_chain(self.cert, self.key, _no_password)
-            if self.ca is not None:
-                context.load_verify_locations(self.ca)
-        except OSError as error:  # ssl.SSLError is one
-            named = ", ".join(str(one) for one in (self.cert, self.key, self.ca) if one)
-            raise OSError(f"certificates ({named}) cannot be used: {error}") from error
+            _shake_hands(_showing(self.cert, self.key), _trusting(self.ca))
+        except ssl.SSLCertVerificationError as error:
+            why = error.verify_message
+            raise OSError(f"{self.cert} is not signed by {self.ca}: {why}") from error
+
+
+def _expect(path: Path, kind: bytes) -> None:
+    """Raises OSError where a file has no PEM block of this kind."""
+    found = path.read_bytes()
+    if kind in found:
+        return
+    others = [one.decode().lower() for one in (_CERTIFICATE, _KEY) if one in found]
+    has = f"a {others[0]}" if others else "none"
+    raise OSError(f"{path}: expected a PEM {kind.decode().lower()}, found {has}")
+
+
+def _check_pair(cert: Path, key: Path) -> None:
+    try:
+        _shake_hands(_showing(cert, key), _trusting(cert))
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _NOT_NOW:  # others are judged by whoever is shown it
+            raise OSError(f"{cert}: {error.verify_message}") from error
+
+
+def _showing(cert: Path, key: Path) -> ssl.SSLContext:
+    """A server's side. Raises OSError that names the file at fault."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, _no_password)
+    except ssl.SSLError as error:
+        if "MISMATCH" in str(error):
+            raise OSError(f"{key} is not the key of the certificate in {cert}") from error
+        raise OSError(f"{cert} or {key} cannot be used: {error}") from error
+    except OSError as error:
+        raise OSError(f"{key}: {error}") from error
+    return context
+
+
+def _trusting(ca: Path) -> ssl.SSLContext:
+    """A client's side, which trusts each certificate of a file. Raises OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC, on every Python
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise OSError(f"{ca} cannot be used: {error}") from error
+    return context
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """A handshake in memory. Raises SSLCertVerificationError where the client does not trust."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
+    for end in ends * 3:
+        try:
+            end.do_handshake()
+        except ssl.SSLCertVerificationError:
+            raise
+        except ssl.SSLError:  # it waits for the other end, or OpenSSL cannot do what gRPC can
+            continue
 
 
 def _no_password() -> str:
@@ -99,6 +175,7 @@ class ServerTls:
         """Raises OSError where they cannot be used."""
         self._files = files
         self._renewal = Renewal(files)
+        files.check_authority()
         self._first = self._configuration()
 
     def credentials(self) -> grpc.ServerCredentials:

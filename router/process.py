@@ -23,7 +23,8 @@ from effuse.compat import (
     vllm_engine_pb2_grpc,
 )
 from effuse.config.access import host_and_port
-from effuse.placement.store import RedisAccess, Store
+from effuse.placement.access import RedisAccess
+from effuse.placement.store import Store
 from effuse.protos import rpc
 from effuse.protos.rpc import RpcServer
 from effuse.protos.tls import ServerTls, TlsFiles
@@ -194,9 +195,11 @@ def _tls(config: RouterConfig) -> ServerTls | None:
     return None if files is None else ServerTls(files)
 
 
-def _ready_facts(router: Router, prefill: int = 0, decode: int = 0) -> dict[str, str]:
-    """What the ready file says beside the address."""
-    facts = {"prefill": str(prefill), "decode": str(decode)}
+def _ready_facts(router: Router) -> dict[str, str]:
+    """What the ready file says beside the address: metrics, and which workers take part."""
+    prefill, decode = live_workers(router.fleet.candidates())
+    facts = {"prefill": str(len(prefill)), "decode": str(len(decode))}
+    facts["workers"] = ",".join(one.worker_id for one in (*prefill, *decode))
     if router.metrics_port:
         facts["metrics"] = host_and_port(router.config.metrics_host, router.metrics_port)
     if router.http_port:
@@ -244,13 +247,12 @@ async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> N
     LOG.info("port %s has another router's metrics; ours follow", router.config.metrics_port)
     while not _serve_metrics(router, stack):  # noqa: ASYNC110  # no port tells that it is free
         await asyncio.sleep(METRICS_S)
-    _update_ready_file(router)
 
 
 async def _follow_fleet(router: Router, server: RpcServer) -> None:
     """Keeps queue, waiting requests, health and channels in step with the fleet, until
     cancelled."""
-    told = (0, 0)
+    told = dict[str, str]()
     while True:
         router.count_seats()
         router.fleet.look()
@@ -261,24 +263,15 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         await asyncio.sleep(FOLLOW_S)
 
 
-def _tell_workers(router: Router, told: tuple[int, int]) -> tuple[int, int]:
-    """Tells who waits for the ready file how many prefill and decode workers live, if that is not
-    what it was told; returns the numbers."""
-    prefill, decode = (len(role) for role in live_workers(router.fleet.candidates()))
-    if (prefill, decode) != told:
-        _update_ready_file(router)
-    return prefill, decode
-
-
-def _update_ready_file(router: Router) -> None:
-    prefill, decode = (len(role) for role in live_workers(router.fleet.candidates()))
-    path = router.config.ready_file
-    if path is None:
-        return
-    try:
-        rpc.update_ready_file(path, _address(router), **_ready_facts(router, prefill, decode))
-    except (OSError, ValueError) as error:  # a full disk, or a file that is no JSON any more
-        LOG.warning("%s is not written: %s", path, error)
+def _tell_workers(router: Router, told: dict[str, str]) -> dict[str, str]:
+    """Writes the ready file anew if it says something else than `told`; returns what it says."""
+    facts, path = _ready_facts(router), router.config.ready_file
+    if path is not None and facts != told:
+        try:
+            rpc.update_ready_file(path, _address(router), **facts)
+        except (OSError, ValueError) as error:  # a full disk, or a file that is no JSON any more
+            LOG.warning("%s is not written: %s", path, error)
+    return facts
 
 
 def _address(router: Router) -> str:

@@ -46,6 +46,15 @@ class Authority:
         partial.replace(cert)
         return TlsFiles(cert=cert, key=key, ca=self.cert)
 
+    def expired(self, name: str) -> TlsFiles:
+        """A pair whose certificate was valid until yesterday."""
+        files = self.sign(name)
+        signing = ("-CA", self.cert, "-CAkey", self._key, "-set_serial", "7", "-days", "-1")
+        request = self.home / f"{name}.request"
+        _openssl("req", "-new", "-key", files.key, "-subj", f"/CN={name}", "-out", request)
+        _openssl("x509", "-req", "-in", request, *signing, "-out", files.cert)
+        return files
+
 
 def _openssl(*words: object) -> None:
     subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True, timeout=30)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import effuse.models
-from effuse.config.checks import as_model_name
+from effuse.config.checks import name_of_model
 from effuse.config.decoding import Algorithm, Sampling
 from effuse.kernels.attention import block_attention
 from effuse.kernels.marks import LayerMarks, QueuedLayers, place_on_cuda
@@ -315,7 +315,7 @@ def _model_info(
     default_algorithm: Algorithm | None,
 ) -> ModelInfo:
     return ModelInfo(
-        name=config.served_model_name or as_model_name(directory.resolve().name),
+        name=config.served_model_name or name_of_model(directory),
         architecture=model.config.architecture,
         block_size=model.config.block_size,
         max_model_len=max_model_len,

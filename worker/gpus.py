@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -66,11 +67,34 @@ def visible(count: int, variable: str | None) -> tuple[str, ...]:
     return tuple(kept)
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A GPU's memory."""
+
+    total_mib: int
+    free_mib: int
+
+
+def memory_of(gpu: str) -> Memory | None:
+    """A GPU's memory as its driver reports it; None if it does not, as of a MIG part."""
+    query = "--query-gpu=memory.total,memory.free"
+    words = _ask_driver(query, "--format=csv,noheader,nounits", "-i", gpu).split(",")
+    try:
+        total, free = (int(word) for word in words)
+    except ValueError:
+        return None
+    return Memory(total, free)
+
+
 def _driver_listing() -> str:
+    return _ask_driver("-L")
+
+
+def _ask_driver(*words: str) -> str:
     """The output of the driver's own command; empty if there is none or it does not answer."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LISTING_S, check=False
+            ["nvidia-smi", *words], capture_output=True, text=True, timeout=_LISTING_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

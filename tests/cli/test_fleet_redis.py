@@ -58,8 +58,6 @@ def one_that_allows_nothing() -> Iterator[int]:
     [
         (nobody, "Connection refused"),
         (a_web_server, "Protocol Error"),
-        (one_with_a_password, "invalid username-password pair"),
-        (one_that_allows_nothing, "no permissions to run the 'ping' command"),
     ],
 )
 def test_a_redis_that_does_not_answer_is_told_at_once_and_why(
@@ -81,6 +79,38 @@ def test_a_redis_that_does_not_answer_is_told_at_once_and_why(
     (told,) = caplog.messages
     assert f"no Redis answers at {url} yet: " in told and why in told
     assert WORD not in f"{failed.value}{told}"
+
+
+@pytest.mark.parametrize(
+    ("there", "credentials", "why"),
+    [
+        (one_with_a_password, None, "it needs a password: --redis-credentials names a file"),
+        (one_with_a_password, WORD, "it refuses the user or the password of --redis-credentials"),
+        (one_with_a_password, "its-pass:word", "a colon needs default: before it"),
+        (one_that_allows_nothing, WORD, "no permissions to run the 'ping' command"),
+    ],
+)
+def test_a_redis_that_refuses_is_not_waited_for(
+    there: Callable[[], AbstractContextManager[int]],
+    credentials: str | None,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line, at once: asking again is no help."""
+    monkeypatch.setattr("effuse.cli.fleet._REDIS_S", 3600.0)
+    flags: tuple[str, ...] = ()
+    if credentials is not None:
+        (tmp_path / "credentials").write_text(credentials)
+        flags = ("--redis-credentials", str(tmp_path / "credentials"))
+    with there() as port:
+        fleet = Fleet(FleetConfig(redis_url=f"redis://127.0.0.1:{port}/0", router_flags=flags))
+        with pytest.raises(FleetError) as failed:
+            fleet.start()
+    assert why in str(failed.value) and "\n" not in str(failed.value)
+    assert not caplog.messages
+    assert credentials is None or credentials not in str(failed.value)
 
 
 def test_credentials_for_a_redis_of_its_own_are_refused() -> None:

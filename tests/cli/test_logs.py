@@ -7,6 +7,9 @@ import io
 import threading
 from pathlib import Path
 
+import pytest
+
+from effuse.cli.logs import is_shown
 from effuse.cli.process import LogFollower
 
 
@@ -80,3 +83,27 @@ def test_a_line_is_written_in_one_piece(tmp_path: Path) -> None:
     with LogFollower(tmp_path, Pieces()):
         (tmp_path / "router.log").write_text("one\ntwo\n")
     assert written == ["router     | one\n", "router     | two\n"]
+
+
+@pytest.mark.parametrize(
+    ("process", "line", "shown"),
+    [
+        ("redis", "1:M 26 Nov 2026 * Ready to accept connections", False),
+        (
+            "router",
+            "2026-11-26 12:34:37,725 INFO    router effuse.router.process: listening",
+            False,
+        ),
+        ("decode-0", "2026-11-26 12:34:49,502 INFO    decode effuse.placement.announcer: x", False),
+        ("decode-0", "2026-11-26 12:34:49,459 ERROR   decode effuse.worker.supervisor: x", True),
+        ("router", "2026-11-26 12:34:49,459 INFO    router effuse.router.request: x", True),
+        ("router", "Traceback (most recent call last):", True),
+    ],
+)
+def test_people_who_watch_see_no_steps_of_a_good_start(
+    process: str, line: str, shown: bool, tmp_path: Path
+) -> None:
+    out = io.StringIO()
+    with LogFollower(tmp_path, out, shows=is_shown):
+        (tmp_path / f"{process}.log").write_text(f"{line}\n")
+    assert bool(out.getvalue()) is shown

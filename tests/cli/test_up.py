@@ -20,9 +20,8 @@ from checkpoints import write_tiny_checkpoint
 
 from effuse.cli.commands import (
     Surroundings,
-    longest_router_end_s,
+    longest_end_s,
     longest_start_s,
-    longest_worker_end_s,
     member_commands,
 )
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
@@ -99,11 +98,11 @@ def test_a_fleet_has_as_long_as_its_processes() -> None:
     """To start and to end, as they are told on their own command lines."""
     config, _ = parse(["--startup-timeout-s", "900", "--drain-s=75"])
     assert longest_start_s(config) > 900
-    assert longest_router_end_s(config) > 75
-    assert longest_worker_end_s(config) > 75
+    assert longest_end_s(config, "router") > 75
+    assert longest_end_s(config, "decode") > 75
     assert longest_start_s(FleetConfig()) > WorkerConfig().startup_timeout_s
-    assert longest_router_end_s(FleetConfig()) > RouterConfig().drain_s
-    assert longest_worker_end_s(FleetConfig(decode_flags=("--drain-s", "90"))) > 90
+    assert longest_end_s(FleetConfig(), "router") > RouterConfig().drain_s
+    assert longest_end_s(FleetConfig(decode_flags=("--drain-s", "90")), "decode") > 90
 
 
 def test_flags_that_all_have_go_to_all() -> None:

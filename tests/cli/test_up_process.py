@@ -19,6 +19,7 @@ from queue import Queue
 import grpc
 import psutil
 import pytest
+from certificates import Authority
 from checkpoints import write_tiny_checkpoint
 from eventually import eventually
 
@@ -93,8 +94,11 @@ def up(model: Path) -> Iterator[Up]:
 def test_what_is_replaced_and_what_dies_is_started_again(
     up: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
     up.wait_for("^took algorithm block_diffusion, .* from SDAR's generate.py$")
+    ready = up.wait_for(r"effuse is ready on 127\.0\.0\.1:(\d+)")
+    up.wait_for("look at it on")
+    up.wait_for("metrics are on")
+    assert len(up.said) <= 12, "addresses are still on the screen"
     assert int(ready[1]) > 0
     processes = up.processes()
     (router,) = [one for one in processes if "effuse.router" in one.cmdline()]
@@ -171,6 +175,15 @@ def test_every_gpu_of_the_machine_is_used(
     logged = [line for line in up.said if not re.match(GREETING, line)]
     told = {json.loads(line).get("process") for line in logged}
     assert told >= {"up", "router", "decode"}  # an engine may have nothing to say
+
+
+def test_certificates_that_are_exchanged_are_refused_in_a_line(tmp_path: Path, model: Path) -> None:
+    """Before any process is started."""
+    files = Authority.make(tmp_path / "ca").sign("router")
+    up = Up(model, "--tls-cert", str(files.key), "--tls-key", str(files.cert))
+    assert up.child.wait(DEADLINE_S) == 2
+    (line,) = up.end_lines()
+    assert "router.key: expected a PEM certificate, found a private key" in line
 
 
 def test_what_is_not_served_is_refused_in_a_line(tmp_path: Path) -> None:

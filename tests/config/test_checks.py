@@ -109,3 +109,42 @@ def test_a_model_has_a_name_that_clients_can_say_whatever_its_directory_is_calle
 ) -> None:
     assert checks.as_model_name(directory) == name
     assert checks.is_model_name(name)
+
+
+HASH = "abcdef0123456789abcdef0123456789abcdef01"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (f"hub/models--JetLM--SDAR-1.7B-Chat/snapshots/{HASH}", "JetLM/SDAR-1.7B-Chat"),
+        (f"hub/models--gpt2/snapshots/{HASH}", "gpt2"),
+        (f"hub/models--a--b/snapshots/{HASH}/inner", "inner"),
+        (f"snapshots/{HASH}", HASH),
+        ("SDAR-1.7B-Chat", "SDAR-1.7B-Chat"),
+    ],
+)
+def test_a_snapshot_in_the_cache_has_the_name_of_its_model(
+    path: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the directory is reached."""
+    directory = tmp_path / path
+    directory.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(directory)
+    monkeypatch.chdir(directory)
+    for given in (
+        directory,
+        Path(f"{directory}/"),
+        tmp_path / "link",
+        Path(),
+        Path("../") / directory.name,
+    ):
+        assert checks.name_of_model(given) == name
+
+
+def test_a_snapshot_that_is_a_link_has_the_name_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    snapshots = tmp_path / "models--JetLM--SDAR/snapshots"
+    snapshots.mkdir(parents=True)
+    (snapshots / HASH).symlink_to(tmp_path / "weights")
+    assert checks.name_of_model(snapshots / HASH) == "JetLM/SDAR"

@@ -38,6 +38,11 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     )
 
 
+def test_a_mark_at_the_beginning_is_no_part_of_the_file(tmp_path: Path) -> None:
+    """Some editors write a byte-order mark, and line ends of their own."""
+    assert _parse(tmp_path, "\ufeffmax-count = 3\r\nwhere = '/x'\r\n").max_count == 3
+
+
 def test_the_line_wins_wherever_it_names_the_file(tmp_path: Path) -> None:
     text = "max-count = 7\nis-loud = true\nshare = 0.25"
     found = _parse(tmp_path, text, "--max-count=9", "--no-is-loud")

@@ -16,6 +16,7 @@ from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import Job, draw_jobs
 
 from effuse.cli.fleet import Fleet
+from effuse.cli.keeper import Rolling
 from effuse.client.options import Options
 from effuse.v1 import generation_pb2, generation_pb2_grpc
 
@@ -100,3 +101,37 @@ def test_a_rolling_update_costs_no_stream_and_changes_no_token() -> None:
             load.wait_for_answers(2 * CONCURRENT)
     assert not load.failures, load.failures
     assert not [job for job, token_ids in load.answers if token_ids != undisturbed[job]]
+
+
+def test_one_worker_of_each_kind_is_replaced_twice_and_no_request_is_lost() -> None:
+    """Each successor is there before its predecessor ends."""
+    jobs = draw_jobs(8, 24, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=4)
+    with tiny_fleet("sdar", connector="zmq") as fleet:
+        with connect(fleet.address) as client:
+            undisturbed = {job: list(client.generate(job.message()).token_ids) for job in jobs}
+        load, rolling = Load(fleet.address, jobs), Rolling(fleet)
+        with load.sending():
+            for _ in range(2):
+                load.wait_for_answers(2 * CONCURRENT)
+                replace_all(fleet, rolling)
+            load.wait_for_answers(2 * CONCURRENT)
+    assert not load.failures, load.failures
+    assert not [job for job, token_ids in load.answers if token_ids != undisturbed[job]]
+
+
+def replace_all(fleet: Fleet, rolling: Rolling) -> None:
+    """As SIGUSR1 does; sees that every process is another one, and that none was missing."""
+    before = {name: one.pid for name, one in fleet.processes.items() if name != "redis"}
+    rolling.ask()
+
+    def is_over() -> bool:
+        rolling.advance()
+        alive = {
+            one.name for one in (*fleet.processes.values(), *fleet._ended) if one.returncode is None
+        }
+        assert alive >= before.keys()
+        return rolling.is_over
+
+    wait_until(is_over, "not all were replaced")
+    assert not [pid for pid in before.values() if psutil.pid_exists(pid)]
+    assert not {one.pid for one in fleet.processes.values()} & set(before.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from k8s.composed import K8S, deployments
 
-from effuse.placement.store import RIGHTS
+from effuse.placement.access import RIGHTS
 
 
 def test_redis_and_the_fleet_find_the_files_that_the_readme_makes() -> None:

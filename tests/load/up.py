@@ -24,8 +24,9 @@ import psutil
 from e2e.client import load_of
 from e2e.processes import tree
 
+from effuse.placement.access import RedisAccess
 from effuse.placement.records import decode_worker
-from effuse.placement.store import RedisAccess, Store
+from effuse.placement.store import Store
 from effuse.protos.gate import FleetSecret
 
 MORE_DESCRIPTORS = 16  # connections that come and go

@@ -199,7 +199,7 @@ def test_without_a_server_it_says_so_once_keeps_trying_and_finds_it(
                 task.cancel()
                 await asyncio.wait({task}, timeout=20)
                 (told,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
-                assert "decode-0 is not announced: Redis: ConnectionError" in told.getMessage()
+                assert "decode-0 is not announced: Redis: Error 111 connecting" in told.getMessage()
                 task = asyncio.ensure_future(Worker(store).announcer.run())
                 with redis_server.running(port):
                     await eventually(lambda: not store.circuit.failures)

@@ -14,14 +14,8 @@ import redis
 from certificates import Authority
 from redis_server import PLACED, RECORD, ROUTER, running
 
-from effuse.placement.store import (
-    CREDENTIALS_VARIABLE,
-    RIGHTS,
-    Claim,
-    RedisAccess,
-    Store,
-    StoreUnavailable,
-)
+from effuse.placement.access import CREDENTIALS_VARIABLE, RIGHTS, RedisAccess
+from effuse.placement.store import Claim, Store, StoreUnavailable
 from effuse.protos.tls import TlsFiles
 
 
@@ -47,8 +41,10 @@ def test_a_file_or_the_environment_names_the_user(
     path = tmp_path / "credentials"
     path.write_text("fleet:pass:word\n")
     assert asyncio.run(workers(url, RedisAccess(credentials=path))) == []
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailable, match="it needs a password: --redis-credentials names"):
         asyncio.run(workers(url, RedisAccess()))
+    path.write_bytes(b"\xef\xbb\xbffleet:pass:word\r\n")  # as editors of other systems write it
+    assert asyncio.run(workers(url, RedisAccess(credentials=path))) == []
     monkeypatch.setenv(CREDENTIALS_VARIABLE, "fleet:pass:word")
     assert asyncio.run(workers(url, RedisAccess())) == []
     assert not caplog.records, "redis-py warns of nothing"

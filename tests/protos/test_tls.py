@@ -224,11 +224,40 @@ def test_files_that_vanish_right_behind_their_check_are_read_once_they_are_back(
     assert server._changed() is not None
 
 
-def test_files_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
-    ours = Authority.make(tmp_path / "ca")
+@pytest.mark.parametrize("kind", [ServerTls, ChannelTls])
+def test_files_that_cannot_be_used_are_refused_at_the_start(
+    kind: type[ServerTls] | type[ChannelTls], ours: Authority, tmp_path: Path
+) -> None:
+    """In a line that names the file at fault."""
     one, two = ours.sign("one"), ours.sign("two")
-    for kind in (ServerTls, ChannelTls):
-        with pytest.raises(OSError, match=r"certificates \(.*one.pem.*\) cannot be used"):
-            kind(TlsFiles(cert=one.cert, key=two.key))
-        with pytest.raises(OSError, match="No such file"):
-            kind(TlsFiles(cert=tmp_path / "none", key=two.key))
+    expired = ours.expired("expired")
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    for files, told in (
+        (
+            TlsFiles(cert=one.key, key=one.cert),
+            r"one.key: expected a PEM certificate, found a priv",
+        ),
+        (
+            TlsFiles(cert=one.cert, key=one.cert),
+            r"one.pem: expected a PEM private key, found a cert",
+        ),
+        (TlsFiles(cert=one.cert, key=two.key), r"two.key is not the key of the .* in \S*one.pem"),
+        (TlsFiles(cert=ours.cert, key=one.key), r"one.key is not the key of the .* in \S*ca.pem"),
+        (TlsFiles(cert=one.cert, key=one.key, ca=one.key), r"one.key: expected a PEM certificate"),
+        (TlsFiles(cert=one.cert, key=one.key, ca=empty), r"empty.pem: .*certificate, found none"),
+        (TlsFiles(cert=expired.cert, key=expired.key), r"expired.pem: certificate has expired"),
+        (TlsFiles(cert=tmp_path / "none", key=two.key), r"No such file .*none"),
+    ):
+        with pytest.raises(OSError, match=told):
+            kind(files)
+
+
+def test_an_authority_in_the_wrong_place_is_refused_at_the_start(
+    ours: Authority, theirs: Authority
+) -> None:
+    one = ours.sign("one", FLEET_NAME)
+    with pytest.raises(OSError, match=r"one.pem: expected certificates of an authority"):
+        ServerTls(TlsFiles(cert=one.cert, key=one.key, ca=one.cert))
+    with pytest.raises(OSError, match=r"one.pem is not signed by \S*ca.pem: unable to get local"):
+        FleetAccess.read(one.cert, one.key, theirs.cert, None)

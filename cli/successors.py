@@ -1,0 +1,39 @@
+"""A worker that takes the place of another one while that still serves: its command, and whether
+its device has memory for both."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from effuse.cli.commands import value_of
+from effuse.cli.gpus import Assignment
+from effuse.worker.config import WorkerConfig
+from effuse.worker.gpus import Memory, gpus_here, memory_of
+
+_MORE_MIB = 2048  # beyond the share of a worker: CUDA's context, captured graphs
+
+
+def renamed(command: Sequence[str], worker_id: str, before: Path, after: Path) -> list[str]:
+    """The command of a worker with another id, and with a ready file at `after`, not `before`."""
+    words = [str(after) if word == str(before) else word for word in command]
+    if "--worker-id" in words:
+        words[words.index("--worker-id") + 1] = worker_id
+    return words
+
+
+def has_room_beside(
+    command: Sequence[str],
+    gpu: Assignment | None,
+    *,
+    gpus: Callable[[], Sequence[str]] = gpus_here,
+    memory: Callable[[str], Memory | None] = memory_of,
+) -> bool:
+    """Whether a worker's device has memory for a second one with this command.
+
+    On a CPU it has. A worker on a GPU takes its share of all memory, so that much has to be free
+    now, by the word of the driver; without that word there is no room.
+    """
+    if value_of(command, "--device") == "cpu" or not (gpu or gpus()):
+        return True
+    found = memory(gpu.gpu) if gpu is not None else None
+    share = value_of(command, "--gpu-memory-utilization") or WorkerConfig.gpu_memory_utilization
+    return found is not None and found.free_mib >= float(share) * found.total_mib + _MORE_MIB

@@ -1,0 +1,96 @@
+"""How a process reaches Redis: user, password, whom to trust; and why it does not, in one line.
+
+User, password and whom to trust stand in no address, because command lines and logs show addresses.
+A file is read anew for each connection, so that a password changes without a restart.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import redis
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+CREDENTIALS_VARIABLE: Final = "EFFUSE_REDIS_CREDENTIALS"
+RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
+"""What a fleet's user may do, as Redis lists its users: all that is asked below, and no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAccess:
+    """How one process reaches Redis. `credentials`: a file with `user:password`, or a password
+    alone, which is the default user's; where absent the environment's EFFUSE_REDIS_CREDENTIALS says
+    the same. `ca`: PEM certificates that sign that of a `rediss://` server; the system's where
+    absent."""
+
+    credentials: Path | None = None
+    ca: Path | None = None
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether a user or a password is given."""
+        return self.credentials is not None or bool(os.environ.get(CREDENTIALS_VARIABLE))
+
+    def arguments(self, url: str) -> dict[str, Any]:
+        """For `from_url` of redis's clients, of both kinds."""
+        found: dict[str, Any] = {}
+        if self.has_credentials:
+            found["credential_provider"] = _Credentials(self.credentials)
+        if self.ca is not None and url.startswith("rediss://"):
+            found["ssl_ca_certs"] = str(self.ca)
+        return found
+
+    def silence(self, url: str) -> Silence | None:
+        """Asks a Redis once, for a second at most; None where it answers."""
+        try:
+            with redis.Redis.from_url(url, socket_timeout=1.0, **self.arguments(url)) as client:
+                client.ping()
+        except (redis.RedisError, OSError) as error:
+            refused = isinstance(error, AuthenticationError | NoPermissionError)
+            return Silence(told(error, self), refused)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Why a Redis does not answer, and whether it never will, because it refuses the user or the
+    password."""
+
+    why: str
+    is_final: bool
+
+
+class _Credentials(CredentialProvider):
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Raises OSError, which counts as no answer of Redis's."""
+        path, named = self._path, os.environb.get(CREDENTIALS_VARIABLE.encode(), b"")
+        try:
+            given = (named if path is None else path.read_bytes()).decode("utf-8-sig")
+        except UnicodeDecodeError:  # whose text has a byte of the password
+            raise OSError("Redis's credentials: expected UTF-8") from None
+        user, colon, password = given.strip().partition(":")
+        return (user, password) if colon else (user,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same: a file this small is read at once. redis-py's own warns at each connection."""
+        return self.get_credentials()
+
+
+def told(error: Exception, access: RedisAccess) -> str:
+    """Why Redis does not answer, in one line that names the flag which helps."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, AuthenticationError):
+        return text
+    if not access.has_credentials:
+        return "it needs a password: --redis-credentials names a file with user:password"
+    return (
+        "it refuses the user or the password of --redis-credentials "
+        "(a password alone that contains a colon needs default: before it)"
+    )
