@@ -372,7 +372,8 @@ def stop(fleet: Fleet) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_told_again.set())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a shell passes it on that had it itself
-    _say(["effuse up: ends once what runs is answered, or at once if told again"])
+    if fleet.processes:
+        _say(["effuse up: ends once what runs is answered, or at once if told again"])
     fleet.stop(is_told_again.is_set)
 
 

@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import redis
+from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.retry import Retry
 
 CREDENTIALS_VARIABLE: Final = "EFFUSE_REDIS_CREDENTIALS"
 RIGHTS: Final = "-@all +@read +@write +@scripting +@connection +time"
-"""What a fleet's user may do, as Redis lists its users: all that is asked below, and no more."""
+"""The rights of a fleet's user, as Redis lists its users: those that the fleet needs, no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAccess:
     """How one process reaches Redis. `credentials`: a file with `user:password`, or a password
-    alone, which is the default user's; where absent the environment's EFFUSE_REDIS_CREDENTIALS says
-    the same. `ca`: PEM certificates that sign that of a `rediss://` server; the system's where
+    alone, which is the default user's; if absent the environment's EFFUSE_REDIS_CREDENTIALS holds
+    the same. `ca`: PEM certificates that sign that of a `rediss://` server; the system's if
     absent."""
 
     credentials: Path | None = None
@@ -45,9 +47,11 @@ class RedisAccess:
         return found
 
     def silence(self, url: str) -> Silence | None:
-        """Asks a Redis once, for a second at most; None where it answers."""
+        """Asks a Redis once, for a second at most; None if it answers."""
         try:
-            with redis.Redis.from_url(url, socket_timeout=1.0, **self.arguments(url)) as client:
+            # Its own retries would take seconds, and wait for a password to become right.
+            once = {"socket_timeout": 1.0, "retry": Retry(NoBackoff(), 0), **self.arguments(url)}
+            with redis.Redis.from_url(url, **once) as client:
                 client.ping()
         except (redis.RedisError, OSError) as error:
             refused = isinstance(error, AuthenticationError | NoPermissionError)
@@ -73,7 +77,7 @@ class _Credentials(CredentialProvider):
         path, named = self._path, os.environb.get(CREDENTIALS_VARIABLE.encode(), b"")
         try:
             given = (named if path is None else path.read_bytes()).decode("utf-8-sig")
-        except UnicodeDecodeError:  # whose text has a byte of the password
+        except UnicodeDecodeError:  # its text has a byte of the password
             raise OSError("Redis's credentials: expected UTF-8") from None
         user, colon, password = given.strip().partition(":")
         return (user, password) if colon else (user,)

@@ -1,7 +1,7 @@
-"""Standard output and error that never make this process wait, however long nobody reads them.
+"""Standard output and error that never make this process wait, also while they are not read.
 
-Whoever writes to a full pipe or to a paused terminal waits for its reader: requests stop, and so
-does the end of the process. `never_wait` opens the pipe or terminal once more, for this process
+A write to a full pipe or to a paused terminal waits for its reader: requests stop, and so does the
+end of the process. `never_wait` opens the pipe or terminal once more, for this process
 alone, so that the other processes that have it keep theirs as it was. A write without room fails at
 once: text of Python's then waits in a queue of 1 MiB, and beyond it whole lines are dropped and
 counted. C code writes to the same descriptors; the lines that it loses are not counted.
@@ -86,7 +86,7 @@ class Output:
                 data = data[os.write(self._number, data) :]
             except BlockingIOError:
                 return data
-            except OSError:  # nobody can read it any more, or a disk is full
+            except OSError:  # no reader is left, or a disk is full
                 return None
         return b""
 
@@ -193,7 +193,7 @@ class _Relay:
     def _pass_on(self, data: bytes) -> int:
         try:
             return os.write(self._target, data)
-        except BlockingIOError:  # whoever started this process had it so
+        except BlockingIOError:  # the parent process made it so
             select.select([], [self._target], [], _LOOK_S)
             return 0
 
@@ -206,7 +206,7 @@ _elsewhere = 0
 def never_wait(notice: Callable[[int], str]) -> None:
     """Has standard output and error of this process never wait, from now on and at its end.
 
-    `notice` makes the line, without its end, that says how many lines were dropped.
+    `notice` makes the line, without its end, about so many dropped lines.
     """
     if not _OUTPUTS:
         atexit.register(finish)
@@ -224,7 +224,7 @@ def never_wait(notice: Callable[[int], str]) -> None:
 
 
 def dropped_lines() -> int:
-    """Lines of this process's output that nobody will read, and those that `count` has added."""
+    """Lines of this process's output that were dropped, and those that `count` has added."""
     return sum(output.dropped for output in _OUTPUTS) + _elsewhere
 
 

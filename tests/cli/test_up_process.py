@@ -19,6 +19,8 @@ from queue import Queue
 import grpc
 import psutil
 import pytest
+import redis
+import redis_server
 from certificates import Authority
 from checkpoints import write_tiny_checkpoint
 from eventually import eventually
@@ -184,6 +186,15 @@ def test_certificates_that_are_exchanged_are_refused_in_a_line(tmp_path: Path, m
     assert up.child.wait(DEADLINE_S) == 2
     (line,) = up.end_lines()
     assert "router.key: expected a PEM certificate, found a private key" in line
+
+
+def test_a_redis_that_wants_a_password_is_one_line(model: Path) -> None:
+    with redis_server.running() as server, redis.Redis(port=server.port) as admin:
+        admin.config_set("requirepass", "p:w")
+        up = Up(model, "--redis-url", f"redis://127.0.0.1:{server.port}")
+        assert up.child.wait(DEADLINE_S) == 1
+    (line,) = up.end_lines()
+    assert "it needs a password: --redis-credentials names a file" in line
 
 
 def test_what_is_not_served_is_refused_in_a_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Output that nobody reads: nothing waits, lines are dropped and counted, and a reader that comes
+"""Output without a reader: nothing waits, lines are dropped and counted, and a reader that comes
 back gets whole lines in order."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def paused_terminal() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def socket_pair() -> Iterator[tuple[int, int]]:
-    """As systemd and Node.js give to what they start."""
+    """As systemd and Node.js give to their child processes."""
     here, there = socket.socketpair()
     yield here.fileno(), there.fileno()
     here.close()
@@ -85,7 +85,7 @@ def test_a_process_whose_output_nobody_reads_goes_on_and_ends(
 def test_with_a_reader_every_line_comes_in_order(
     sink: Callable[[], AbstractContextManager[tuple[int, int]]], tmp_path: Path
 ) -> None:
-    """Also with one that is slow, as long as what waits is less than what a process keeps."""
+    """Also with a slow one, as long as the queue of the process has room."""
     with sink() as (read, write):
         child = start(400, tmp_path / "told", write)
         time.sleep(1.0)
