@@ -8,15 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import msgspec
 import pytest
 import redis_server
+from eventually import eventually
 from loopbacks import LOOPBACKS
 from router.asking import ask
 from router.fake_model import byte_tokenizer
 from router.fakes import FakeFleet, FakeStore, run, until
+from unread import full_pipe
 
 from effuse.placement.store import Store
 from effuse.router import other_routers
@@ -65,6 +68,27 @@ def test_it_starts_without_redis_and_ends_on_sigterm(host: str, tmp_path: Path) 
             rest = process.stderr.read()
             assert process.wait(30) == 0, rest
             assert "Traceback" not in rest
+        finally:
+            process.kill()
+
+
+def test_a_router_whose_output_is_full_serves_and_ends(tmp_path: Path) -> None:
+    """With a reader that stands still from before its start, and counts what is dropped."""
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    ready = tmp_path / "ready"
+    flags = ["--port", "0", "--model", str(tmp_path), "--ready-file", str(ready)]
+    flags += ["--redis-url", "redis://127.0.0.1:1"]
+    with (
+        full_pipe() as full,
+        subprocess.Popen([*COMMAND, *flags], stdout=full, stderr=full) as process,
+    ):
+        try:
+            asyncio.run(eventually(ready.exists))
+            told = json.loads(ready.read_text())
+            with urllib.request.urlopen(f"http://{told['metrics']}/metrics", timeout=30) as page:
+                assert b"effuse_log_lines_dropped_total" in page.read()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
         finally:
             process.kill()
 

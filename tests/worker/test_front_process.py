@@ -15,6 +15,7 @@ from pathlib import Path
 import fronts
 import psutil
 import pytest
+from unread import full_pipe
 
 LAUNCH = """
 import sys, fronts
@@ -91,6 +92,26 @@ def test_a_checkpoint_that_is_not_served_is_refused_in_a_line_and_starts_no_engi
     (line,) = run.stderr.splitlines()  # the start of an engine would be another one
     assert "'rnd1' (RND1LM) is not served: layers with a mixture of experts would be" in line
     assert (run.returncode, run.stdout) == (1, "")
+
+
+def test_a_worker_whose_output_is_full_serves_and_ends(tmp_path: Path) -> None:
+    """Its front and its engine, with a reader that stands still from before their start."""
+    ready = tmp_path / "ready.json"
+    command = [sys.executable, "-P", "-c", LAUNCH, "--ready-file", str(ready)]
+    with (
+        full_pipe() as full,
+        subprocess.Popen(
+            [*command, "--log-level", "debug"], env=ENVIRONMENT, stdout=full, stderr=full
+        ) as process,
+    ):
+        try:
+            until(ready.exists)
+            (engine,) = psutil.Process(process.pid).children()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert has_ended(engine)
+        finally:
+            process.kill()
 
 
 def test_the_engine_leaves_the_signals_of_a_terminal_to_its_front(tmp_path: Path) -> None:
