@@ -130,3 +130,27 @@ def test_what_cannot_be_replaced_at_once_is_replaced_once_it_can_be(
     watch_until("all were replaced", fleet, rolling, caplog)
     assert fleet.processes["decode-0"] is not before and before.returncode == -signal.SIGTERM
     assert caplog.text.count("decode-0 cannot be started yet: [Errno 12] Cannot allocate") == 1
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_worker_ends_before_its_successor_begins_only_where_both_have_no_room(
+    has_room: bool,
+    fleet: Fleet,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    rolling = Rolling(fleet)
+    watch_until("decode-0 is back", fleet, rolling, caplog)
+    before, start, were_there = fleet.processes["decode-0"], Spawner.start, list[bool]()
+
+    def start_and_look(*given: object, **named: object) -> object:
+        were_there.append(before.returncode is None)
+        return start(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Spawner, "start", start_and_look)
+    monkeypatch.setattr("effuse.cli.fleet.has_room_beside", lambda *_: has_room)
+    rolling.ask()
+    watch_until("all were replaced", fleet, rolling, caplog)
+    assert were_there == [has_room]
+    assert before.returncode == -signal.SIGTERM
