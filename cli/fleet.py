@@ -220,8 +220,8 @@ class Fleet:
 
     def roll(self, name: str) -> Iterator[None]:
         """Replace one process, with nothing lost: its successor is ready, and known to the routers,
-        before it is ended. A worker whose GPU has no room for two is ended first, once it has
-        drained. Yields while there is something to wait for; may be left before its end."""
+        before it is ended. A worker whose GPU has no room for two is ended first. Yields while
+        there is something to wait for; may be left before its end."""
         old = self.processes.pop(name)
         self._ended.append(old)
         if _role_of(name) == "router":
@@ -238,10 +238,10 @@ class Fleet:
         yield from self._bring(name)
 
     def _rename(self, name: str) -> None:
-        """Gives a worker its other id from its next start on: two that live at once cannot have
-        one, nor one ready file."""
+        """Gives a worker its other id from its next start on: two that live need two."""
         before, worker_id = self._id(name), name if self._id(name) != name else f"{name}.2"
         files = (self._home.ready_file(before), self._home.ready_file(worker_id))
+        files[0].unlink(missing_ok=True)
         self._commands[name] = renamed(self._commands[name], worker_id, *files)
         self._ids[name] = worker_id
 
@@ -326,8 +326,7 @@ class Fleet:
             )
 
     def _wait(self, deadline: float, done: Callable[[], bool], only: str | None = None) -> bool:
-        """Whether `done()` came true in time. Raises ProcessEnded if a process ends meanwhile, any
-        or `only` this one."""
+        """Whether `done()` came true in time. Raises ProcessEnded if any, or `only`, ends."""
         while not done():
             if dead := [one for one in self.dead() if only in (None, one.name)]:
                 raise ProcessEnded(dead[0].ending(), dead[0])

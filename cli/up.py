@@ -7,7 +7,6 @@ What ends by itself is started again (`keeper.py`); SIGUSR1 replaces all process
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import threading
