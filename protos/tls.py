@@ -90,7 +90,7 @@ def _check_pair(cert: Path, key: Path) -> None:
     try:
         _shake_hands(_showing(cert, key), _trusting(cert))
     except ssl.SSLCertVerificationError as error:
-        if error.verify_code in _NOT_NOW:  # others are judged by whoever is shown it
+        if error.verify_code in _NOT_NOW:  # each reader of the certificate judges others
             raise OSError(f"{cert}: {error.verify_message}") from error
 
 

@@ -46,7 +46,7 @@ def log_by(formatter: logging.Formatter, level: LogLevel = "info") -> None:
     """Logs to standard error with this formatter, the notice of dropped lines included."""
 
     def notice(lines: int) -> str:
-        text = "%d lines were dropped, because nobody read this output"
+        text = "%d lines were dropped, because this output was not read"
         return formatter.format(
             LOG.makeRecord(LOG.name, logging.WARNING, "", 0, text, (lines,), None)
         )

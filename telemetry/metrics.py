@@ -66,7 +66,9 @@ class ProcessMetrics(Collector):
         self._labels = labels
         self._read: list[Callable[[], Metric]] = []
         ProcessCollector(registry=self.registry)
-        dropped = "Lines of the log and of other output that were dropped, because nobody read them"
+        dropped = (
+            "Lines of the log and of other output that were dropped, because they were not read"
+        )
         self.read_counter("log_lines_dropped", dropped, dropped_lines)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -131,7 +131,7 @@ def test_a_reader_that_comes_back_is_told_once_how_many_lines_are_missing(
     whole = [line for line in b"".join(lines).decode().splitlines() if line != "by C"]
     (notice,) = [line for line in whole if "lines were dropped" in line]
     dropped = int((tmp_path / "told").read_text().split()[1])
-    assert f"{dropped} lines were dropped, because nobody read this output" in notice
+    assert f"{dropped} lines were dropped, because this output was not read" in notice
     assert len(whole) - 3 + dropped == 3 * 3000  # the notice, the news and the END
     assert notice == whole[-3] and "news" in whole[-2]
     if form == "json":
