@@ -34,10 +34,11 @@ from effuse.cli.knobs import add_knobs, params_from
 from effuse.cli.streams import read_standard_input, read_text
 from effuse.cli.watch import watch
 from effuse.client.answer import Answer, Event, Gathering, StreamBroken
-from effuse.client.chat import Chat
+from effuse.client.chat import Chat, to_json
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params, Prompt, make_request
+from effuse.config.decoding import SettingError
 from effuse.protos.rpc import CALLER_KEEPALIVE, FLEET_LIMITS, channel_options
 from effuse.protos.stubs import generation_stub
 from effuse.v1 import generation_pb2
@@ -126,10 +127,14 @@ def _argument(given: str) -> tuple[str, object]:
     name, equals, value = text(given).partition("=")
     try:
         found = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = value  # text need not be quoted
     if not (name.isidentifier() and equals):
         raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {given!r}")
+    try:
+        to_json({name: found}, name)
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return name, found
 
 

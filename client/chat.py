@@ -1,23 +1,45 @@
-"""A conversation as a value: what was said so far, and what its model's template is told."""
+"""A conversation as a value: its messages, and the variables of its model's template."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn, TypeGuard
 
 from google.protobuf import struct_pb2
 
+from effuse.config.decoding import SettingError
 from effuse.v1 import generation_pb2 as pb
 
 ROLES: Final = ("system", "user", "assistant", "tool")
+MOST_LEVELS: Final = 100  # of lists and objects in each other; code that renders them recurses
+MOST_DIGITS: Final = 1000  # of a number
+_TEXTS: Final = ("tool_call_id", "name", "reasoning_content")
 
 
 class Message(NamedTuple):
-    """What one side said."""
+    """One side's turn."""
 
     role: str  # one of ROLES
-    content: str
+    content: str  # the text; "" if `json` holds parts or no text
+    json: str = ""  # the whole message as the text of a JSON object, if it holds more than these
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], name: str = "message") -> Message:
+        """The message of such fields as OpenAI's API and chat templates know. None is no value.
+        Raises SettingError with `name` as the beginning of the path."""
+        fields = _without_none(given)
+        text = _check_message(fields, name)
+        is_plain = [*fields] == ["role", "content"] and fields["content"] is text
+        return cls(fields["role"], text, "" if is_plain else to_json(fields, name))
+
+    def fields(self) -> dict[str, Any]:
+        """All that the template gets."""
+        if not self.json:
+            return {"role": self.role, "content": self.content}
+        return _without_none(json.loads(self.json))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +57,29 @@ class Chat:
     continue_last: bool = False
 
     @classmethod
-    def of(cls, messages: Iterable[Mapping[str, str]], **template_arguments: object) -> Chat:
-        """The conversation of such messages as `{"role": "user", "content": ".."}`. Raises
-        KeyError where one lacks either, and ValueError where one says more than that."""
-        return cls(tuple(map(_message, messages)), template_arguments)
+    def of(cls, messages: Iterable[Mapping[str, Any]], **template_arguments: object) -> Chat:
+        """The conversation of such messages as `{"role": "user", "content": ".."}`, with tool calls
+        and parts of text if they have any; `tools=[..]` gives the template tools. Raises ValueError
+        that names the first field that is wrong."""
+        listed = (Message.of(one, f"messages[{at}]") for at, one in enumerate(messages))
+        return cls(tuple(listed), template_arguments)
 
     def system(self, content: str) -> Chat:
         """This, and an instruction."""
         return self._with("system", content)
 
     def user(self, content: str) -> Chat:
-        """This, and what the user says next."""
+        """This, and a message of the user."""
         return self._with("user", content)
 
     def assistant(self, content: str) -> Chat:
-        """This, and what the model answered."""
+        """This, and an answer of the model."""
         return self._with("assistant", content)
+
+    def add(self, message: Mapping[str, Any]) -> Chat:
+        """This, and a message of any fields, such as a tool's. Raises ValueError as `of` does."""
+        more = Message.of(message, f"messages[{len(self.messages)}]")
+        return replace(self, messages=(*self.messages, more))
 
     @property
     def begins_answer(self) -> bool:
@@ -60,24 +89,22 @@ class Chat:
 
     def to_input(self) -> pb.ChatInput:
         """As it is sent. Raises ValueError for a template argument that JSON cannot express."""
-        arguments = None
-        if self.template_arguments:
-            arguments = struct_pb2.Struct()
-            arguments.update(dict(self.template_arguments))
+        arguments = dict(self.template_arguments)
         return pb.ChatInput(
-            messages=[pb.ChatMessage(role=one.role, content=one.content) for one in self.messages],
-            template_arguments=arguments,
+            messages=map(_sent, self.messages),
+            template_arguments_json=to_json(arguments, "template_arguments") if arguments else "",
             add_generation_prompt=self.add_generation_prompt,
             continue_last_message=self.continue_last,
         )
 
     @classmethod
     def from_input(cls, sent: pb.ChatInput) -> Chat:
-        """As it was sent, but that whole numbers are ints and objects' keys in order."""
+        """As it was sent. Raises SettingError that names the field for JSON that is none, or that
+        is beyond the limits."""
         begins = sent.add_generation_prompt if sent.HasField("add_generation_prompt") else None
         return cls(
-            messages=tuple(Message(one.role, one.content) for one in sent.messages),
-            template_arguments=_fields(sent.template_arguments),
+            messages=tuple(_received(one, at) for at, one in enumerate(sent.messages)),
+            template_arguments=_arguments(sent),
             add_generation_prompt=begins,
             continue_last=sent.continue_last_message,
         )
@@ -86,14 +113,125 @@ class Chat:
         return replace(self, messages=(*self.messages, Message(role, content)))
 
 
-def _message(said: Mapping[str, str]) -> Message:
-    for name, value in said.items():
-        if name not in Message._fields and value:
-            raise ValueError(f"{name}: expected messages of role and content alone")
-    for name in Message._fields:
-        if not isinstance(said[name], str):
-            raise ValueError(f"{name}: expected a string, got {said[name]!r}")
-    return Message(said["role"], said["content"])
+def to_json(value: Mapping[str, Any], name: str) -> str:
+    """`value` as the text of a JSON object, in its order. Raises SettingError for what JSON cannot
+    express and for what `from_json` would refuse."""
+    try:
+        _check(value)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SettingError(name, "values that JSON can express", f"another: {error}") from error
+
+
+def from_json(text: str, name: str) -> dict[str, Any]:
+    """The object that `text` holds, in its order; 1.0 stays a float, and integers are exact. Raises
+    SettingError for other text, and for what exceeds MOST_LEVELS, MOST_DIGITS or a double."""
+    form = "the text of a JSON object"
+    try:
+        found = json.loads(text, parse_int=_whole, parse_float=_fraction, parse_constant=_no_number)
+        _check(found)
+    except RecursionError as error:
+        raise SettingError(name, f"at most {MOST_LEVELS} levels", "more") from error
+    except ValueError as error:
+        raise SettingError(name, form, f"another text: {error}") from error
+    if not isinstance(found, dict):
+        raise SettingError(name, form, f"a {type(found).__name__}")
+    return found
+
+
+def _sent(message: Message) -> pb.ChatMessage:
+    if message.json:
+        return pb.ChatMessage(json=message.json)
+    return pb.ChatMessage(role=message.role, content=message.content)
+
+
+def _received(sent: pb.ChatMessage, at: int) -> Message:
+    name = f"messages[{at}]"
+    if not sent.json:
+        return Message(sent.role, sent.content)
+    if sent.role or sent.content:
+        raise SettingError(f"{name}.json", "it unset beside role and content", "a value")
+    fields = _without_none(from_json(sent.json, f"{name}.json"))
+    text = _check_message(fields, name)
+    return Message(fields["role"], text, sent.json)
+
+
+def _arguments(sent: pb.ChatInput) -> dict[str, Any]:
+    if not sent.template_arguments_json:
+        return _fields(sent.template_arguments)
+    name = "template_arguments_json"
+    if sent.HasField("template_arguments"):
+        raise SettingError(name, "it unset beside template_arguments", "a value")
+    return from_json(sent.template_arguments_json, name)
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _check_message(fields: Mapping[str, Any], name: str) -> str:
+    """Returns the message's text; "" if it has parts or none. Raises SettingError."""
+    role, content = fields.get("role"), fields.get("content")
+    if role not in ROLES:
+        raise SettingError(f"{name}.role", f"one of {', '.join(ROLES)}", _shown(role))
+    if content is None and len(fields) < 2:
+        raise SettingError(f"{name}.content", "a text or parts of text", "none")
+    if content is not None and not isinstance(content, str):
+        _check_parts(content, f"{name}.content")
+    for key in _TEXTS:
+        if not isinstance(fields.get(key, ""), str):
+            raise SettingError(f"{name}.{key}", "a text", _shown(fields[key]))
+    calls = fields.get("tool_calls", ())
+    if not _is_listed(calls) or not all(isinstance(one, Mapping) for one in calls):
+        raise SettingError(f"{name}.tool_calls", "a list of objects", _shown(calls))
+    return content if isinstance(content, str) else ""
+
+
+def _check_parts(parts: object, name: str) -> None:
+    if not _is_listed(parts):
+        raise SettingError(name, "a text or a list of parts", _shown(parts))
+    for at, part in enumerate(parts):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not (is_text and isinstance(part.get("text"), str)):
+            form = 'a part of text, {"type": "text", "text": ".."}'
+            raise SettingError(f"{name}[{at}]", form, _shown(part))
+
+
+def _is_listed(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _shown(value: object) -> str:
+    """A value in an error: in ASCII, cut."""
+    told = ascii(value)
+    return told if len(told) <= 60 else f"{told[:60]}..."
+
+
+def _check(value: object, level: int = 0) -> None:
+    """Raises ValueError for more levels than MOST_LEVELS, and for halves of characters."""
+    if isinstance(value, str):
+        value.encode()  # UTF-8 has no half of a surrogate pair, which an escape can spell
+    elif isinstance(value, Mapping | list | tuple):
+        if level == MOST_LEVELS:
+            raise ValueError(f"lists and objects on more than {MOST_LEVELS} levels")
+        inner = (*value, *value.values()) if isinstance(value, Mapping) else value
+        for one in inner:
+            _check(one, level + 1)
+
+
+def _whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} characters, more than {MOST_DIGITS}")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{_shown(text)}, which is no number that a double holds")
 
 
 def _fields(struct: struct_pb2.Struct) -> dict[str, Any]:

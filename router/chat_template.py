@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -32,6 +32,8 @@ VARIABLES: Final = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 """Names under which templates know special tokens."""
+
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 _TRACED: Final = "<template>"  # what Jinja calls the file of a template's code
 _Trace = Any  # a trace function returns one like itself, which types cannot say
@@ -79,18 +81,26 @@ class ChatTemplate:
         texts = {name: text for name, text in named.items() if text is not None}
         return cls(sources, texts, origin=origin)
 
-    def render(self, chat: Chat, *, mark: str, most_bytes: int) -> str:
-        """The prompt of a chat. `mark` is a character that stands neither in it nor in `source`.
+    def render(
+        self,
+        chat: Chat,
+        *,
+        mark: str,
+        most_bytes: int,
+        hide: Callable[[Any], Any] | None = None,
+    ) -> str:
+        """The prompt of a chat. `mark` is a character outside ASCII that stands neither in it nor
+        in `source`; `hide` changes what JSON holds before the template gets it.
 
         Raises ChatTemplateError where the template refuses the chat, and where the prompt is longer
         than `most_bytes` of UTF-8 or takes too long.
         """
-        arguments: Mapping[str, Any] = chat.template_arguments
+        hide = hide or _same
+        arguments: Mapping[str, Any] = hide(chat.template_arguments)
         wants_tools = "tool_use" in self._templates and arguments.get("tools") is not None
         template = self._templates["tool_use" if wants_tools else "default"]
-        messages = [one._asdict() for one in chat.messages]
-        if chat.continue_last:
-            messages[-1]["content"] += f"{mark} "
+        messages = [_with_reasoning(hide(one.fields())) for one in chat.messages]
+        last = _open_last(messages[-1], f"{mark} ") if chat.continue_last else ""
         values = {**self._variables, **arguments, "messages": messages}
         values["add_generation_prompt"] = chat.begins_answer
         try:
@@ -99,7 +109,7 @@ class ChatTemplate:
         except Exception as error:  # whatever an expression of the template may raise
             why = str(error) or type(error).__name__
             raise ChatTemplateError(why) from error
-        return _cut_open(text, chat, mark) if chat.continue_last else text
+        return _cut_open(text, last, mark) if chat.continue_last else text
 
 
 class _Generation(Extension):
@@ -183,10 +193,44 @@ def _joined(pieces: Iterator[str], most_bytes: int) -> str:
     return "".join(texts)
 
 
-def _cut_open(text: str, chat: Chat, mark: str) -> str:
-    """The rendered chat up to the end of its last message, `mark`. Where the template has trimmed
-    the space behind that, it would have trimmed the message's own, too."""
-    last = chat.messages[-1].content.strip()
+def _same(value: Any) -> Any:
+    return value
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates read a model's reasoning as `reasoning_content` or as `thinking`, and clients have
+    three names for it; transformers offers both, in this order."""
+    told = [message[name] for name in _REASONING if name in message]
+    if not told:
+        return message
+    return {"thinking": told[0]} | message | {"reasoning_content": told[0]}
+
+
+def _open_last(message: dict[str, Any], tail: str) -> str:
+    """Adds `tail` to the last text of a message, and returns that text. Raises ChatTemplateError
+    if it has none."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + tail
+        return content
+    if not content:
+        raise ChatTemplateError("the last message cannot be continued: it has no text")
+    text: str = content[-1]["text"]
+    content[-1] = {**content[-1], "text": text + tail}
+    return text
+
+
+def escapes_of(character: str) -> tuple[str, str]:
+    """A character outside ASCII as a template may write it in a list, or in JSON of ASCII alone."""
+    return ascii(character)[1:-1], json.dumps(character)[1:-1]
+
+
+def _cut_open(text: str, last: str, mark: str) -> str:
+    """The rendered chat up to the end of its last message, whose text is `last`, at `mark`. If the
+    template has trimmed the space behind that, it would have trimmed the message's own, too."""
+    last = last.strip()
+    for escape in escapes_of(mark):
+        text = text.replace(escape, mark)
     if last not in text or mark not in text:
         raise ChatTemplateError("the last message cannot be continued: the template changes it")
     open_text, behind = text[: text.rindex(mark)], text[text.rindex(mark) + 1 :]

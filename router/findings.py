@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from effuse.client.chat import ROLES
+from google.protobuf import struct_pb2
+
+from effuse.client.chat import ROLES, Chat
 from effuse.config.checks import MODEL_NAME_FORM, is_model_name
-from effuse.config.decoding import Bounds
+from effuse.config.decoding import Bounds, SettingError
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import FieldViolation, InvalidRequest
 from effuse.v1 import generation_pb2 as pb
@@ -97,9 +99,10 @@ def check_input(
     refused: Mapping[int, str],
     takes_chats: bool,
     findings: Findings,
-) -> None:
-    """The input of `request`. `refused`: ids that no prompt may hold, and what they are;
-    `takes_chats`: whether there is a chat template for the model."""
+) -> Chat | None:
+    """Checks the input of `request`, and returns its chat, if it is one. `refused`: ids that no
+    prompt may hold, and what they are; `takes_chats`: whether the model has a chat template."""
+    chat = None
     match request.WhichOneof("input"):
         case None:
             findings.add("prompt", "one of prompt, prompt_token_ids and chat", "none of them")
@@ -113,9 +116,10 @@ def check_input(
             form = f"a prompt that is no chat: model {model.name!r} has no chat template"
             findings.add("chat", form, "chat")
         case "chat":
-            _check_chat(request.chat, model, findings)
+            chat = _check_chat(request.chat, model, findings)
     if request.parse_special_tokens and request.HasField("prompt_token_ids"):
         findings.add("parse_special_tokens", "it unset with ids, which are not parsed", "true")
+    return chat
 
 
 def _check_bytes(name: str, num_bytes: int, model: ModelInfo, findings: Findings) -> None:
@@ -125,27 +129,50 @@ def _check_bytes(name: str, num_bytes: int, model: ModelInfo, findings: Findings
         findings.add(name, f"at most {most} bytes ({context})", f"{num_bytes} bytes")
 
 
-def _check_chat(chat: pb.ChatInput, model: ModelInfo, findings: Findings) -> None:
-    name, num_messages = "chat.messages", len(chat.messages)
+def _check_chat(sent: pb.ChatInput, model: ModelInfo, findings: Findings) -> Chat | None:
+    name, num_messages = "chat.messages", len(sent.messages)
     if not 1 <= num_messages <= model.max_model_len:
         findings.add(name, f"from 1 to {model.max_model_len} messages", num_messages)
-        return
+        return None
+    num_before = len(findings.violations)
+    said = sum(len(one.content.encode()) + len(one.json.encode()) for one in sent.messages)
+    _check_bytes(name, said, model, findings)
+    for field_name in ("template_arguments", "template_arguments_json"):
+        num_bytes = _size_of(getattr(sent, field_name))
+        _check_bytes(f"chat.{field_name}", num_bytes, model, findings)
+    if len(findings.violations) > num_before:
+        return None  # what is too long is not parsed
+    try:
+        chat = Chat.from_input(sent)
+    except SettingError as error:
+        findings.violations.append(FieldViolation(f"chat.{error.name}", error.said))
+        return None
+    _check_messages(chat, findings)
+    for argument in sorted(NOT_ARGUMENTS & chat.template_arguments.keys()):
+        form = f"names but {' and '.join(sorted(NOT_ARGUMENTS))}, which are fields"
+        is_json = bool(sent.template_arguments_json)
+        findings.add(f"chat.template_arguments{'_json' * is_json}", form, argument)
+    return chat
+
+
+def _size_of(argument: str | struct_pb2.Struct) -> int:
+    return len(argument.encode()) if isinstance(argument, str) else argument.ByteSize()
+
+
+def _check_messages(chat: Chat, findings: Findings) -> None:
+    name = "chat.messages"
     strange = [at for at, one in enumerate(chat.messages) if one.role not in ROLES]
     for at in strange[:1]:
         form = f"one of {', '.join(ROLES)}"
         findings.add(f"{name}[{at}].role", form, shown(chat.messages[at].role))
-    _check_bytes(name, sum(len(one.content.encode()) for one in chat.messages), model, findings)
-    _check_bytes("chat.template_arguments", chat.template_arguments.ByteSize(), model, findings)
-    for argument in sorted(NOT_ARGUMENTS & chat.template_arguments.fields.keys()):
-        form = f"names but {' and '.join(sorted(NOT_ARGUMENTS))}, which are fields"
-        findings.add("chat.template_arguments", form, argument)
-    if chat.continue_last_message:
-        last, role = f"{name}[{num_messages - 1}].role", chat.messages[-1].role
-        if role != "assistant":
-            findings.add(last, "assistant, whose last message is continued", shown(role))
-        if chat.add_generation_prompt:
-            form = "false where the last message is continued"
-            findings.add("chat.add_generation_prompt", form, "true")
+    if not chat.continue_last:
+        return
+    last, role = f"{name}[{len(chat.messages) - 1}].role", chat.messages[-1].role
+    if role != "assistant":
+        findings.add(last, "assistant, whose last message is continued", shown(role))
+    if chat.add_generation_prompt:
+        form = "false where the last message is continued"
+        findings.add("chat.add_generation_prompt", form, "true")
 
 
 def _check_prompt_ids(

@@ -73,9 +73,11 @@ def _texts(asked: Asked) -> Iterator[tuple[str, str]]:
         yield "prompt", asked.prompt
     if asked.chat is not None:
         for at, message in enumerate(asked.chat.messages):
-            yield f"chat.messages[{at}].content", message.content
+            name = f"chat.messages[{at}].{'json' if message.json else 'content'}"
+            for text in strings_of(message.fields()):
+                yield name, text
         for text in strings_of(asked.chat.template_arguments):
-            yield "chat.template_arguments", text
+            yield "chat.template_arguments_json", text
 
 
 class Resolve(Protocol):

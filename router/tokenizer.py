@@ -20,7 +20,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain
@@ -29,9 +29,9 @@ from typing import Any, Final
 
 import tokenizers
 
-from effuse.client.chat import Chat, Message
+from effuse.client.chat import Chat
 from effuse.config.lfs import pointer_problem
-from effuse.router.chat_template import ChatTemplate, ChatTemplateError
+from effuse.router.chat_template import ChatTemplate, ChatTemplateError, escapes_of
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -87,7 +87,12 @@ class SpecialTokens:
         ValueError where they hold all that could be one."""
         used = set().union(*strings)
         firsts = sorted({text[0] for text in self._by_text})
-        free = (mark for mark in map(chr, PRIVATE) if mark not in used)
+        free = (
+            mark
+            for mark in map(chr, PRIVATE)
+            if mark not in used
+            and not any(escape in text for escape in escapes_of(mark) for text in strings)
+        )
         marks = list(itertools.islice(free, len(firsts) + 1))
         if len(marks) <= len(firsts):
             raise ValueError("expected text that leaves characters for private use unused")
@@ -124,6 +129,9 @@ class Disguise:
 
     def show(self, text: str) -> str:
         """`text` with what was hidden in it."""
+        for mark in self.stand_ins.values():
+            for escape in escapes_of(mark):
+                text = text.replace(escape, mark)
         return text.translate({ord(mark): first for first, mark in self.stand_ins.items()})
 
 
@@ -295,16 +303,13 @@ class Tokenizer:
         template = self._chat_template
         if template is None:
             raise ChatTemplateError("the model has no chat template")
-        told = [*chat.messages, chat.template_arguments]
+        told = [*(one.fields() for one in chat.messages), chat.template_arguments]
         try:
             disguise = self.special_tokens.disguise([template.source, *strings_of(told)])
         except ValueError as error:
             raise ChatTemplateError(str(error)) from error
-        if not parses_special:
-            messages = tuple(Message(*disguise.hide(one)) for one in chat.messages)
-            arguments = disguise.hide(chat.template_arguments)
-            chat = replace(chat, messages=messages, template_arguments=arguments)
-        text = template.render(chat, mark=disguise.mark, most_bytes=most_bytes)
+        hide = None if parses_special else disguise.hide
+        text = template.render(chat, mark=disguise.mark, most_bytes=most_bytes, hide=hide)
         parts = self.special_tokens.cut(text)
         return self._encode_parts(
             disguise.show(part) if isinstance(part, str) else part for part in parts

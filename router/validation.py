@@ -184,7 +184,7 @@ def validate(
     refused[model.mask_token_id] = "mask"
     if request.HasField("request_id"):
         check_request_id(request.request_id, findings)
-    check_input(request, model, refused, takes_chats, findings)
+    chat = check_input(request, model, refused, takes_chats, findings)
     _check_sampling(request.sampling, model, refused, findings)
     _check_stopping(request.stopping, model, findings)
     algorithm = _check_decoding(request.decoding, model, findings)
@@ -196,12 +196,11 @@ def validate(
     if request.output.drafts and not is_stream:
         findings.add("output.drafts", "false for Generate (only GenerateStream sends them)", "true")
     findings.raise_any()
-    is_chat = request.HasField("chat")
-    end_ids = {*model.eos_token_ids, *(chat_end_ids if is_chat else ())}
+    end_ids = {*model.eos_token_ids, *(() if chat is None else chat_end_ids)}
     return Asked(
         model=model,
         prompt=request.prompt if request.HasField("prompt") else None,
-        chat=Chat.from_input(request.chat) if is_chat else None,
+        chat=chat,
         prompt_token_ids=tuple(request.prompt_token_ids.ids),
         parses_special=request.parse_special_tokens,
         refused_ids=refused,

@@ -38,6 +38,20 @@ DREAM = """
 {%- for message in messages %}
     {%- if message.role == "user" or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}
+            {{- '\\n' + message.content }}
+        {%- endif %}
+        {%- for call in message.tool_calls %}
+            {%- if call.function is defined %}
+                {%- set call = call.function %}
+            {%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
     {%- elif message.role == "tool" %}
         {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}
             {{- '<|im_start|>user' }}
@@ -54,7 +68,15 @@ DREAM = """
 """  # noqa: E501
 
 SDAR = """
-{%- if messages[0].role == 'system' %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" + (tool | tojson(ensure_ascii=true)) }}{%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
@@ -84,8 +106,21 @@ SDAR = """
         {%- else %}
             {{- content }}
         {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function or call %}
+            {{- '\\n<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' }}
+            {%- if call.arguments is string %}
+                {{- call.arguments }}
+            {%- else %}
+                {{- call.arguments | tojson(separators=(',', ':')) }}
+            {%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
         {{- '<|im_end|>\\n' }}
         {%- endgeneration %}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' ~ (message.name or message.tool_call_id or '') }}
+        {{- '\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
     {%- elif message.role != "system" %}
         {{- raise_exception('unknown role ' + message.role) }}
     {%- endif %}
@@ -135,7 +170,11 @@ LLADA2 = """{% set thinking = 'on' if enable_thinking is defined and enable_thin
     {%- elif message.role == "system" and not loop.first %}
         {{- '<role>SYSTEM</role>' + message.content + '<|role_end|>' }}
     {%- elif message.role == "assistant" %}
-        {{- '<role>ASSISTANT</role>' + message.content.split('</think>')[-1].lstrip('\\n') + '<|role_end|>' }}
+        {{- '<role>ASSISTANT</role>' + (message.content or '').split('</think>')[-1].lstrip('\\n') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>' ~ (call | tojson(indent=2)) ~ '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|role_end|>' }}
     {%- elif message.role == "tool" %}
         {{- '<role>OBSERVATION</role>\\n<tool_response>\\n' + message.content + '\\n</tool_response><|role_end|>' }}
     {%- endif %}
@@ -145,17 +184,41 @@ LLADA2 = """{% set thinking = 'on' if enable_thinking is defined and enable_thin
 {%- endif %}
 """  # noqa: E501
 
+# Text in parts, whole messages as JSON, and every variable, in their order.
+PARTS = """
+{%- macro text_of(content) %}
+    {%- if content is string %}{{- content }}
+    {%- else %}{%- for part in content or [] %}{{- part.text if part.type == 'text' }}{%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- for tool in tools or [] %}{{- tool | tojson(indent=1, sort_keys=true) ~ '\\n' }}{%- endfor %}
+{%- for document in documents or [] %}{{- document | tojson ~ '\\n' }}{%- endfor %}
+{%- if given is defined %}{{- given ~ '\\n' ~ (given | tojson) ~ '\\n' }}{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + text_of(message.content) }}
+    {%- if message.tool_calls or message.tool_call_id or message.thinking %}
+        {{- '\\n' ~ (message | tojson) }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
 TEMPLATES = {
-    "dream": DREAM, "sdar": SDAR, "llada": LLADA, "llada_moe": LLADA_MOE, "llada2": LLADA2
+    "dream": DREAM, "sdar": SDAR, "llada": LLADA, "llada_moe": LLADA_MOE, "llada2": LLADA2,
+    "parts": PARTS,
 }  # fmt: skip
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 ROLES = ("<|startoftext|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>", "<|mask|>")
 HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 SPECIAL = {
-    "dream": QWEN, "sdar": QWEN, "llada": (*ROLES, *HEADERS), "llada_moe": ROLES, "llada2": ROLES
+    "dream": QWEN, "sdar": QWEN, "llada": (*ROLES, *HEADERS), "llada_moe": ROLES, "llada2": ROLES,
+    "parts": QWEN,
 }  # fmt: skip
 ANSWER_ENDS = {
-    "dream": "<|im_end|>", "sdar": "<|im_end|>",
+    "dream": "<|im_end|>", "sdar": "<|im_end|>", "parts": "<|im_end|>",
     "llada": "<|eot_id|>", "llada_moe": "<|role_end|>", "llada2": "<|role_end|>",
 }  # fmt: skip
 ADDED = ("<think>", "</think>", "<tool_response>", "</tool_response>")

@@ -150,6 +150,15 @@ def _generation(at: Facts) -> Iterator[tuple[str, Case]]:
             )
 
 
+_BAD_JSON = {
+    "no JSON": ("{", "the text of a JSON object"),
+    "nested": ('{"a":' + "[" * 1000 + "]" * 1000 + "}", "levels"),
+    "a huge number": ('{"a": 1e999}', "no number that a double holds"),
+    "many digits": ('{"a": ' + "9" * 3000 + "}", "3000 characters"),
+    "half a character": (r'{"a": "\udc00"}', "surrogates"),
+}
+
+
 def _chats(at: Facts) -> Iterator[tuple[str, Case]]:
     """Inputs that are chats, of Generate and of Tokenize."""
     said = pb.ChatMessage(role="user", content="how many?")
@@ -191,6 +200,11 @@ def _chats(at: Facts) -> Iterator[tuple[str, Case]]:
     large = pb.ChatInput(messages=[said])
     large.template_arguments["loud"] = "a" * 5000
     wrong["large arguments"] = (large, "chat.template_arguments", "bytes")
+    for name, (text, words) in _BAD_JSON.items():
+        arguments = pb.ChatInput(messages=[said], template_arguments_json=text)
+        wrong[f"arguments, {name}"] = (arguments, "chat.template_arguments_json", words)
+        message = pb.ChatInput(messages=[said, pb.ChatMessage(json=text)])
+        wrong[f"message, {name}"] = (message, "chat.messages[1].json", words)
     for name, (chat, field, text) in wrong.items():
         yield f"generate: chat, {name}", _generate(pb.GenerateRequest(chat=chat), field, text)
     for name in ("no messages", "unknown role"):

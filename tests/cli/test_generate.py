@@ -136,6 +136,16 @@ def test_what_does_not_fit_is_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", "[" * 101 + "]" * 101, '"\\ud800"'])
+def test_an_argument_that_no_request_holds_is_refused_at_once(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--chat", "hi", "--template-argument", f"a={value}"])
+    assert ended.value.code == 2
+    assert "a: expected values that JSON can express" in capsys.readouterr().err
+
+
 def test_what_a_chat_begins_with() -> None:
     flags = ["--template-argument", "enable_thinking=false", "--template-argument", "style=terse"]
     job = parse(["--chat", "hi", "--system", "Be kind.", *flags])

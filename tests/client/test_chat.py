@@ -31,21 +31,31 @@ def test_a_chat_of_messages_as_others_write_them() -> None:
     listed = [{"role": "user", "content": "hi"}]
     assert effuse.Chat.of(listed) == HI
     assert effuse.Chat.of(listed, tools=[]).template_arguments == {"tools": []}
-    with pytest.raises(KeyError, match="content"):
-        effuse.Chat.of([{"role": "user"}])
-    unsaid: dict[str, Any] = {"refusal": None, "annotations": []}
-    assert effuse.Chat.of([{"role": "user", "content": "hi", **unsaid}]) == HI
+    assert effuse.Chat.of([{"role": "user", "content": "hi", "refusal": None}]) == HI
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"tool_calls": [{"id": "1"}]}, "tool_calls: expected messages of role and content alone"),
-        ({"content": None}, "content: expected a string, got None"),
-        ({"content": [{"type": "text", "text": "hi"}]}, "content: expected a string, got"),
+        ({"role": "root"}, r"^messages\[0\].role: expected one of system, .*, got 'root'"),
+        ({"role": None}, r"role: .* got None"),
+        ({"content": None}, r"messages\[0\].content: expected a text or parts of text, got none"),
+        ({"content": 5}, r"content: expected a text or a list of parts, got 5"),
+        (
+            {"content": [{"type": "image_url", "image_url": {}}]},
+            r"content\[0\]: expected a part of t",
+        ),
+        ({"content": [{"type": "text"}]}, r"content\[0\]: expected a part of text"),
+        ({"content": ["hi"]}, r"content\[0\]: expected a part of text"),
+        ({"tool_calls": {"id": 1}}, r"tool_calls: expected a list of objects"),
+        ({"tool_calls": ["add"]}, r"tool_calls: expected a list of objects"),
+        ({"name": 5}, r"name: expected a text, got 5"),
+        ({"more": {1, 2}}, r"^messages\[0\]: expected values that JSON can express"),
+        ({"more": float("nan")}, r"^messages\[0\]: expected values that JSON can express"),
+        ({"more": "\ud800"}, r"^messages\[0\]: expected values that JSON can express"),
     ],
 )
-def test_nothing_of_a_message_is_left_out_in_silence(more: dict[str, Any], words: str) -> None:
+def test_a_message_that_is_wrong_names_its_field(more: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         effuse.Chat.of([{"role": "assistant", "content": "hi", **more}])
 
@@ -68,3 +78,41 @@ def test_it_arrives_as_it_was_sent(chat: effuse.Chat, begins: bool) -> None:
 def test_what_json_cannot_express_is_no_argument() -> None:
     with pytest.raises(ValueError, match="type"):
         effuse.Chat(HI.messages, {"when": object()}).to_input()
+
+
+CALLS = [{"id": "1", "function": {"name": "add", "arguments": {"b": 1.0, "a": 12345678901234567}}}]
+SAID = {"role": "assistant", "content": None, "tool_calls": CALLS, "refusal": None}
+RESULT = {"role": "tool", "tool_call_id": "1", "name": "add", "content": [
+    {"type": "text", "text": "2.0"}]}  # fmt: skip
+
+
+def test_all_of_a_message_arrives_in_order() -> None:
+    chat = effuse.Chat.of([{"role": "user", "content": "hi"}, SAID, RESULT])
+    assert chat == HI.add(SAID).add(RESULT)
+    received = effuse.Chat.from_input(pb.ChatInput.FromString(chat.to_input().SerializeToString()))
+    assert received == chat
+    said, result = (one.fields() for one in received.messages[1:])
+    assert repr(said) == repr({"role": "assistant", "tool_calls": CALLS})
+    assert repr(result) == repr(RESULT)
+
+
+def test_template_arguments_arrive_as_they_are() -> None:
+    told = {"b": 1.0, "a": [12345678901234567, 10**30, 0.1, None, True, {"y": "\u00e9", "x": -2}]}
+    chat = effuse.Chat(HI.messages, told)
+    assert repr(effuse.Chat.from_input(chat.to_input()).template_arguments) == repr(told)
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "wrong", [nested(100), nested(100_000), float("inf"), {"x": {1}}, b"x", "\udc80"]
+)
+def test_an_argument_that_json_cannot_express_is_named(wrong: object) -> None:
+    assert effuse.Chat(HI.messages, {"tools": nested(99)}).to_input()
+    with pytest.raises(ValueError, match=r"^template_arguments: expected values that JSON can"):
+        effuse.Chat(HI.messages, {"tools": wrong}).to_input()

@@ -23,7 +23,7 @@ from router.fakes import FakeFleet, run
 
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
-from effuse.protos.errors import InvalidRequest
+from effuse.protos.errors import FieldViolation, InvalidRequest
 from effuse.router.prompt import encode_prompt
 from effuse.router.tokenizer import Tokenizer
 from effuse.router.validation import validate
@@ -31,6 +31,8 @@ from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
 HI = Chat().user("hi")
+TOLD = {"role": "tool", "content": "2", "tool_call_id": "1"}
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
 MOST = 16 * MAX_MODEL_LEN
 
 
@@ -86,7 +88,13 @@ def test_special_tokens_are_parsed_where_that_is_asked_for() -> None:
     [
         ("a<|mask|>", "prompt", "the mask token '<|mask|>'"),
         (HI.assistant("<|pad|>"), "chat.messages[1].content", "the reserved token '<|pad|>'"),
-        (Chat(HI.messages, {"loud": ["<|mask|>"]}), "chat.template_arguments", "the mask token"),
+        (
+            Chat(HI.messages, {"loud": ["<|mask|>"]}),
+            "chat.template_arguments_json",
+            "the mask token",
+        ),
+        (HI.add({**TOLD, "name": "<|mask|>"}), "chat.messages[1].json", "the mask token"),
+        (HI.add({**TOLD, "<|pad|>": 1}), "chat.messages[1].json", "the reserved token"),
     ],
 )
 def test_reserved_tokens_are_not_parsed(prompt: Prompt, field: str, what: str) -> None:
@@ -104,10 +112,17 @@ BAD: dict[str, tuple[Chat, str, str]] = {
     "a role": (HI.assistant("a")._with("admin", "b"), "chat.messages[2].role", "got 'admin'"),
     "a role in capitals": (Chat()._with("User", ""), "chat.messages[0].role", "system, user"),
     "an argument too long": (
-        Chat(HI.messages, {"a": "b" * MOST}), "chat.template_arguments", "bytes"
+        Chat(HI.messages, {"a": "b" * MOST}), "chat.template_arguments_json", "bytes"
     ),
     "an argument that is a field": (
-        Chat(HI.messages, {"messages": []}), "chat.template_arguments", "got messages"
+        Chat(HI.messages, {"messages": []}), "chat.template_arguments_json", "got messages"
+    ),
+    "fields too long": (HI.add({**TOLD, "name": "a" * MOST}), "chat.messages", "bytes"),
+    "a tool's question continued": (
+        Chat(HI.add(TOLD).messages, continue_last=True), "chat.messages[1].role", "got 'tool'"
+    ),
+    "a call continued": (
+        Chat(HI.add(CALLING).messages, continue_last=True), "chat", "it has no text"
     ),
     "a question continued": (
         Chat(HI.messages, continue_last=True), "chat.messages[0].role", "assistant, whose"
@@ -143,9 +158,53 @@ def test_a_model_without_a_template_says_so() -> None:
         ids(HI, takes_chats=False)
 
 
-def test_numbers_and_names_arrive_as_json_would_have_them() -> None:
-    told = {"b": 3, "a": [1.5, None, True, {"y": "z", "x": -2}]}
-    found = Chat.from_input(Chat(HI.messages, told).to_input()).template_arguments
+BAD_JSON: dict[str, tuple[str, str]] = {
+    "no JSON": ("{", "expected the text of a JSON object, got another text: Expecting"),
+    "no object": ("[1]", "expected the text of a JSON object, got a list"),
+    "lists in lists": ('{"a":' + "[" * 100 + "]" * 100 + "}", "more than 100 levels"),
+    "lists without end": ('{"a":' + "[" * 1900, "expected"),
+    "many levels": ('{"a":' + "[" * 1900 + "]" * 1900 + "}", "levels"),
+    "a huge integer": ('{"a": 1' + "0" * 1000 + "}", "a number of 1001 characters, more than 1000"),
+    "a huge fraction": ('{"a": -1e400}', "'-1e400', which is no number that a double holds"),
+    "no number": ('{"a": NaN}', "'NaN', which is no number"),
+    "half a character": (r'{"a": ["\ud83d"]}', "surrogates not allowed"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), BAD_JSON.values(), ids=BAD_JSON.keys())
+def test_json_that_cannot_be_used_names_its_field(text: str, said: str) -> None:
+    message = pb.ChatMessage(json=text)
+    for chat, field in (
+        (pb.ChatInput(messages=[message]), "chat.messages[0].json"),
+        (
+            pb.ChatInput(messages=HI.to_input().messages, template_arguments_json=text),
+            "chat.template_arguments_json",
+        ),
+    ):
+        assert refusal(chat).field == field and said in refusal(chat).description
+
+
+def refusal(chat: pb.ChatInput) -> FieldViolation:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(pb.GenerateRequest(chat=chat), model_info(), is_stream=False)
+    (violation,) = caught.value.violations
+    return violation
+
+
+def test_a_field_that_says_the_same_as_another_is_refused() -> None:
+    both = Chat(HI.messages, {"a": 1}).to_input()
+    both.template_arguments["a"] = 1
+    assert refusal(both).field == "chat.template_arguments_json"
+    said = pb.ChatMessage(role="user", json='{"role": "user", "content": "hi"}')
+    assert refusal(pb.ChatInput(messages=[said])).field == "chat.messages[0].json"
+    wrong = pb.ChatMessage(json='{"role": "user", "content": [{"type": "audio"}]}')
+    assert refusal(pb.ChatInput(messages=[wrong])).field == "chat.messages[0].content[0]"
+
+
+def test_what_old_clients_send_arrives_as_json_would_have_it() -> None:
+    sent = HI.to_input()
+    sent.template_arguments.update({"b": 3, "a": [1.5, None, True, {"y": "z", "x": -2}]})
+    found = Chat.from_input(sent).template_arguments
     assert repr(found) == "{'a': [1.5, None, True, {'x': -2, 'y': 'z'}], 'b': 3}"
 
 

@@ -10,12 +10,34 @@ from typing import Any
 import pytest
 import transformers
 from chat_checkpoints import ANSWER_ENDS, SPECIAL, TEMPLATES, write_chat_checkpoint
+from jinja2 import UndefinedError
 
 from effuse.client.chat import Chat
+from effuse.router.chat_template import ChatTemplateError
 from effuse.router.detokenizer import AnswerText
 from effuse.router.tokenizer import Tokenizer
 
 TOOL = {"function": {"name": "add", "parameters": {"of": [0.5, None], "é": 1}}, "type": "function"}
+ORDERED = {
+    "type": "function",
+    "function": {
+        "name": "z", "description": "a < b & 'c' \u2028 \u00e9 \U0001f642 \\ \"",
+        "parameters": {
+            "type": "object", "required": ["b", "a"],
+            "properties": {
+                "b": {"type": "number", "default": 1.0, "maximum": 12345678901234567},
+                "a": {"enum": [1, 1.0, -0.0, 1e22, 1e-7, 0.1, 10**40, True, None, "", [], {}]},
+            },
+        },
+    },
+}  # fmt: skip
+VALUES = {"b": 2.0, "a": [12345678901234567, "\u00e9"]}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "z", "arguments": VALUES}}
+CALL_OF_TEXT = {"type": "function", "id": "call_2",
+                "function": {"arguments": '{"b": 2.0,  "a": 1}', "name": "z"}}  # fmt: skip
+SAID = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL_OF_TEXT]}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "name": "z", "content": '{"z": 1.0}'}
+PART = {"type": "text", "text": " one "}
 ONE = Chat().user("What is the answer?")
 ENDS = {*ANSWER_ENDS.values(), "<|endoftext|>"}
 CHATS: dict[str, Chat] = {
@@ -33,6 +55,24 @@ CHATS: dict[str, Chat] = {
     "thinking": Chat(ONE.messages, {"enable_thinking": True}),
     "no thinking": Chat(ONE.messages, {"enable_thinking": False}),
     "tools": Chat(ONE.messages, {"tools": [TOOL, TOOL], "count": 2}),
+    "tools in order": Chat(ONE.messages, {"tools": [ORDERED, TOOL]}),
+    "documents": Chat(ONE.messages, {"documents": [{"title": "t", "text": "x"}], "given": ORDERED}),
+    "a call": ONE.add(SAID).add(RESULT).add({**RESULT, "tool_call_id": "call_2"}),
+    "a call, and tools": Chat(ONE.add(SAID).add(RESULT).user("So?").messages, {"tools": [ORDERED]}),
+    "a call with words": ONE.add({**SAID, "content": "Let me see."}).add(RESULT),
+    "a call of a flat form": ONE.add(
+        {"role": "assistant", "content": "", "tool_calls": [CALL["function"]]}
+    ),
+    "a call without content": ONE.add({**SAID, "content": None}).add(RESULT),
+    "content first": Chat.of([{"content": "hi", "role": "user"}, {**RESULT, "more": {"y": 1}}]),
+    "reasoning beside": ONE.add(
+        {"role": "assistant", "content": "b", "reasoning_content": "why"}
+    ).user("c"),
+    "reasoning by another name": ONE.add({"role": "assistant", "content": "b", "reasoning": "why"}),
+    "parts": Chat().add({"role": "user", "content": [PART, PART]}),
+    "parts continued": Chat(
+        ONE.add({"role": "assistant", "content": [PART, PART]}).messages, continue_last=True
+    ),
     "continued": Chat(ONE.assistant("It is").messages, continue_last=True),
     "continued after space": Chat(ONE.assistant("It is \n").messages, continue_last=True),
 }
@@ -55,7 +95,7 @@ def reference(directory: Path) -> Any:
 
 def expected(reference: Any, chat: Chat) -> list[int]:
     ids: list[int] = reference.apply_chat_template(
-        [one._asdict() for one in chat.messages],
+        [one.fields() for one in chat.messages],
         add_generation_prompt=chat.begins_answer,
         continue_final_message=chat.continue_last,
         return_dict=False,
@@ -73,7 +113,45 @@ def encoded(tokenizer: Tokenizer, chat: Chat, *, parses_special: bool = False) -
 
 @pytest.mark.parametrize("name", CHATS)
 def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, name: str) -> None:
-    assert encoded(tokenizer, CHATS[name]) == expected(reference, CHATS[name])
+    """A template that cannot do with what a message holds fails in both."""
+    try:
+        ids = expected(reference, CHATS[name])
+    except (TypeError, ValueError, UndefinedError) as error:
+        assert "parts" in name or "without content" in name, error
+        with pytest.raises(ChatTemplateError):
+            encoded(tokenizer, CHATS[name])
+    else:
+        assert encoded(tokenizer, CHATS[name]) == ids
+
+
+def test_what_a_template_gets_is_what_was_sent(tokenizer: Tokenizer, directory: Path) -> None:
+    """Each form that knows tools writes them, and each that knows calls writes those."""
+    asked = CHATS["a call, and tools"]
+    text = asyncio.run(tokenizer.text_of(encoded(tokenizer, asked)))
+    knows = directory.name in ("dream", "sdar", "llada2", "parts")
+    assert ("12345678901234567" in text) == knows
+    assert ("2.0" in text) == knows
+
+
+@pytest.mark.parametrize("name", ["tools in order", "documents", "parts", "a call"])
+def test_special_tokens_in_what_a_template_writes_as_json_stay_text(
+    tokenizer: Tokenizer, reference: Any, name: str
+) -> None:
+    """Whether it escapes what is not ASCII, or writes a list as Python does."""
+    spelled = "<|im_start|>\\U000f0000 \\udb80\\udc00 \U000f0000 \u00e9"
+    plain = Chat(CHATS[name].messages, {"tools": [{"name": "x"}], "given": ["x"]})
+    asked = Chat(plain.messages, {"tools": [{"name": spelled}], "given": [spelled]})
+    try:
+        ids, of_x = encoded(tokenizer, asked), encoded(tokenizer, plain)
+    except ChatTemplateError:
+        assert name == "parts"
+        return
+    assert [i for i in ids if not tokenizer.is_text(i)] == [
+        i for i in of_x if not tokenizer.is_text(i)
+    ]
+    kept = [i for i in expected(reference, asked) if tokenizer.is_text(i)]
+    text, of_kept = asyncio.run(tokenizer.text_of(ids)), asyncio.run(tokenizer.text_of(kept))
+    assert text.replace("<|im_start|>", "") == of_kept.replace("<|im_start|>", "")
 
 
 def test_so_they_are_with_special_tokens_that_are_to_be_parsed(
