@@ -121,7 +121,7 @@ def parse(argv: Sequence[str]) -> BenchJob:
     """The job that the flags describe; exits with status 2 on bad ones. Raises DatasetError."""
     parser = make_parser()
     found = parser.parse_args(argv)
-    params = params_from(found)
+    params = params_from(parser, found)
     _check_comparison(parser, found, params)
     if found.baseline:  # all rows have these settings, not the model's own
         params = replace(params, algorithm="d2f", temperature=0.0, top_p=1.0, top_k=0)

@@ -155,7 +155,7 @@ def _job(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Generate
     return GenerateJob(
         prompts=tuple(prompts),
         chat=chat.system(found.system) if chat is not None and found.system else chat,
-        params=params_from(found),
+        params=params_from(parser, found),
         target=found.target,
         credentials=credentials_of(parser, found),
         timeout_s=found.timeout,

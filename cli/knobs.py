@@ -226,8 +226,15 @@ def _bias(given: str) -> tuple[int, float]:
     return int(_TOKEN_ID(token)), within(BIAS)(added)
 
 
-def params_from(found: argparse.Namespace) -> Params:
-    """The settings among parsed flags."""
+def params_from(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Params:
+    """The settings among parsed flags; ends with status 2 if they do not fit together."""
+    try:
+        return _params_from(found)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _params_from(found: argparse.Namespace) -> Params:
     return Params(
         model=found.model,
         n=found.n,

@@ -17,10 +17,9 @@ import grpc
 import grpc.aio
 
 from effuse.client.answer import Answer, Event, Gathering
-from effuse.client.chat import Chat
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET, Options
-from effuse.client.params import Params, Prompt, make_request, make_tokenize_request
+from effuse.client.params import Params, Prompt, Text, make_request, make_tokenize_request
 from effuse.protos.errors import Cancelled, from_rpc_error
 from effuse.protos.stubs import generation_stub, model_stub
 from effuse.protos.tls import TlsFiles
@@ -100,7 +99,7 @@ class Client:
         return response.was_running
 
     def tokenize(
-        self, prompt: str | Chat, *, model: str | None = None, parse_special_tokens: bool = False
+        self, prompt: Text, *, model: str | None = None, parse_special_tokens: bool = False
     ) -> tuple[int, ...]:
         """The ids that a prompt would be. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)
@@ -270,7 +269,7 @@ class AsyncClient:
         return response.was_running
 
     async def tokenize(
-        self, prompt: str | Chat, *, model: str | None = None, parse_special_tokens: bool = False
+        self, prompt: Text, *, model: str | None = None, parse_special_tokens: bool = False
     ) -> tuple[int, ...]:
         """The ids that a prompt would be. Raises EffuseError."""
         request = make_tokenize_request(prompt, model, parse_special_tokens)

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, TypeVar
+from operator import index
+from typing import (
+    Any,
+    Final,
+    Literal,
+    SupportsFloat,
+    SupportsIndex,
+    TypeVar,
+)
 
 from effuse.client.chat import Chat
-from effuse.config.decoding import Alg, Algorithm, Cache, Remasking, Score
+from effuse.config.decoding import (
+    ANSWERS,
+    BIAS,
+    LOGPROBS,
+    MOST_BIASES,
+    MOST_STOP_IDS,
+    MOST_STOPS,
+    SAMPLING,
+    SETTINGS,
+    STOP_BYTES,
+    STOPPING,
+    TOKEN_ID,
+    Alg,
+    Algorithm,
+    Bounds,
+    Cache,
+    Remasking,
+    Score,
+    SettingError,
+)
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
 Value = TypeVar("Value")
 Priority = Literal["low", "normal", "high"]
 """Who goes first in a router's queue."""
-Prompt = str | Chat | Sequence[int]
-"""Text, a conversation, or token ids that are used as they are."""
+Prompt = str | Chat | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, a conversation or its messages, or token ids that are used as they are."""
+Text = str | Chat | Sequence[Mapping[str, Any]]
+"""A prompt that is to become ids."""
 
 ALGORITHMS: Final[Mapping[Algorithm, pb.Algorithm]] = {
     "d2f": pb.ALGORITHM_D2F,
@@ -55,18 +83,30 @@ SCORES: Final[Mapping[Score, pb.Score]] = {
     "margin": pb.SCORE_MARGIN,
     "neg_entropy": pb.SCORE_NEG_ENTROPY,
 }
+_NAMES: Final[Mapping[str, Mapping[Any, int]]] = {
+    "algorithm": ALGORITHMS,
+    "priority": PRIORITIES,
+    "remasking": REMASKINGS,
+    "alg": ALGS,
+    "cache": CACHES,
+    "score": SCORES,
+}
+_NUMBERS: Final[Mapping[str, Bounds]] = {
+    **SAMPLING, **STOPPING, **SETTINGS, "n": ANSWERS, "logprobs": LOGPROBS
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params:
-    """Settings of a request; None leaves the choice to the server, whose defaults
-    `protos/effuse/v1/generation.proto` tells. Values are checked there, too."""
+    """Settings of a request; None leaves the choice to the server, whose defaults are in
+    `protos/effuse/v1/generation.proto`. Raises ValueError that names each field whose value no
+    router takes; the limits of a model, such as its vocabulary, are the router's to check."""
 
     model: str | None = None  # needed where the fleet serves several
     n: int | None = None  # answers to give; each draws for itself
     max_tokens: int | None = None
-    stop: str | tuple[str, ...] = ()  # text that ends the answer and is no part of it
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()  # text that ends the answer and is no part of it
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     min_tokens: int | None = None  # before which nothing but max_tokens ends the answer
     temperature: float | None = None  # 0 is greedy
@@ -106,6 +146,18 @@ class Params:
     priority: Priority | None = None  # in a router's queue
     parse_special_tokens: bool | None = None  # those that the prompt spells; else they stay text
 
+    def __post_init__(self) -> None:
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        if found := misfits(given):
+            raise ValueError("; ".join(f"{name}: {why}" for name, why in found.items()))
+        if None not in (self.min_tokens, self.max_tokens) and self.min_tokens > self.max_tokens:
+            raise SettingError(
+                "min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens
+            )
+        for name in ("stop", "stop_token_ids"):  # a value, whatever becomes of the caller's list
+            if not isinstance(given[name], str | tuple):
+                object.__setattr__(self, name, tuple(given[name]))
+
 
 def make_request(
     prompt: Prompt,
@@ -115,42 +167,115 @@ def make_request(
     token_ids: bool = False,
     drafts: bool = False,
 ) -> pb.GenerateRequest:
-    """The request for one prompt. Raises ValueError for settings that it cannot hold, for a prompt
-    of bytes, and for a template argument that JSON cannot express."""
-    if isinstance(prompt, bytes | bytearray):  # whose numbers would be taken for ids
-        raise ValueError("prompt: expected a text, a Chat or token ids, got bytes")
-    ids = None if isinstance(prompt, str | Chat) else pb.TokenIds(ids=prompt)
-    try:
-        request = _settings(params)
-    except (TypeError, ValueError) as error:
-        told = "; ".join(f"{name}: {why}" for name, why in misfits(params).items())
-        raise ValueError(told) from error
+    """The request for one prompt. Raises TypeError for what is neither a prompt nor Params, and
+    ValueError for a prompt that no request can hold: ids out of range, or a chat whose template
+    arguments JSON cannot express."""
+    if not isinstance(params, Params):
+        raise TypeError(f"params: expected effuse.Params, got {type(params).__name__}")
+    given = read_prompt(prompt)
+    request = _settings(params)
     rest = pb.GenerateRequest(
         request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=ids,
-        chat=prompt.to_input() if isinstance(prompt, Chat) else None,
+        prompt=given if isinstance(given, str) else None,
+        prompt_token_ids=pb.TokenIds(ids=given) if isinstance(given, tuple) else None,
+        chat=given.to_input() if isinstance(given, Chat) else None,
         output=pb.OutputOptions(token_ids=token_ids, drafts=drafts),
     )
     request.MergeFrom(rest)
     return request
 
 
-def misfits(params: Params) -> dict[str, str]:
-    """Settings that no request can hold, by their names, and why."""
+def read_prompt(prompt: object) -> str | Chat | tuple[int, ...]:
+    """One prompt: a text, a chat, or ids; a list of messages is a chat. Raises TypeError for what
+    is none of these, and ValueError for an id or a message that is wrong."""
+    if isinstance(prompt, str | Chat):
+        return prompt
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
+        raise _no_prompt(type(prompt).__name__)
+    listed = list(prompt)
+    if listed and all(isinstance(one, Mapping) for one in listed):
+        return Chat.of(listed)
+    try:
+        ids = tuple(map(index, listed))
+    except TypeError:
+        kinds = ", ".join(sorted({type(one).__name__ for one in listed}))
+        raise _no_prompt(f"{type(prompt).__name__} of {kinds}") from None
+    if ids and not (min(ids) in TOKEN_ID and max(ids) in TOKEN_ID):
+        wrong = next(one for one in ids if one not in TOKEN_ID)
+        raise SettingError("prompt", f"token ids from 0 to {TOKEN_ID.high}", wrong)
+    return ids
+
+
+def _no_prompt(found: str) -> TypeError:
+    form = "a text, a Chat, a list of messages, or a list of token ids"
+    return TypeError(f"prompt: expected {form}, got {found}")
+
+
+def misfits(given: Mapping[str, object]) -> dict[str, str]:
+    """Settings of Params that no router takes, by their names, and why; None is not given."""
     found: dict[str, str] = {}
-    with suppress(TypeError, ValueError):
-        _settings(params)
-        return found  # all of them at once, which is a tenth of the work
-    given = {one.name: getattr(params, one.name) for one in fields(params)}
     for name, value in given.items():
         if value is None:
             continue
         try:
-            _settings(Params(**{name: value}))
+            _check_setting(name, value)
         except (TypeError, ValueError) as error:
-            found[name] = str(error)
+            found[name] = error.said if isinstance(error, SettingError) else str(error)
     return found
+
+
+def _check_setting(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError."""
+    if name in _NUMBERS:
+        _check_number(name, value, _NUMBERS[name])
+    elif name in _NAMES:
+        _named(value, _NAMES[name])
+    elif name == "stop":
+        _check_stops((value,) if isinstance(value, str) else value)
+    elif name == "stop_token_ids":
+        _check_most(name, value, MOST_STOP_IDS, "ids")
+        for one in value:
+            _check_number(name, one, TOKEN_ID)
+    elif name == "logit_bias":
+        if not isinstance(value, Mapping):
+            raise SettingError(name, "numbers by token id", repr(value))
+        _check_most(name, value, MOST_BIASES, "ids")
+        for token, added in value.items():
+            _check_number(name, token, TOKEN_ID)
+            _check_number(name, added, BIAS)
+    elif name == "model":
+        _check_text(name, value)
+    elif not isinstance(value, bool):
+        raise SettingError(name, "True or False", repr(value))
+
+
+def _check_number(name: str, value: Any, bounds: Bounds) -> None:
+    is_number = isinstance(value, SupportsIndex if bounds.is_whole else SupportsFloat)
+    if isinstance(value, bool) or not is_number or value not in bounds:
+        raise SettingError(name, bounds.form, repr(value))
+
+
+def _check_most(name: str, values: Any, most: int, what: str) -> None:
+    if isinstance(values, str | bytes) or not hasattr(values, "__len__") or len(values) > most:
+        got = f"{len(values)}" if isinstance(values, Sized) else repr(values)
+        raise SettingError(name, f"at most {most} {what}", got)
+
+
+def _check_stops(stops: Any) -> None:
+    _check_most("stop", stops, MOST_STOPS, "strings")
+    for one in stops:
+        _check_text("stop", one)
+        if len(one.encode()) not in STOP_BYTES:
+            form = f"strings of 1 to {STOP_BYTES.high} bytes"
+            raise SettingError("stop", form, f"{len(one.encode())} bytes")
+    if len(set(stops)) < len(stops):
+        raise SettingError("stop", "strings that differ", "one of them twice")
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise SettingError(name, "a string", repr(value))
+    value.encode()  # half a character raises UnicodeEncodeError, a ValueError
 
 
 def _settings(params: Params) -> pb.GenerateRequest:
@@ -199,13 +324,16 @@ def _decoding(params: Params) -> pb.DecodingParams:
 
 
 def make_tokenize_request(
-    prompt: str | Chat, model: str | None, parse_special_tokens: bool
+    prompt: Text, model: str | None, parse_special_tokens: bool
 ) -> model_pb2.TokenizeRequest:
-    """The request for one prompt's ids."""
+    """The request for one prompt's ids. Raises TypeError and ValueError as `make_request`."""
+    given = read_prompt(prompt)
+    if isinstance(given, tuple):
+        raise TypeError("prompt: expected a text, a Chat or a list of messages, got token ids")
     return model_pb2.TokenizeRequest(
         model=model,
-        prompt=prompt if isinstance(prompt, str) else None,
-        chat=prompt.to_input() if isinstance(prompt, Chat) else None,
+        prompt=given if isinstance(given, str) else None,
+        chat=given.to_input() if isinstance(given, Chat) else None,
         parse_special_tokens=parse_special_tokens,
     )
 

@@ -87,6 +87,10 @@ PENALTY: Final = Bounds(-2.0, 2.0)
 REPETITION: Final = Bounds(0.1, 10.0)
 BIAS: Final = Bounds(-100.0, 100.0)
 MOST_BIASES: Final = 512
+MOST_STOPS: Final = 16
+STOP_BYTES: Final = Bounds(1, 256)
+MOST_STOP_IDS: Final = 64
+TOKEN_ID: Final = Bounds(0, 2**32 - 1)  # what a request can hold; vocabularies have fewer
 SEED: Final = Bounds(0, 2**64 - 1)
 ANSWERS: Final = Bounds(1, 64)  # to one request; routers may take fewer
 ANSWER_INDEX: Final = Bounds(0, 63)
@@ -123,7 +127,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added), ids ascending
 
     def __post_init__(self) -> None:
-        _check_numbers(self, _SAMPLING)
+        _check_numbers(self, SAMPLING)
         if len(self.logit_bias) > MOST_BIASES:
             found = f"{len(self.logit_bias)} ids"
             raise SettingError("logit_bias", f"at most {MOST_BIASES} ids", found)
@@ -149,7 +153,7 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0  # before which no stop id is written
 
     def __post_init__(self) -> None:
-        _check_numbers(self, _STOPPING)
+        _check_numbers(self, STOPPING)
         if self.min_tokens > self.max_tokens:
             raise SettingError(
                 "min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens
@@ -189,10 +193,10 @@ class DecodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     factor: float = 0.0  # n masks are written while n + 1 times their doubt is below; 0 is not used
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
+        for name, known in CHOICES.items():
             if (found := getattr(self, name)) not in known:
                 raise SettingError(name, f"one of {', '.join(known)}", repr(found))
-        _check_numbers(self, _SETTINGS)
+        _check_numbers(self, SETTINGS)
 
     @property
     def ranked_by(self) -> Score:
@@ -254,7 +258,7 @@ def _float32(number: float) -> float:
     return cast(float, _FLOAT32.unpack(_FLOAT32.pack(number))[0])
 
 
-_SAMPLING: Final = {
+SAMPLING: Final[Mapping[str, Bounds]] = {
     "temperature": TEMPERATURE,
     "top_p": TOP_P,
     "top_k": TOP_K,
@@ -265,8 +269,8 @@ _SAMPLING: Final = {
     "frequency_penalty": PENALTY,
     "repetition_penalty": REPETITION,
 }
-_STOPPING: Final = {"max_tokens": MAX_TOKENS, "min_tokens": MIN_TOKENS}
-_SETTINGS: Final = {
+STOPPING: Final[Mapping[str, Bounds]] = {"max_tokens": MAX_TOKENS, "min_tokens": MIN_TOKENS}
+SETTINGS: Final[Mapping[str, Bounds]] = {
     "window": WINDOW,
     "confidence_threshold": THRESHOLD,
     "block_add_threshold": THRESHOLD,
@@ -282,7 +286,7 @@ _SETTINGS: Final = {
     "eps": EPS,
     "alg_temp": ALG_TEMP,
 }
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "algorithm": get_args(Algorithm),
     "score": get_args(Score),
     "remasking": get_args(Remasking),

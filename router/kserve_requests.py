@@ -15,7 +15,7 @@ import msgspec
 
 from effuse.client.params import Params, make_request, misfits
 from effuse.compat import kserve_pb2 as kserve
-from effuse.protos.errors import NotFound
+from effuse.protos.errors import FieldViolation, NotFound
 from effuse.router.findings import Findings, shown
 from effuse.v1 import generation_pb2 as pb
 
@@ -48,11 +48,10 @@ def request_of(asked: kserve.ModelInferRequest) -> pb.GenerateRequest:
         if output.name not in (TEXT, REASON):
             findings.add(f"outputs[{at}].name", f"{TEXT} or {REASON}", shown(output.name))
         _check_plain(f"outputs[{at}]", output.parameters, findings)
-    params = Params(model=asked.model_name or None, **settings)
-    for name, why in misfits(params).items():  # numbers that their fields cannot hold
-        findings.add(f"parameters[{shown(name)}]", "a value that fits", why)
+    for name, why in misfits(settings).items():
+        findings.violations.append(FieldViolation(f"parameters[{shown(name)}]", why))
     findings.raise_any()
-    return make_request(prompt, params)
+    return make_request(prompt, Params(model=asked.model_name or None, **settings))
 
 
 def check_version(version: str) -> None:

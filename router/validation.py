@@ -16,30 +16,18 @@ import msgspec
 from effuse.client.chat import Chat
 from effuse.client.params import ALGORITHMS, ALGS, CACHES, PRIORITIES, REMASKINGS, SCORES, Priority
 from effuse.config.decoding import (
-    ALG_TEMP,
     ANSWERS,
     BIAS,
-    BLOCK_LENGTH,
     CANVAS_ALGORITHMS,
-    CFG_SCALE,
-    DENOISING_STEPS,
-    ENTROPY,
-    EPS,
-    FACTOR,
     LOGPROBS,
     MAX_TOKENS,
-    MIN_P,
     MIN_TOKENS,
     MOST_BIASES,
-    PENALTY,
-    POST_STEPS,
-    REPETITION,
-    STEPS,
-    TEMPERATURE,
-    THRESHOLD,
-    TOP_K,
-    TOP_P,
-    WINDOW,
+    MOST_STOP_IDS,
+    MOST_STOPS,
+    SAMPLING,
+    SETTINGS,
+    STOP_BYTES,
     Algorithm,
     Bounds,
     DecodeSettings,
@@ -50,7 +38,6 @@ from effuse.placement.records import ModelInfo
 from effuse.router.findings import Findings, check_input, check_request_id
 from effuse.v1 import generation_pb2 as pb
 
-MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_IDS = 16, 256, 64
 PRIORITY_NAMES: Final = tuple(pb.Priority.keys())
 _PRIORITIES: Final = {number: name for name, number in PRIORITIES.items()}
 _ALGORITHMS: Final = {number: name for name, number in ALGORITHMS.items()}
@@ -71,32 +58,7 @@ _WIRE_NAMES: Final[Mapping[str, Sequence[str]]] = {
     "cache": tuple(pb.Cache.keys()),
 }
 
-DRAWS: Final[Mapping[str, Bounds]] = {
-    "temperature": TEMPERATURE,
-    "top_p": TOP_P,
-    "top_k": TOP_K,
-    "min_p": MIN_P,
-    "presence_penalty": PENALTY,
-    "frequency_penalty": PENALTY,
-    "repetition_penalty": REPETITION,
-}
-"""Fields of SamplingParams that are numbers with bounds."""
 THRESHOLDS: Final = ("confidence_threshold", "block_add_threshold", "full_activation_threshold")
-NUMBERS: Final[Mapping[str, Bounds]] = {
-    **dict.fromkeys(THRESHOLDS, THRESHOLD),
-    "window": WINDOW,
-    "denoising_steps": DENOISING_STEPS,
-    "block_length": BLOCK_LENGTH,
-    "steps": STEPS,
-    "cfg_scale": CFG_SCALE,
-    "eps": EPS,
-    "alg_temp": ALG_TEMP,
-    "entropy_bound": ENTROPY,
-    "editing_threshold": THRESHOLD,
-    "max_post_steps": POST_STEPS,
-    "factor": FACTOR,
-}
-"""The same of DecodingParams."""
 KNOBS: Final[Mapping[Algorithm, Collection[str]]] = {
     "d2f": {"window", "score", *THRESHOLDS},
     "block_diffusion": {
@@ -253,7 +215,7 @@ def _check_sampling(
 ) -> None:
     for field, value in sampling.ListFields():
         name = field.name
-        if (bounds := DRAWS.get(name)) is None:
+        if (bounds := SAMPLING.get(name)) is None:
             continue
         most = model.vocab_size if name == "top_k" else None
         findings.number(f"sampling.{name}", value, bounds, most=most)
@@ -287,18 +249,18 @@ def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Fin
     if stopping.min_tokens:
         most = stopping.max_tokens if stopping.HasField("max_tokens") else model.max_model_len - 1
         findings.number("stopping.min_tokens", stopping.min_tokens, MIN_TOKENS, most=most)
-    if len(stopping.stop) > MAX_STOPS:
-        findings.add("stopping.stop", f"at most {MAX_STOPS} strings", len(stopping.stop))
+    if len(stopping.stop) > MOST_STOPS:
+        findings.add("stopping.stop", f"at most {MOST_STOPS} strings", len(stopping.stop))
     else:
         for at, stop in enumerate(stopping.stop):
             num_bytes = len(stop.encode())
-            if not 1 <= num_bytes <= MAX_STOP_BYTES:
-                form = f"a string of 1 to {MAX_STOP_BYTES} bytes"
+            if num_bytes not in STOP_BYTES:
+                form = f"a string of 1 to {STOP_BYTES.high} bytes"
                 findings.add(f"stopping.stop[{at}]", form, f"{num_bytes} bytes")
         if len(set(stopping.stop)) < len(stopping.stop):
             findings.add("stopping.stop", "strings that differ", "one of them twice")
-    if len(stopping.stop_token_ids) > MAX_STOP_IDS:
-        form = f"at most {MAX_STOP_IDS} ids"
+    if len(stopping.stop_token_ids) > MOST_STOP_IDS:
+        form = f"at most {MOST_STOP_IDS} ids"
         findings.add("stopping.stop_token_ids", form, len(stopping.stop_token_ids))
     else:
         findings.token_ids(
@@ -315,7 +277,7 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
         name = f"decoding.{knob.name}"
         if (names := _WIRE_NAMES.get(knob.name)) is not None:
             findings.choice(name, value, names)
-        elif (bounds := NUMBERS.get(knob.name)) is not None:
+        elif (bounds := SETTINGS.get(knob.name)) is not None:
             if knob.name == "denoising_steps":
                 bounds = replace(bounds, high=model.block_size, note=", the model's block size")
             findings.number(name, value, bounds)

@@ -136,6 +136,22 @@ def test_what_does_not_fit_is_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--min-tokens", "9", "--max-tokens", "8"], "min_tokens: expected at most max_tokens 8"),
+        (["--stop", "a", "--stop", "a"], "stop: expected strings that differ"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused_at_once(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["hi", *flags])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", ["NaN", "1e999", "[" * 101 + "]" * 101, '"\\ud800"'])
 def test_an_argument_that_no_request_holds_is_refused_at_once(
     value: str, capsys: pytest.CaptureFixture[str]

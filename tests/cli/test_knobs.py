@@ -14,7 +14,7 @@ from effuse.v1 import generation_pb2
 def _parse(*flags: str) -> Params:
     parser = argparse.ArgumentParser()
     add_knobs(parser)
-    return params_from(parser.parse_args(flags))
+    return params_from(parser, parser.parse_args(flags))
 
 
 def test_nothing_given_leaves_every_knob_unset() -> None:
