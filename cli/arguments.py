@@ -14,7 +14,7 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from effuse.client.credentials import Credentials, read_token
+from effuse.client.credentials import Credentials, read_target, read_token
 from effuse.config.checks import is_redis_url, without_password
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.flags import add_switch, make_parser
@@ -138,11 +138,15 @@ def seconds(given: str) -> float:
 
 
 def target(text: str) -> str:
-    """A router's address, HOST:PORT, or with a scheme of gRPC's own such as dns:///HOST:PORT."""
-    scheme, _, rest = text.partition("://")
-    if rest and not _GRPC_SCHEME.match(text):
+    """A router's address: HOST:PORT, a URL of http or https, or with a scheme of gRPC's own."""
+    try:
+        address, _ = read_target(text, None)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("target: ")) from error
+    scheme, _, rest = address.partition("://")
+    if rest and not _GRPC_SCHEME.match(address):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT without {scheme}://, got {text!r}")
-    host, _, port = _GRPC_SCHEME.sub("", text).rpartition(":")
+    host, _, port = _GRPC_SCHEME.sub("", address).rpartition(":")
     is_host = bool(re.fullmatch(r"[^\s:/\[\]]+|\[[^\s/\[\]]+\]", host))
     if not (is_host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
@@ -174,6 +178,7 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
         if speaks_tls:
             files.check()
         token = read_token(found.token_file)
+        read_target(vars(found).get("target", ""), files if speaks_tls else None)
         return Credentials(tls=files if speaks_tls else None, token=token)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -48,7 +48,8 @@ class Client:
         tls: TlsFiles | None = None,
         token: str | None = None,
     ) -> None:
-        """target: host:port of a router. timeout_s: longest that a call takes which sets none
+        """target: host:port of a router; http://host:port is the same, and https://host:port speaks
+        TLS. timeout_s: longest that a call takes which sets none
         itself, all of at most `max_attempts` together. tls: None is plain text, `TlsFiles()` trusts
         the system's authorities. token: for routers that ask for one. Connects at the first call.
         Raises ValueError, and OSError for certificates that cannot be used."""
@@ -197,8 +198,38 @@ class Stream:
         self._call.cancel()
 
 
+class AsyncStream:
+    """The same for asyncio: `await stream.answer` once it is over. Ending it ends the request."""
+
+    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
+        self._answers: list[Answer] = []
+        # It does not refer to this object, so that it ends with it: when a loop is left.
+        self._pieces = _pieces(events, self._answers)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> str:
+        """A piece of text, not empty. Raises EffuseError, and StreamBroken."""
+        return await anext(self._pieces)
+
+    @property
+    async def answer(self) -> Answer:
+        """The whole answer; reads what is left of the stream first. Raises as iterating does."""
+        async for _ in self:
+            pass
+        if not self._answers:
+            raise Cancelled("the stream was ended before its answer was complete")
+        return self._answers[0]
+
+    async def aclose(self) -> None:
+        """Ends the request; the fleet frees what it holds at once."""
+        await self._pieces.aclose()
+
+
 class AsyncClient:
-    """The same for asyncio. Belongs to one event loop."""
+    """The same for asyncio. Belongs to the event loop that uses it first; in another one its calls
+    raise RuntimeError."""
 
     def __init__(
         self,
@@ -232,31 +263,29 @@ class AsyncClient:
             response = await self._generation.Generate(request, timeout=timeout)
         return Answer.of(response, time.monotonic() - began)
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         params: Params = _DEFAULTS,
         *,
         timeout_s: float | None = None,
         request_id: str | None = None,
-    ) -> AsyncGenerator[str | Answer, None]:
-        """Pieces of text as they are written, none empty, and last the whole Answer. Of several
-        answers the pieces are those of the first one.
-
-        Raises EffuseError, and StreamBroken. Ending the iteration early ends the request.
-        """
-        gathering = Gathering()
+    ) -> AsyncStream:
+        """The answer as it is written: iterate for its text, block by block. Begins at the first
+        piece that is awaited."""
         request = _streamed(prompt, params, request_id)
-        timeout = self._options.deadline_s(timeout_s)
+        return AsyncStream(self._events(request, self._options.deadline_s(timeout_s)))
+
+    async def _events(
+        self, request: generation_pb2.GenerateStreamRequest, timeout: float
+    ) -> AsyncGenerator[Event, None]:
         call = self._generation.GenerateStream(request, timeout=timeout)
         try:
             with _raising(self._target):
                 async for event in call:
-                    if piece := gathering.take(event):
-                        yield piece
+                    yield event
         finally:
             call.cancel()
-        yield gathering.answer()
 
     async def cancel(self, request_id: str) -> bool:
         """Ends the request of this id, whoever asked for it; False where it did not run there.
@@ -313,6 +342,18 @@ class AsyncClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+async def _pieces(
+    events: AsyncGenerator[Event, None], answers: list[Answer]
+) -> AsyncGenerator[str, None]:
+    """The text of these events, piece by piece; the whole answer is added to `answers`."""
+    gathering = Gathering()
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if piece := gathering.take(event):
+                yield piece
+    answers.append(gathering.answer())
 
 
 def _streamed(

@@ -9,14 +9,16 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
 
 from effuse.config.checks import is_loopback
-from effuse.protos.channels import MetadataChannel
+from effuse.protos.channels import LoopChannel
 from effuse.protos.rpc import near_options
 from effuse.protos.tls import ChannelTls, TlsFiles
 
@@ -31,14 +33,19 @@ Arguments = Sequence[tuple[str, str | int]]
 class Credentials:
     """Of one client. Without `tls` all goes in plain text, the token too: for loopback alone.
 
-    Raises ValueError for a token that no call can carry.
+    White space around a token is dropped, such as the end of the line in its file. Raises
+    ValueError for a token that no call can carry.
     """
 
     tls: TlsFiles | None = None  # none of its files given: the system's authorities
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+        if self.token is None:
+            return
+        token = self.token.strip()
+        object.__setattr__(self, "token", token)
+        if not all("!" <= character <= "~" for character in token):
             raise ValueError("token: expected printable ASCII on one line")  # and says it to nobody
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -47,23 +54,26 @@ class Credentials:
 
     def channel(self, target: str, arguments: Arguments) -> grpc.Channel:
         """A blocking channel, whose calls carry `metadata`. Raises OSError for certificates that
-        cannot be used."""
+        cannot be used, and ValueError for a target as `read_target` does."""
+        target, tls = read_target(target, self.tls)
         arguments = _near(target, arguments)
-        if self.tls is None:
+        if tls is None:
             channel = grpc.insecure_channel(target, arguments)
         else:
-            channel = grpc.secure_channel(target, ChannelTls(self.tls).credentials, arguments)
+            channel = grpc.secure_channel(target, ChannelTls(tls).credentials, arguments)
         shown = self.metadata()
         return grpc.intercept_channel(channel, _Shower(shown)) if shown else channel
 
     def aio_channel(self, target: str, arguments: Arguments) -> grpc.aio.Channel:
-        """The same for asyncio; its calls carry `metadata`. Raises OSError."""
+        """The same for asyncio, for the first event loop that uses it. Raises as `channel`."""
+        target, tls = read_target(target, self.tls)
         arguments = _near(target, arguments)
-        if self.tls is None:
-            channel = grpc.aio.insecure_channel(target, arguments)
+        if tls is None:
+            make = partial(grpc.aio.insecure_channel, target, arguments)
         else:
-            channel = grpc.aio.secure_channel(target, ChannelTls(self.tls).credentials, arguments)
-        return MetadataChannel(channel, self.metadata())
+            shown = ChannelTls(tls).credentials
+            make = partial(grpc.aio.secure_channel, target, shown, arguments)
+        return LoopChannel(make, self.metadata())
 
 
 class _Shower(
@@ -85,6 +95,28 @@ class _Shower(
 
     def _with_metadata(self, details: Any) -> Any:
         return details._replace(metadata=(*(details.metadata or ()), *self._shown))
+
+
+def read_target(target: str, tls: TlsFiles | None) -> tuple[str, TlsFiles | None]:
+    """A target as gRPC takes it, and the certificates for it. Of a URL `http` is plain text, and
+    `https` is TLS that trusts the system's authorities if `tls` is None; ports default to 80 and
+    443. Raises ValueError for a URL that has more than a host and a port, and for `http` with
+    certificates."""
+    scheme = target.partition("://")[0].lower()
+    if scheme not in ("http", "https"):
+        return target, tls
+    url = urlsplit(target)
+    try:
+        port = url.port or (80 if scheme == "http" else 443)
+    except ValueError:
+        port = 0
+    is_bare = url.path in ("", "/") and not (url.query or url.fragment or "@" in url.netloc)
+    if not (url.hostname and port and is_bare):
+        raise ValueError(f"target: expected {scheme}://HOST:PORT, got {target!r}")
+    if scheme == "http" and tls is not None:
+        raise ValueError(f"target: expected https:// with certificates, got {target!r}")
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return f"{host}:{port}", tls or (TlsFiles() if scheme == "https" else None)
 
 
 def _near(target: str, arguments: Arguments) -> Arguments:

@@ -10,19 +10,18 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack
 
 import msgspec
 import torch
 
 from effuse.client.answer import Answer, Logprob, Stats
-from effuse.client.chat import Chat
-from effuse.client.params import Params, Prompt, make_request
+from effuse.client.params import Params, Prompt, make_request, read_prompt
 from effuse.config.decoding import Algorithm, Stopping
 from effuse.decode_worker.build import build
 from effuse.decode_worker.engine import DecodeEngine
@@ -36,7 +35,7 @@ from effuse.router.tokenizer import Tokenizer, bundled_directory
 from effuse.router.validation import Asked, fit, validate
 from effuse.v1 import generation_pb2 as pb
 from effuse.worker.attempts import to_error
-from effuse.worker.config import DecodeConfig, Device, Dtype
+from effuse.worker.config import Attention, DecodeConfig, Device, Dtype, KVLayoutKind
 from effuse.worker.gpus import check_device
 from effuse.worker.messages import Abort, Committed, CoreEvent, Failed, Finished, StartDecode
 
@@ -56,9 +55,16 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_window: int
+    max_stop_ids: int
+    page_size: int
     num_pages: int | None
     gpu_memory_utilization: float
+    kv_layout: KVLayoutKind
+    attention: Attention
+    enforce_eager: bool
     default_algorithm: Algorithm | None
+    served_model_name: str | None
 
 
 class LLM:
@@ -74,8 +80,10 @@ class LLM:
         adapter: Path | str | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """model: checkpoint directory, the bundled one where absent. Raises ValueError,
-        CheckpointError or TokenizerError where the files or the settings do not fit."""
+        """model: checkpoint directory, the bundled one if it is None. Raises TypeError for an
+        unknown option, and ValueError, CheckpointError or TokenizerError if files or settings do
+        not fit."""
+        _check_options(options)
         directory = bundled_directory() if model is None else Path(model)
         refuse_unserved(directory, options.get("block_size"))
         config = DecodeConfig(
@@ -109,13 +117,12 @@ class LLM:
         on_answer: called with the place of each prompt and its answer, once that is complete.
 
         params: of all prompts, or one for each. Raises EffuseError for the first request that is
-        wrong or fails; nothing is computed then, or goes on. Raises ValueError where there are not
-        as many params as prompts, and RuntimeError while another batch is answered.
+        wrong or fails; nothing is computed then, or goes on. Raises TypeError for what is no prompt
+        or no Params, ValueError unless there are as many params as prompts, and RuntimeError while
+        another batch is answered.
         """
         listed = _listed(prompts)
-        each = [params] * len(listed) if isinstance(params, Params) else list(params)
-        if len(each) != len(listed):
-            raise ValueError(f"expected params for {len(listed)} prompts, got {len(each)}")
+        each = _each(params, len(listed))
         with self._alone():
             batch = [self._check(*pair) for pair in zip(listed, each, strict=True)]
             places = {id(one): at for at, answers in enumerate(batch) for one in answers}
@@ -361,13 +368,29 @@ def _threads_kept() -> Iterator[None]:
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """A text, a chat, or ids alone, are one prompt."""
-    if isinstance(prompts, str | Chat | bytes | bytearray):  # bytes are refused like any prompt
-        return [prompts]
+    """A text, a chat, a list of messages or a list of ids is one prompt."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes | bytearray | Mapping):
+        return [read_prompt(prompts)]
     listed = list(prompts)
-    ids = [one for one in listed if isinstance(one, int)]
-    if not ids:
-        return [one for one in listed if not isinstance(one, int)]
-    if len(ids) < len(listed):
-        raise ValueError("expected prompts or the ids of one prompt, got both in one list")
-    return [ids]
+    if any(isinstance(one, SupportsIndex | Mapping) for one in listed):
+        return [read_prompt(listed)]
+    return [read_prompt(one) for one in listed]
+
+
+def _each(params: Params | Iterable[Params], count: int) -> list[Params]:
+    if isinstance(params, Params):
+        return [params] * count
+    each = [params] if isinstance(params, Mapping | str) else list(params)
+    for one in each:
+        if not isinstance(one, Params):
+            raise TypeError(f"params: expected effuse.Params, got {type(one).__name__}")
+    if len(each) != count:
+        raise ValueError(f"expected params for {count} prompts, got {len(each)}")
+    return each
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    known = EngineOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"LLM: expected options among {', '.join(known)}; got {name!r}")

@@ -10,9 +10,10 @@ other end for one. Not here: what a server lets in (`gate.py`).
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -48,19 +49,23 @@ class MetadataChannel(grpc.aio.Channel):
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         """As grpc.aio.Channel's."""
-        return self._carry(self._channel.unary_unary(*args, **kwargs))
+        return self._carry_of("unary_unary", args, kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
         """As grpc.aio.Channel's."""
-        return self._carry(self._channel.unary_stream(*args, **kwargs))
+        return self._carry_of("unary_stream", args, kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
         """As grpc.aio.Channel's."""
-        return self._carry(self._channel.stream_unary(*args, **kwargs))
+        return self._carry_of("stream_unary", args, kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
         """As grpc.aio.Channel's."""
-        return self._carry(self._channel.stream_stream(*args, **kwargs))
+        return self._carry_of("stream_stream", args, kwargs)
+
+    def _carry_of(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The calls of one method, with `metadata`."""
+        return self._carry(getattr(self._channel, kind)(*args, **kwargs))
 
     async def close(self, grace: float | None = None) -> None:
         """As grpc.aio.Channel's."""
@@ -83,6 +88,50 @@ class MetadataChannel(grpc.aio.Channel):
 
     async def __aexit__(self, *exc: object) -> None:
         await self._channel.close()
+
+
+class LoopChannel(MetadataChannel):
+    """A channel that the first event loop that uses it makes, and that belongs to that loop.
+
+    Each use in another loop raises RuntimeError, and so does a use outside of loops."""
+
+    def __init__(self, make: Callable[[], grpc.aio.Channel], metadata: Metadata) -> None:
+        """make: runs in that loop."""
+        self._make = make
+        self._metadata = tuple(metadata)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inner: grpc.aio.Channel | None = None
+
+    @property
+    def _channel(self) -> grpc.aio.Channel:  # type: ignore[override]
+        loop = asyncio.get_running_loop()
+        if self._inner is None:
+            self._loop, self._inner = loop, self._make()
+        elif loop is not self._loop:
+            raise RuntimeError(
+                "this client belongs to one event loop, the first that used it; "
+                "make another one in each further loop"
+            )
+        return self._inner
+
+    def _carry_of(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        made: list[Callable[..., Any]] = []
+
+        def call(*given: Any, **more: Any) -> Any:
+            channel = self._channel
+            if not made:
+                made.append(getattr(channel, kind)(*args, **kwargs))
+            return made[0](*given, **more)
+
+        return self._carry(call)
+
+    async def close(self, grace: float | None = None) -> None:
+        """As grpc.aio.Channel's; a channel that is not made yet has nothing to close."""
+        if self._inner is not None:
+            await self._channel.close(grace)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
 
 
 class FleetAccess:

@@ -121,8 +121,8 @@ class FakeRouter(
         self.over.wait(self.takes_s)
         if len(self.asked) <= self.failures:
             context.abort(self.code, "told to fail")
-        if request.sampling.top_p > 1:
-            wrong = InvalidRequest.of("sampling.top_p", "at most 1")
+        if request.sampling.top_k == 7:
+            wrong = InvalidRequest.of("sampling.top_k", "at most 6")
             details = to_status(wrong).SerializeToString()
             context.set_trailing_metadata((("grpc-status-details-bin", details),))
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(wrong))
@@ -195,11 +195,13 @@ def test_the_asyncio_client_says_the_same(target: str) -> None:
     async def ask() -> None:
         async with effuse.AsyncClient(target) as client:
             answer = await client.generate("hello")
-            heard = [piece async for piece in client.stream("hello")]
+            stream = client.stream("hello")
+            assert [piece async for piece in stream] == ["ab", "c"]
+            last = await stream.answer
+            assert (await client.stream("hello").answer).text == "abc"
             assert [model.name for model in await client.models()] == ["m"]
-        last = heard.pop()
         assert isinstance(last, effuse.Answer)
-        assert heard == ["ab", "c"] and last.text == answer.text == "abc"
+        assert (last.text, last.token_ids) == ("abc", (1, 2, 3)) and answer.text == "abc"
 
     asyncio.run(ask())
 
@@ -278,9 +280,9 @@ def test_no_proxy_of_the_environment_stands_before_a_router_of_this_machine(
 def test_what_is_wrong_is_told_by_field(target: str) -> None:
     with (
         effuse.Client(target) as client,
-        pytest.raises(InvalidRequest, match="top_p: at most 1") as told,
+        pytest.raises(InvalidRequest, match="top_k: at most 6") as told,
     ):
-        client.generate("hello", effuse.Params(top_p=7.0))
+        client.generate("hello", effuse.Params(top_k=7))
     assert isinstance(told.value, effuse.EffuseError)
 
 
@@ -362,6 +364,8 @@ def test_leaving_an_asyncio_stream_ends_it(router: FakeRouter, target: str) -> N
             stream = client.stream("hello")
             assert await anext(stream) == "ab"
             await stream.aclose()
+            with pytest.raises(Cancelled, match="ended before its answer"):
+                await stream.answer
 
     asyncio.run(leave())
     assert router.cancelled.wait(10)
@@ -382,6 +386,47 @@ def test_closing_an_asyncio_client_cancels_nobodys_task(router: FakeRouter, targ
         assert not tasks[1].cancelled() and isinstance(tasks[1].exception(), Cancelled)
 
     asyncio.run(ask())
+
+
+def test_leaving_the_loop_over_an_asyncio_stream_ends_it(router: FakeRouter, target: str) -> None:
+    router.hangs = True
+
+    async def leave() -> None:
+        async with effuse.AsyncClient(target) as client:
+            async for piece in client.stream("hello"):
+                assert piece == "ab"
+                break
+            assert await asyncio.to_thread(router.cancelled.wait, 10)
+
+    asyncio.run(leave())
+
+
+def test_an_asyncio_client_belongs_to_the_loop_that_uses_it_first(target: str) -> None:
+    client = effuse.AsyncClient(target)
+
+    async def ask() -> str:
+        assert [piece async for piece in client.stream("hello")] == ["ab", "c"]
+        return (await client.generate("hello")).text
+
+    async def close() -> None:
+        await effuse.AsyncClient(target).close()
+        await client.close()
+
+    assert asyncio.run(ask()) == "abc"
+    for use in (ask, close):
+        with pytest.raises(RuntimeError, match=r"^this client belongs to one event loop, .*loop$"):
+            asyncio.run(use())
+
+
+def test_a_target_may_be_a_url(target: str) -> None:
+    with effuse.Client(f"http://{target}/") as client:
+        assert client.generate("hello").text == "abc"
+
+    async def ask() -> str:
+        async with effuse.AsyncClient(f"HTTP://{target}") as client:
+            return (await client.generate("hello")).text
+
+    assert asyncio.run(ask()) == "abc"
 
 
 def test_importing_it_is_cheap_and_clients_need_no_torch() -> None:

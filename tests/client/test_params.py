@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from router.fake_model import model_info
 
 import effuse
+from effuse.client.credentials import Credentials, read_target
 from effuse.client.options import Options
 from effuse.client.params import ALGORITHMS, make_request, make_tokenize_request
 from effuse.config.decoding import SAMPLING, SETTINGS, STOPPING
 from effuse.protos.errors import InvalidRequest
+from effuse.protos.tls import TlsFiles
 from effuse.router.validation import KNOBS, validate
 from effuse.v1 import generation_pb2 as pb
 
@@ -150,8 +154,53 @@ def test_a_list_may_be_given_and_changed_later() -> None:
     assert make_request("x", effuse.Params(stop="a")).stopping.stop == ["a"]
 
 
-@pytest.mark.parametrize("token", ["of a file\n", "t\u00f6ken"])
+@pytest.mark.parametrize("token", ["of a file\n", "t\u00f6ken", "two\nlines", "a\0"])
 def test_a_token_that_no_call_can_carry_is_refused_and_not_shown(token: str) -> None:
     for kind in (effuse.Client, effuse.AsyncClient):
         with pytest.raises(ValueError, match=r"^token: expected printable ASCII on one line$"):
             kind("127.0.0.1:1", token=token)
+
+
+@pytest.mark.parametrize("token", ["effuse-abc\n", " effuse-abc\r\n", "effuse-abc"])
+def test_a_token_may_come_from_a_file_as_it_stands_there(token: str) -> None:
+    assert Credentials(token=token).metadata() == (("authorization", "Bearer effuse-abc"),)
+    for kind in (effuse.Client, effuse.AsyncClient):
+        kind("127.0.0.1:1", token=token)
+
+
+SYSTEM, OURS = TlsFiles(), TlsFiles(ca=Path("ca.pem"))
+
+
+@pytest.mark.parametrize(
+    ("target", "tls", "found"),
+    [
+        ("host:1", None, ("host:1", None)), ("host:1", OURS, ("host:1", OURS)),
+        ("dns:///host:1", None, ("dns:///host:1", None)),
+        ("http://host:1", None, ("host:1", None)), ("http://host:1/", None, ("host:1", None)),
+        ("http://host", None, ("host:80", None)), ("https://host", None, ("host:443", SYSTEM)),
+        ("https://host:1", OURS, ("host:1", OURS)), ("HTTPS://[::1]:1", None, ("[::1]:1", SYSTEM)),
+    ],
+)  # fmt: skip
+def test_a_url_says_whether_it_is_tls(
+    target: str, tls: TlsFiles | None, found: tuple[str, TlsFiles | None]
+) -> None:
+    assert read_target(target, tls) == found
+
+
+@pytest.mark.parametrize(
+    ("target", "tls", "form"),
+    [
+        ("http://", None, "http://HOST:PORT"), ("http://host:1/v1", None, "http://HOST:PORT"),
+        ("http://host:0x1", None, "http://HOST:PORT"), ("http://host:99999", None, "http://HOST"),
+        ("https://me@host:1", None, "https://HOST:PORT"), ("http://host:1", OURS, "https:// with"),
+        ("https://host:1?a=b", None, "https://HOST:PORT"),
+    ],
+)  # fmt: skip
+def test_a_url_of_more_than_a_router_is_refused(
+    target: str, tls: TlsFiles | None, form: str
+) -> None:
+    for kind in (effuse.Client, effuse.AsyncClient):
+        with pytest.raises(
+            ValueError, match=f"^target: expected {form}.*, got '{re.escape(target)}"
+        ):
+            kind(target, tls=tls)

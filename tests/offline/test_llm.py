@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,9 @@ def test_a_chat_is_rendered_as_a_fleet_renders_it(llm: effuse.LLM) -> None:
     (rest, whole) = llm.generate([begun, chat])
     assert rest.usage.prompt_tokens > whole.usage.prompt_tokens
     assert by_text.text[:9] + rest.text == whole.text == by_text.text
+    messages = [one.fields() for one in chat.messages]
+    assert [one.text for one in llm.generate(messages)] == [by_text.text]
+    assert [one.text for one in llm.generate([messages, chat])] == [by_text.text] * 2
     with pytest.raises(InvalidRequest, match=r"chat: .*'this model knows user and assistant only"):
         llm.generate([chat.system("Be kind.")])
 
@@ -135,7 +139,7 @@ def test_a_chat_is_rendered_as_a_fleet_renders_it(llm: effuse.LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        (effuse.Params(top_p=7.0), "sampling.top_p"),
+        (effuse.Params(top_k=1 << 20), "sampling.top_k"),
         (effuse.Params(max_tokens=4096), "max_tokens"),
         (effuse.Params(window=2, algorithm="block_diffusion"), "decoding.window"),
     ],
@@ -168,6 +172,35 @@ def test_what_the_engine_refuses_is_found_before_anything_is_computed(
     with pytest.raises(InvalidRequest, match=words):
         llm.generate(QUESTIONS, [*[PARAMS[0]] * 4, wrong])
     assert llm._core.load().steps == before
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "words"),
+    [
+        ({"role": "user", "content": "a"}, effuse.Params(), "prompt: expected a text, .* got dict"),
+        (5, effuse.Params(), "prompt: expected a text, .* got int"),
+        ([5, "a"], effuse.Params(), "prompt: expected a text, .* got list of int, str"),
+        (b"a", effuse.Params(), "prompt: expected a text, .* got bytes"),
+        ("a", {"max_tokens": 4}, r"params: expected effuse\.Params, got dict"),
+        ("a", [{"max_tokens": 4}], r"params: expected effuse\.Params, got dict"),
+    ],
+)
+def test_what_is_no_prompt_or_no_params_is_one_line(
+    llm: effuse.LLM, prompts: Any, params: Any, words: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{words}$"):
+        llm.generate(prompts, params)
+
+
+def test_limits_of_the_engine_can_be_set() -> None:
+    ids = tuple(range(270, 290))
+    with effuse.LLM(device="cpu", max_window=9, max_stop_ids=32, max_model_len=256) as llm:
+        (answer,) = llm.generate("a", effuse.Params(window=9, stop_token_ids=ids, max_tokens=8))
+        assert answer.finish_reason == "stop" or answer.usage.completion_tokens == 8
+    with pytest.raises(ValueError, match=r"max.window"):
+        effuse.LLM(device="cpu", max_window=65)
+    with pytest.raises(TypeError, match=r"^LLM: expected options among device, .*; got 'port'$"):
+        effuse.LLM(device="cpu", port=1)  # type: ignore[call-arg]
 
 
 def test_a_loop_may_run_in_the_thread_that_asks(llm: effuse.LLM) -> None:
@@ -239,20 +272,10 @@ def test_another_model_is_not_here(llm: effuse.LLM) -> None:
         llm.generate("hello", effuse.Params(model="x"))
 
 
-def test_prompts_and_ids_do_not_mix(llm: effuse.LLM) -> None:
-    with pytest.raises(ValueError, match="both in one list"):
-        llm.generate(["hello", 5])  # type: ignore[arg-type]
-
-
 def test_prompts_that_can_be_read_once_are_answered(llm: effuse.LLM) -> None:
     texts = ["Find the value of 2 + 3.", "Find the value of 3 + 4."]
-    for prompts in (iter(texts), dict.fromkeys(texts)):
+    for prompts in (iter(texts), dict.fromkeys(texts).keys()):
         assert len(llm.generate(prompts, effuse.Params(max_tokens=4))) == 2
-
-
-def test_bytes_are_no_ids(llm: effuse.LLM) -> None:
-    with pytest.raises(ValueError, match="prompt: expected a text, a Chat or token ids, got bytes"):
-        llm.generate(b"Find the value of 2 + 3.")
 
 
 def test_a_batch_that_is_given_up_leaves_nothing(llm: effuse.LLM) -> None:
