@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from effuse.cli.streams import settle
+from effuse.config.extras import lacking
 from effuse.config.flags import did_you_mean
 
 COMMANDS = {
@@ -28,8 +29,7 @@ COMMANDS = {
     "convert-tokenizer": ("convert_tokenizer", "write tokenizer.json for a checkpoint"),
     "completion": ("completion", "print what a shell needs to complete these commands"),
 }
-WORKERS_OWN = {"nixl", "numpy", "safetensors", "torch", "transformers", "triton", "xxhash"}
-"""Packages that only the extra `worker` installs, by pyproject.toml."""
+_STARTS_WORKERS = {"up", "demo", "eval"}
 
 
 class Command(Protocol):
@@ -55,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except ModuleNotFoundError as error:
-        if error.name not in WORKERS_OWN:
+        line = lacking(error.name, "worker" if set(words[:1]) & _STARTS_WORKERS else None)
+        if line is None:
             raise
-        print(f"{name}: {error.name} is needed: pip install 'effuse[worker]'", file=sys.stderr)
+        print(f"{name}: {line}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -29,6 +29,7 @@ from effuse.cli.load import Traffic
 from effuse.client.credentials import Credentials
 from effuse.client.options import DEFAULT_TARGET
 from effuse.client.params import Params
+from effuse.config.extras import lacking
 from effuse.config.flags import add_switch
 from effuse.router.tokenizer import bundled_directory
 
@@ -149,7 +150,7 @@ def _check_plot(parser: argparse.ArgumentParser, path: Path) -> None:
     if path.suffix not in (".svg", ".png", ".pdf"):
         parser.error(f"--plot: expected a name that ends with .svg, .png or .pdf, got {path.name}")
     if find_spec("matplotlib") is None:
-        parser.error("--plot: matplotlib is needed: pip install 'effuse[plot]'")
+        parser.error(f"--plot: {lacking('matplotlib')}")
 
 
 def _unknown_to_baseline(params: Params) -> set[str]:

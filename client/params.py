@@ -150,10 +150,9 @@ class Params:
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         if found := misfits(given):
             raise ValueError("; ".join(f"{name}: {why}" for name, why in found.items()))
-        if None not in (self.min_tokens, self.max_tokens) and self.min_tokens > self.max_tokens:
-            raise SettingError(
-                "min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens
-            )
+        least, most = self.min_tokens, self.max_tokens
+        if least is not None and most is not None and least > most:
+            raise SettingError("min_tokens", f"at most max_tokens {most}", least)
         for name in ("stop", "stop_token_ids"):  # a value, whatever becomes of the caller's list
             if not isinstance(given[name], str | tuple):
                 object.__setattr__(self, name, tuple(given[name]))

@@ -3,13 +3,16 @@
 import sys
 
 from effuse.config import flags
-from effuse.decode_worker.server import make_role
-from effuse.worker import front
+from effuse.config.extras import explaining
 from effuse.worker.config import DecodeConfig
 
 
 def main() -> int:
     """Runs a decode worker until it is told to end."""
+    with explaining("effuse-decode", "worker", "torch"):
+        from effuse.decode_worker.server import make_role
+        from effuse.worker import front
+
     config = flags.parse(
         DecodeConfig,
         sys.argv[1:],

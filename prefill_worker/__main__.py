@@ -3,13 +3,16 @@
 import sys
 
 from effuse.config import flags
-from effuse.prefill_worker.server import make_role
-from effuse.worker import front
+from effuse.config.extras import explaining
 from effuse.worker.config import PrefillConfig
 
 
 def main() -> int:
     """Runs a prefill worker until it is told to end."""
+    with explaining("effuse-prefill", "worker", "torch"):
+        from effuse.prefill_worker.server import make_role
+        from effuse.worker import front
+
     config = flags.parse(
         PrefillConfig,
         sys.argv[1:],

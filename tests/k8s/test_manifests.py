@@ -87,7 +87,7 @@ def test_every_image_has_a_dockerfile_that_runs_without_root(role: str) -> None:
 
 def test_the_routers_image_has_no_torch() -> None:
     text = (K8S / "Dockerfile.router").read_text()
-    assert "pip install --no-cache-dir /src" in text
+    assert "pip install --no-cache-dir '/src[server]'" in text
     assert "worker" not in text
 
 
