@@ -92,6 +92,7 @@ class ChatTemplate:
         """The prompt of a chat. `mark` is a character outside ASCII that stands neither in it nor
         in `source`; `hide` changes what JSON holds before the template gets it.
 
+        A template that fails at parts of text gets them as one text.
         Raises ChatTemplateError where the template refuses the chat, and where the prompt is longer
         than `most_bytes` of UTF-8 or takes too long.
         """
@@ -103,13 +104,26 @@ class ChatTemplate:
         last = _open_last(messages[-1], f"{mark} ") if chat.continue_last else ""
         values = {**self._variables, **arguments, "messages": messages}
         values["add_generation_prompt"] = chat.begins_answer
+
+        def written() -> str:
+            text = self._generate(template, values, most_bytes)
+            return _cut_open(text, last, mark) if chat.continue_last else text
+
+        try:
+            return written()
+        except ChatTemplateError:
+            if not any(isinstance(one.get("content"), list) for one in messages):
+                raise
+            values["messages"] = [_with_one_text(one) for one in messages]
+            return written()
+
+    def _generate(self, template: Template, values: Mapping[str, Any], most_bytes: int) -> str:
         try:
             with _limited(self._limit_s):
-                text = _joined(template.generate(values), most_bytes)
+                return _joined(template.generate(values), most_bytes)
         except Exception as error:  # whatever an expression of the template may raise
             why = str(error) or type(error).__name__
             raise ChatTemplateError(why) from error
-        return _cut_open(text, last, mark) if chat.continue_last else text
 
 
 class _Generation(Extension):
@@ -204,6 +218,14 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if not told:
         return message
     return {"thinking": told[0]} | message | {"reasoning_content": told[0]}
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """For a template that fails at a list of parts: its parts as one text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": "".join(part["text"] for part in content)}
 
 
 def _open_last(message: dict[str, Any], tail: str) -> str:
