@@ -150,9 +150,6 @@ class Params:
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         if found := misfits(given):
             raise ValueError("; ".join(f"{name}: {why}" for name, why in found.items()))
-        least, most = self.min_tokens, self.max_tokens
-        if least is not None and most is not None and least > most:
-            raise SettingError("min_tokens", f"at most max_tokens {most}", least)
         for name in ("stop", "stop_token_ids"):  # a value, whatever becomes of the caller's list
             if not isinstance(given[name], str | tuple):
                 object.__setattr__(self, name, tuple(given[name]))
@@ -220,6 +217,9 @@ def misfits(given: Mapping[str, object]) -> dict[str, str]:
             _check_setting(name, value)
         except (TypeError, ValueError) as error:
             found[name] = error.said if isinstance(error, SettingError) else str(error)
+    least, most = given.get("min_tokens"), given.get("max_tokens")
+    if not found and isinstance(least, int) and isinstance(most, int) and least > most:
+        found["min_tokens"] = f"expected at most max_tokens {most}, got {least}"
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the extras of a package install, and the line for a user whose installation lacks one.
+"""The modules that each extra installs, and the line for a user who lacks one of them.
 
 The one place beside pyproject.toml, with a test that both list the same.
 """

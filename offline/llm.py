@@ -380,10 +380,11 @@ def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 def _each(params: Params | Iterable[Params], count: int) -> list[Params]:
     if isinstance(params, Params):
         return [params] * count
-    each = [params] if isinstance(params, Mapping | str) else list(params)
-    for one in each:
+    each: list[Params] = []
+    for one in [params] if isinstance(params, Mapping | str) else params:
         if not isinstance(one, Params):
             raise TypeError(f"params: expected effuse.Params, got {type(one).__name__}")
+        each.append(one)
     if len(each) != count:
         raise ValueError(f"expected params for {count} prompts, got {len(each)}")
     return each

@@ -181,17 +181,19 @@ def _kserve_requests(at: Facts) -> dict[str, tuple[kserve.ModelInferRequest, str
         "algorithm of 12 kilobytes": (
             _set_to("algorithm", string_param="\N{PILE OF POO}" * 3000), "parameters['algorithm']"
         ),
-        "max_tokens 0": (_set_to("max_tokens", int64_param=0), "stopping.max_tokens"),
-        "temperature nan": (_set_to("temperature", double_param=math.nan), "sampling.temperature"),
+        "max_tokens 0": (_set_to("max_tokens", int64_param=0), "parameters['max_tokens']"),
+        "temperature nan": (
+            _set_to("temperature", double_param=math.nan), "parameters['temperature']"
+        ),
         "temperature of 64 bits": (
-            _set_to("temperature", double_param=1e300), "sampling.temperature"
+            _set_to("temperature", double_param=1e300), "parameters['temperature']"
         ),
         "unknown algorithm": (
             _set_to("algorithm", string_param="beam"), "parameters['algorithm']"
         ),
         "logprobs": (_set_to("logprobs", int64_param=2), "parameters['logprobs']"),
-        "empty stop": (_set_to("stop", string_param=""), "stopping.stop[0]"),
-        "window": (_set_to("window", int64_param=0), "decoding.window"),
+        "empty stop": (_set_to("stop", string_param=""), "parameters['stop']"),
+        "window": (_set_to("window", int64_param=0), "parameters['window']"),
         "model": (_infer(model_name="../a"), "model"),
     }  # fmt: skip
 

@@ -48,7 +48,7 @@ def test_a_text_is_never_taken_for_a_list() -> None:
     assert make_request("x", effuse.Params(stop="end")).stopping.stop == ["end"]
     for raw in (b"hello", bytearray(b"hello")):
         with pytest.raises(TypeError, match=r"^prompt: expected a text, .* token ids, got b"):
-            make_request(raw, effuse.Params())  # type: ignore[arg-type]
+            make_request(raw, effuse.Params())
 
 
 @pytest.mark.parametrize(
@@ -127,11 +127,12 @@ def test_a_bad_value_is_refused_when_it_is_given(wrong: dict[str, Any]) -> None:
 
 def test_good_values_at_the_limits_are_taken_by_a_router() -> None:
     """Each limit is the router's own."""
-    for name, bounds in (SAMPLING | SETTINGS | STOPPING).items():
+    for name, bounds in {**SAMPLING, **SETTINGS, **STOPPING}.items():
         if name not in ("answer_index", "denoising_steps", "max_tokens", "min_tokens", "top_k"):
             for value in (bounds.low, bounds.high):
                 if value in bounds:
-                    asked = make_request("x", effuse.Params(**{name: value}))
+                    given: dict[str, Any] = {name: value}
+                    asked = make_request("x", effuse.Params(**given))
                     assert said_against(asked, name) == []
 
 

@@ -130,8 +130,9 @@ def test_a_chat_is_rendered_as_a_fleet_renders_it(llm: effuse.LLM) -> None:
     assert rest.usage.prompt_tokens > whole.usage.prompt_tokens
     assert by_text.text[:9] + rest.text == whole.text == by_text.text
     messages = [one.fields() for one in chat.messages]
+    several: list[Any] = [messages, chat]
     assert [one.text for one in llm.generate(messages)] == [by_text.text]
-    assert [one.text for one in llm.generate([messages, chat])] == [by_text.text] * 2
+    assert [one.text for one in llm.generate(several)] == [by_text.text] * 2
     with pytest.raises(InvalidRequest, match=r"chat: .*'this model knows user and assistant only"):
         llm.generate([chat.system("Be kind.")])
 

@@ -99,7 +99,9 @@ def test_a_request_that_fails_leaves_its_stream_open() -> None:
         bad = asked("bad", parameters={"max_tokens": kserve.InferParameter(int64_param=0)})
         told = await stream(fleet, bad, asked("nowhere", model_name="nowhere"), asked("good"))
         assert [one.infer_response.id for one in told if one.error_message] == ["bad", "nowhere"]
-        assert told[0].error_message.startswith("INVALID_ARGUMENT: stopping.max_tokens: expected")
+        assert told[0].error_message.startswith(
+            "INVALID_ARGUMENT: parameters['max_tokens']: expected"
+        )
         assert told[1].error_message.startswith("NOT_FOUND: ")
         good = [one.infer_response for one in told[2:]]
         assert "".join(element(one, "text_output") for one in good) == TEXT

@@ -134,6 +134,9 @@ def test_every_violation_is_named_at_once() -> None:
             asked(inputs=[text_input(TEXT, datatype="FP32", shape=[3])], parameters=parameters)
         )
     assert len(caught.value.violations) == 4
+    parameters = {"min_tokens": param(int64_param=3), "max_tokens": param(int64_param=2)}
+    with pytest.raises(InvalidRequest, match=r"^parameters\['min_tokens'\]: expected at most"):
+        request_of(asked(parameters=parameters))
     parameters = {"window": param(int64_param=-3), "seed": param(int64_param=-1)}
     with pytest.raises(InvalidRequest) as caught:
         request_of(asked(parameters=parameters))
