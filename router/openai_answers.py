@@ -21,7 +21,7 @@ _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 _PATHS: Final = (
     (re.compile(r"^prompt_token_ids(\.ids)?"), "prompt"),
     (re.compile(r"^(sampling|stopping|decoding|output|chat)\."), ""),
-    (re.compile(r"^template_arguments"), "chat_template_kwargs"),
+    (re.compile(r"^template_arguments(_json)?"), "chat_template_kwargs"),
     (re.compile(r"^chat$"), "messages"),
 )
 _STATUSES: Final[Mapping[grpc.StatusCode, tuple[HTTPStatus, str]]] = {

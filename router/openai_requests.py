@@ -17,7 +17,8 @@ import msgspec
 
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request, misfits
-from effuse.protos.errors import InvalidRequest
+from effuse.config.decoding import SettingError
+from effuse.protos.errors import FieldViolation, InvalidRequest
 from effuse.router.findings import Findings, shown
 from effuse.v1 import generation_pb2 as pb
 
@@ -120,11 +121,13 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
     if "request_id" in given and len(prompts) > 1:
         findings.add("request_id", "it unset beside several prompts", "a value")
     findings.raise_any()
-    params = Params(**settings)
-    for name, why in misfits(params).items():  # numbers that their fields cannot hold
+    for name, why in misfits(settings).items():
         is_other = name == "max_tokens" and name not in given
-        findings.add("max_completion_tokens" if is_other else name, "a value that fits", why)
+        findings.violations.append(
+            FieldViolation("max_completion_tokens" if is_other else name, why)
+        )
     findings.raise_any()
+    params = Params(**settings)
     try:
         requests = tuple(
             make_request(
@@ -133,6 +136,8 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
             )
             for prompt in prompts
         )  # fmt: skip
+    except SettingError as error:
+        raise InvalidRequest.of(error.name, error.said) from error
     except (TypeError, ValueError) as error:
         raise InvalidRequest.of("prompt", shown(str(error), 400)) from error
     return Wanted(
@@ -187,9 +192,8 @@ def _chat(given: Json, findings: Findings) -> list[Prompt]:
     arguments |= {name: given[name] for name in ("documents", "reasoning_effort") if name in given}
     try:
         chat = Chat.of(given.get("messages", ()))
-    except (KeyError, TypeError, ValueError) as error:
-        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        findings.add("messages", "messages of role and content", shown(why, 200))
+    except SettingError as error:
+        findings.violations.append(FieldViolation(error.name, error.said))
         return []
     return [
         Chat(

@@ -103,8 +103,9 @@ def test_each_link_of_the_readme_leads_out_of_the_package(metadata: Message) -> 
     assert isinstance(told, bytes)
     url = PROJECT["project"]["urls"]["Repository"]
     assert not re.findall(r"\]\((?!https?://)[^)]*\)", told.decode())
-    named = set(re.findall(r"\]\((?!https?://)([^)]*)\)", readme))
-    assert named and all(f"]({url}/blob/main/{name})" in told.decode() for name in named)
+    named = set(re.findall(r"(!?)\[[^\]]*\]\((?!https?://)([^)]*)\)", readme))
+    links = [f"]({url}/{'raw' if mark else 'blob'}/main/{name})" for mark, name in named]
+    assert links and all(link in told.decode() for link in links)
 
 
 def test_a_client_needs_nothing_that_serves(metadata: Message) -> None:

@@ -20,6 +20,8 @@ from router.fakes import FakeFleet, until
 from router.fakes import run as run_fleet
 from starlette.applications import Starlette
 
+from effuse.client.chat import Chat
+from effuse.client.params import Params, make_request
 from effuse.protos import errors
 from effuse.router.http_server import HttpServer
 from effuse.router.tenants import Tenant, line_of
@@ -185,7 +187,12 @@ def test_log_probabilities_stand_beside_their_tokens() -> None:
         ({"stop": [""]}, "stop[0]"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"content": "hi"}]}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"tools": [{"a": json.loads("[" * 101 + "]" * 101)}]}, "chat_template_kwargs"),
         ({"messages": "hi"}, "messages"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -204,6 +211,28 @@ def test_a_bad_field_is_named(sent: dict[str, object], param: str) -> None:
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
         assert param.partition("[")[0] in error["message"]
         assert not fleet.decode[0].requests and not fleet.prefill[0].prompts
+
+    run(body)
+
+
+def test_tools_and_tool_calls_reach_the_template_as_over_grpc() -> None:
+    tools = [{"z": 1.0, "a": [12345678901234567, "\u00e9"]}]
+    call = {"function": {"name": "add", "arguments": {"b": 2.0, "a": 1}}}
+    said = [
+        *CHAT, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "3"}]},
+    ]  # fmt: skip
+
+    async def body(fleet: FakeFleet) -> None:
+        sent = {"messages": said, "tools": tools, "chat_template_kwargs": {"loud": tools}}
+        status, _, _ = await post(fleet, "/v1/chat/completions", sent)
+        assert status == 200
+        chat = Chat.of(said, loud=tools, tools=tools)
+        await fleet.generation.Generate(make_request(chat, Params()), timeout=30)
+        (prefill,) = fleet.prefill
+        assert prefill.prompts[0] == prefill.prompts[1]
+        written = ids_of(repr(tools))
+        assert prefill.prompts[0][-len(written) :] == written
 
     run(body)
 
