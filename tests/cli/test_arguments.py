@@ -28,7 +28,7 @@ from effuse.protos.errors import DETAILS_KEY, EffuseError, Unauthenticated, Unav
         (arguments.number(0, 1, open_left=True), "0", "expected a number in (0, 1], got 0"),
         (arguments.target, "localhost", "expected HOST:PORT, got 'localhost'"),
         (arguments.target, "host:70000", "expected HOST:PORT, got 'host:70000'"),
-        (arguments.target, "http://h:1", "expected HOST:PORT without http://, got 'http://h:1'"),
+        (arguments.target, "ftp://h:1", "expected HOST:PORT without ftp://, got 'ftp://h:1'"),
         (arguments.target, "::1:5", "expected HOST:PORT, got '::1:5'"),
         (arguments.target, "h:\u00b2", "expected HOST:PORT, got 'h:\u00b2'"),
         (arguments.target, "a b:1", "expected HOST:PORT, got 'a b:1'"),
@@ -190,3 +190,23 @@ def test_a_refused_connection_reads_alike_for_both_clients(host: str) -> None:
     assert arguments.explain(blocking.value, f"{host}:1") == (
         f"UNAVAILABLE: no router answers on {host}:1 (Connection refused); {_HELP}"
     )
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "https://host:1/", "http://[::1]:1"])
+def test_a_target_may_be_a_url(url: str) -> None:
+    assert arguments.target(url) == url
+
+
+def test_a_url_without_tls_does_not_go_with_certificates(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = arguments.command("x", "about")
+    parser.add_argument("--target", type=arguments.target)
+    arguments.add_credentials(parser)
+    good = parser.parse_args(["--target", "https://host:1", "--tls"])
+    assert arguments.credentials_of(parser, good).tls is not None
+    bad = parser.parse_args(["--target", "http://host:1", "--tls"])
+    with pytest.raises(SystemExit) as ended:
+        arguments.credentials_of(parser, bad)
+    assert ended.value.code == 2
+    assert "expected https:// with certificates" in capsys.readouterr().err
