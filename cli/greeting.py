@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from effuse.cli.commands import value_of
+from effuse.cli.commands import http_url, value_of
 from effuse.cli.fleet import Fleet, FleetConfig
 from effuse.cli.status import taken_defaults
 from effuse.client.client import Client
@@ -20,6 +20,12 @@ def greeting(fleet: Fleet) -> str:
         f"and {config.decode} decode workers{places}, {config.connector}, "
         f"Redis at {fleet.redis_url}"
     )
+
+
+def spoken(fleet: Fleet) -> list[str]:
+    """The line that says where OpenAI's API is."""
+    url = http_url(fleet.config)
+    return [] if url is None else [f"OpenAI's HTTP API is on {url}"]
 
 
 def scraped(fleet: Fleet) -> list[str]:

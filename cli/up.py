@@ -18,10 +18,10 @@ from typing import cast
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
-from effuse.cli.commands import LOOPBACK, value_of
+from effuse.cli.commands import LOOPBACK, http_flags, value_of
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError
 from effuse.cli.gpus import fleet_gpus, gpu_list
-from effuse.cli.greeting import asks_who_calls, greeting, scraped, taken
+from effuse.cli.greeting import asks_who_calls, greeting, scraped, spoken, taken
 from effuse.cli.keeper import LOG, Rolling, watch_over
 from effuse.cli.logs import is_shown, keep_logs
 from effuse.cli.ports import check_ports
@@ -144,6 +144,7 @@ def _places(config: FleetConfig, view: UpView) -> Iterator[tuple[str, int]]:
     routers = parse_router(config.router_flags)
     yield config.host, config.port
     yield config.host, routers.health_port or 0
+    yield config.host, routers.http_port or 0
     if not asks_who_calls(config):
         yield page.HOST, view.page_port or 0
     if routers.metrics:
@@ -184,6 +185,7 @@ def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) 
     def words(*wanted: FlagGroup) -> tuple[str, ...]:
         return _words_of(wanted, rest, groups.all())
 
+    http = http_flags(found.http_port, beside=found.port) if found.http else ()
     asked = _asks_for_gpus(found)
     # Named GPUs mean --device cuda, so that one that cannot be used is an error, and the CPU does
     # not compute in its place. A --device that was given comes later and wins.
@@ -199,7 +201,7 @@ def _config(found: argparse.Namespace, rest: Sequence[str], groups: FlagGroups) 
         port=found.port,
         redis_url=found.redis_url,
         name=found.fleet,
-        router_flags=words(groups.every, groups.router),
+        router_flags=(*words(groups.every, groups.router), *http),
         worker_flags=(*device, *words(groups.every, groups.workers)),
         prefill_flags=words(groups.prefill),
         decode_flags=words(groups.decode),
@@ -248,12 +250,11 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--redis-url", type=redis_url, metavar="URL",
         help="a running Redis (default: an embedded one is started)")  # fmt: skip
     add("--fleet", type=fleet_name, metavar="NAME", help="namespace in Redis (default: a new one)")
-    add(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="keep one log file a process here (default: where `effuse logs` looks)",
-    )
+    add("--log-dir", type=Path, metavar="DIR",
+        help="keep one log file a process here (default: where `effuse logs` looks)")  # fmt: skip
+    add("--http-port", type=whole(0, 65535), metavar="N",
+        help="port of OpenAI's HTTP API; 0 is any free one (default: 8000)")  # fmt: skip
+    add_switch(parser, "--http", "serve OpenAI's HTTP API", default=True)
     add("--page-port", type=whole(0, 65535), default=0, metavar="N",
         help="port of the page about the fleet; 0 is any free one (default: 0)")  # fmt: skip
     add_switch(parser, "--page", "serve a page about the fleet", default=True)
@@ -351,7 +352,7 @@ def run(fleet: Fleet, view: UpView) -> int:
     try:
         fleet.start()
         with _page(fleet, view) as looked_at:
-            _say([*taken(fleet), greeting(fleet), *looked_at, *scraped(fleet)])
+            _say([*taken(fleet), greeting(fleet), *spoken(fleet), *looked_at, *scraped(fleet)])
             watch_over(fleet, rolling, shows_logs=not view.quiet)
     except FleetError as error:
         LOG.error("%s", error if view.quiet else error.why)

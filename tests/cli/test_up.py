@@ -23,6 +23,7 @@ from effuse.cli.commands import (
     longest_end_s,
     longest_start_s,
     member_commands,
+    value_of,
 )
 from effuse.cli.fleet import Fleet, FleetConfig, FleetError, ProcessEnded
 from effuse.cli.greeting import greeting
@@ -45,9 +46,21 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
+HTTP = ("--http-port", "8000")
+
+
+def test_the_port_of_http() -> None:
+    def port(*flags: str) -> str | None:
+        return value_of(parse(flags)[0].router_flags, "--http-port")
+
+    assert port("--http-port", "9000") == "9000" and port("--no-http") is None
+    free = [port("--port", "0"), port("--http-port", "0")]
+    assert all(one is not None and int(one) > 1024 and one != "8000" for one in free)
+
+
 def test_defaults() -> None:
     config, view = parse([])
-    assert config == FleetConfig(port=50051)
+    assert config == FleetConfig(port=50051, router_flags=HTTP)
     assert view == UpView(page_port=0)
 
 
@@ -89,6 +102,7 @@ def test_the_routers_flags_go_to_the_router() -> None:
     assert config.router_flags == (
         *("--max-concurrent-requests", "4", "--max-queue=0", "--metrics-port", "9090"),
         *("--health-port", "9091"),
+        *HTTP,
     )
     assert config.worker_flags == ("--num-pages", "64")
     assert router_config(config.router_flags).max_concurrent_requests == 4
@@ -109,6 +123,7 @@ def test_flags_that_all_have_go_to_all() -> None:
     config, _ = parse(["--log-level", "debug", "--max-request-s=60", "--max-losses", "1"])
     assert config.router_flags == (
         *("--log-level", "debug", "--max-request-s=60", "--max-losses", "1"),
+        *HTTP,
     )
     assert config.worker_flags == ("--log-level", "debug", "--max-request-s=60")
 
@@ -177,7 +192,7 @@ def _refused(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("gpus", [TWO], indirect=True)
 def test_each_worker_gets_a_gpu_of_its_own() -> None:
     config, _ = parse([])
-    assert config == FleetConfig(port=50051, gpus=TWO)
+    assert config == FleetConfig(port=50051, gpus=TWO, router_flags=HTTP)
     fleet = Fleet(config)
     assert {name: one.gpu for name, one in fleet.gpus.items()} == {
         "prefill-0": "0",
@@ -256,7 +271,8 @@ def test_gpus_that_do_not_suffice(
 @pytest.mark.parametrize("gpus", [("0",)], indirect=True)
 def test_workers_on_the_cpu_get_no_gpu() -> None:
     config, _ = parse(["--device", "cpu", "--decode", "4"])
-    assert config == FleetConfig(port=50051, decode=4, worker_flags=("--device", "cpu"))
+    cpu = ("--device", "cpu")
+    assert config == FleetConfig(port=50051, decode=4, worker_flags=cpu, router_flags=HTTP)
     assert config.assignments() == {}
 
 

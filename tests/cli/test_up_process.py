@@ -30,7 +30,7 @@ from effuse.cli.logs import main as logs
 from effuse.cli.ports import free_port
 
 DEADLINE_S = 90
-GREETING = "effuse is ready on|look at it on|metrics are on|took |effuse up: ends once"
+GREETING = "effuse is ready on|OpenAI|look at it on|metrics are on|took |effuse up: ends once"
 
 
 class Up:

@@ -139,7 +139,7 @@ def running(
             stderr=said,
             text=True,
         ) as child:
-            greeting = _first_line(child)
+            greeting = _greeting_of(child)
             try:
                 if found := GREETING.match(greeting):
                     yield Up(
@@ -162,13 +162,14 @@ def _known_by(path: Path) -> tuple[FleetSecret, RedisAccess]:
     return secret, RedisAccess(credentials=credentials)
 
 
-def _first_line(child: subprocess.Popen[str]) -> str:
-    """What the command says once its fleet is ready; empty where it ends before."""
+def _greeting_of(child: subprocess.Popen[str]) -> str:
+    """The line that the command prints once its fleet is ready; empty if it ends before."""
     assert child.stdout is not None
     alarm = threading.Timer(START_S, child.kill)
     alarm.start()
     try:
-        return child.stdout.readline().strip()
+        lines = (line.strip() for line in child.stdout)
+        return next((line for line in lines if GREETING.match(line)), "")
     finally:
         alarm.cancel()
         alarm.join()
