@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--problems", type=whole(1), default=3, metavar="N", help="problems to draw (default: 3)")
     add("--seed", type=whole(0), metavar="N", help="draw these problems (default: new ones)")
-    add("--connector", choices=("nixl", "zmq"), default="zmq", help="how KV pages move")
+    add("--connector", choices=("auto", "nixl", "zmq"), default="auto", help="how KV pages move")
     add("--prefill", type=whole(0), default=1, metavar="X", help="prefill workers (default: 1)")
     add("--decode", type=whole(1), default=1, metavar="Y", help="decode workers (default: 1)")
     add("--target", type=target, metavar="HOST:PORT",

@@ -69,7 +69,7 @@ class FleetConfig:
     prefill: int = 1  # prefill workers; 0 lets decode workers prefill for themselves
     decode: int = 1  # decode workers
     routers: int = 1  # they share one port, and each gets a part of the connections
-    connector: str = "zmq"  # how KV pages move: zmq or nixl
+    connector: str = "auto"  # how KV pages move: auto, zmq or nixl
     model: Path | None = None  # checkpoint directory; None is the bundled model
     adapter: Path | None = None  # LoRA adapter directory beside it
     host: str = LOOPBACK  # address that the routers listen on; all else stays on loopback

@@ -25,6 +25,7 @@ from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.receiver import HandoffFailed, HandoffReceiver
 from effuse.models.config import ModelConfig
 from effuse.models.defaults import block_steps, unfit
+from effuse.placement.records import FEW_PAGES
 from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import Reserved, Resume, StartDecode, StartRehearsal, Verified
 
@@ -231,6 +232,8 @@ class RehearsalReceiver:
             return
         most = min(MOST_BYTES // self._handoffs.page_bytes, self._pool.num_pages // LEAST_SHARE)
         count = min(max(1, most), MOST_PAGES, message.most_pages)
+        if message.most_pages <= FEW_PAGES:  # a link warms up, and no prompt takes it before
+            is_busy, count = False, min(count, max(1, free // 2))
         if self._attempt is not None or self._handoffs.is_open(self._last):
             self._refuse(attempt, "another rehearsal is under way")
         elif is_busy or 2 * count > free:

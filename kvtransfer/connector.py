@@ -108,6 +108,7 @@ class Pushed:
     # receiver's word that all of it is verified.
     seconds: float
     route: Route = UNKNOWN
+    moved_s: float = 0.0  # from the moment that the first page left, to the same end
 
 
 @dataclass(frozen=True, slots=True)

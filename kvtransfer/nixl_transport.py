@@ -36,7 +36,7 @@ from effuse.kvtransfer.messages import (
     encode,
     source_of,
 )
-from effuse.kvtransfer.nixl_agent import NixlAgent, Transfer
+from effuse.kvtransfer.nixl_agent import NIXL_ERRORS, NixlAgent, Transfer
 from effuse.kvtransfer.nixl_peers import NixlPeer, NixlPeers, NixlWriters, attempt, pool_lists
 from effuse.kvtransfer.transport import (
     Chunk,
@@ -51,8 +51,6 @@ from effuse.kvtransfer.transport import (
 from effuse.kvtransfer.ucx_devices import confine
 from effuse.kvtransfer.ucx_log import Table, route_of, ucx_log
 
-# On the host a write may be copied while it is posted: pieces let the other end digest meanwhile.
-HOST_CHUNK_BYTES = 8 << 20
 HOST_WINDOW_BYTES = 32 << 20
 DEVICE_BYTES = 1 << 40
 # A notification wakes nobody: it must be asked for. Over TCP that is also what moves the bytes.
@@ -123,13 +121,13 @@ class NixlTransport:
 
     name = "nixl"
     is_two_sided = False
+    chunk_bytes = DEVICE_BYTES  # a digester asks for less
     drain_s = math.inf  # what was posted is not stopped by anybody
 
     def __init__(
         self, memory: PageMemory, incarnation: str, *, role: str, host: str = "127.0.0.1"
     ) -> None:
         on_device = memory.device.type == "cuda"
-        self.chunk_bytes = DEVICE_BYTES if on_device else HOST_CHUNK_BYTES
         self.window_bytes = DEVICE_BYTES if on_device else HOST_WINDOW_BYTES
         self._memory = memory
         self._layout = memory.layout
@@ -340,3 +338,14 @@ class NixlTransport:
             boot_id=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
         )
         return Receiving(agent, NixlWriters(agent), address)
+
+
+def why_unusable(host: str) -> str:
+    """Why no agent starts here that listens on the interface of `host`; empty if one does."""
+    try:
+        confine(host)
+        with ucx_log().asked():
+            NixlAgent(f"probe-{os.getpid()}").close()
+    except (*NIXL_ERRORS, ValueError, RuntimeError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -53,7 +53,7 @@ class Batch:
 
     def next_groups(self, num_groups: int) -> range:
         """Groups that may leave now."""
-        final = num_groups if self.num_final is None else self.num_final() or 0
+        final = num_groups if self.num_final is None else min(self.num_final() or 0, num_groups)
         if final < num_groups:
             final = self.num_sent + (final - self.num_sent) // self.step * self.step
         return range(self.num_sent, final)
@@ -78,6 +78,7 @@ class Push:
     boundary: Pending[BoundaryState] | None = None
     boundary_state: BoundaryState | None = None  # once it is there
     final_at: float = 0.0  # no earlier than this were all pages and the boundary final
+    left_at: float | None = None  # when its first page did
     is_finished: bool = False  # the manifest was sent
     is_accepted: bool = False
     is_failed: bool = False

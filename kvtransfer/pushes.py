@@ -255,7 +255,8 @@ class Pushes:
     def _chunks(self, push: Push, batch: Batch, groups: range) -> list[Chunk]:
         """These groups of a batch in pieces that the transport takes."""
         page_bytes = len(groups) * self._layout.group_bytes
-        most = max(1, min(MAX_CHUNK_PAGES, self._transport.chunk_bytes // page_bytes))
+        most_bytes = min(self._transport.chunk_bytes, self._digester.most_bytes)
+        most = max(1, min(MAX_CHUNK_PAGES, most_bytes // page_bytes))
         return [
             Chunk(
                 batch.first + at,
@@ -277,9 +278,11 @@ class Pushes:
             chunk.groups.start,
             chunk.groups.stop,
         )
+        now = self._now()
         delivery = self._transport.deliver(push.peer, header, chunk)
         if delivery is None:
             return False
+        push.left_at = now if push.left_at is None else push.left_at
         num_bytes = len(chunk.targets) * len(chunk.groups) * self._layout.group_bytes
         push.deliveries.append((delivery, num_bytes))
         # Last, since nobody waits for them before the bytes have landed.
@@ -291,12 +294,14 @@ class Pushes:
     # How it ends.
 
     def _end(self, push: Push) -> None:
-        seconds = push.elapsed_s(self._now())
+        now = self._now()
+        moved_s = 0.0 if push.left_at is None else now - push.left_at
         route = self._transport.route(push.peer)
         self._leave(push)
         del self._pushes[push.transfer_id]
         pages = len(push.reservation.pages)
-        self._emit(Pushed(push.transfer_id, pages, push.num_bytes, seconds, route))
+        seconds = push.elapsed_s(now)
+        self._emit(Pushed(push.transfer_id, pages, push.num_bytes, seconds, route, moved_s))
 
     def _fail(self, transfer_id: str, refusal: HandoffRefused) -> None:
         push = self._pushes.get(transfer_id)

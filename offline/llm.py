@@ -90,6 +90,7 @@ class LLM:
             model=directory,
             adapter=None if adapter is None else Path(adapter),
             max_request_s=_MOST_REQUEST_S,
+            connector="zmq",  # no page leaves: nothing is to be tried
             **options,
         )
         check_device(config.device)

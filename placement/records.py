@@ -80,6 +80,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Positive
 
 
+FEW_PAGES = 8  # which a link warms up with, however busy its two ends are
 MOST_LINKS = 1024  # of one worker; with them a record stays below 150 kB
 
 
@@ -129,6 +130,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     links: Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)] = ()
     # and below which rate no prompt may take one of them; 0 is no limit.
     min_handoff_gbps: float = 0.0
+    # Of a prefill worker: whether prompts take no other ways than those in `links`, which are warm.
+    warms_links: bool = False
     # Of a decode worker: whom its pages in quarantine wait for.
     quarantines: Annotated[tuple[Quarantine, ...], Meta(max_length=MOST_QUARANTINES)] = ()
 
@@ -155,14 +158,22 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return not (self.connector and peer.connector) or self.connector == peer.connector
 
     def may_push_to(self, peer: "WorkerRecord") -> bool:
-        """Whether connectors are the same and its limit allows the way to `peer`; one that was not
-        measured only without."""
+        """Whether connectors are the same, the way to `peer` is warm, and the limit allows it."""
         if not self.has_connector_of(peer):
             return False
-        if not self.min_handoff_gbps:
-            return True
         link = self.link_to(peer)
-        return link is not None and link.gigabytes_per_second >= self.min_handoff_gbps
+        if link is None:
+            return not (self.min_handoff_gbps or self.warms_links)
+        return link.gigabytes_per_second >= self.min_handoff_gbps
+
+    def is_cold_to(self, peer: "WorkerRecord") -> bool:
+        """Whether prompts may take the way to `peer` once it was warmed up."""
+        return (
+            self.warms_links
+            and self.fingerprint == peer.fingerprint
+            and self.has_connector_of(peer)
+            and self.link_to(peer) is None
+        )
 
 
 class PlacedOn(msgspec.Struct, frozen=True, kw_only=True):

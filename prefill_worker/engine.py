@@ -85,8 +85,9 @@ class PrefillEngine:
                 self._start(message)
             case messages.PushTo(reservation=reservation):
                 self._push_to(reservation)
-            case messages.PushRehearsal(reservation=reservation):
-                self._rehearsals.push(reservation, is_busy=bool(self._waiting))
+            case messages.PushRehearsal(reservation=reservation, in_groups=in_groups):
+                is_busy = bool(self._waiting)
+                self._rehearsals.push(reservation, is_busy=is_busy, in_groups=in_groups)
             case messages.Abort(attempt=attempt):
                 self._abort(attempt)
             case messages.StartDecode(attempt=attempt) | messages.StartRehearsal(attempt=attempt):

@@ -182,6 +182,7 @@ def prompt_pushed(attempt: AttemptId, report: Pushed) -> PromptPushed:
         push_s=report.seconds,
         transport=report.route.name,
         is_fallback=report.route.is_fallback,
+        moved_s=report.moved_s,
     )
 
 

@@ -6,11 +6,14 @@ held only while most of what is free stays so. The engine calls it from its one 
 
 from __future__ import annotations
 
+import itertools
+
 from effuse.kvtransfer.connector import Pushed, PushFailed
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.sender import Ended, HandoffSender, SendReport
+from effuse.placement.records import FEW_PAGES
 from effuse.prefill_worker.prefix_cache import PrefixCache
 from effuse.prefill_worker.prompts import prompt_pushed, push_failed
 from effuse.worker.engine_process import Outbox
@@ -35,13 +38,16 @@ class RehearsalSender:
         """All pages that are held; for the audit."""
         return [page for _, pages in self._held.values() for page in pages]
 
-    def push(self, reservation: Reservation, *, is_busy: bool) -> None:
-        """Pushes as many free pages as are reserved; refuses where prompts may need them."""
+    def push(self, reservation: Reservation, *, is_busy: bool, in_groups: bool = False) -> None:
+        """Pushes as many free pages as are reserved, group by group of layers if `in_groups`.
+
+        Refuses if prompts may need the pages; a few are there for each link to warm up."""
         attempt, count = reservation.attempt, len(reservation.pages)
         if attempt.transfer_id in self._held:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return
-        has_room = not is_busy and 2 * count <= self._cache.num_free
+        may_start = not is_busy or count <= FEW_PAGES
+        has_room = may_start and 2 * count <= self._cache.num_free
         pages = self._cache.allocate(count) if has_room else None
         if pages is None:
             text = f"prompts come first: {count} of {self._cache.num_free} free pages are too many"
@@ -50,7 +56,10 @@ class RehearsalSender:
         self._held[attempt.transfer_id] = attempt, pages
         self._sender.begin(attempt)
         self._sender.address(reservation)
-        self._sender.pages_ready(attempt.transfer_id, [page.page_id for page in pages])
+        # One more group of layers is final each time that the connector asks.
+        num_final = itertools.count(1).__next__ if in_groups else None
+        page_ids = [page.page_id for page in pages]
+        self._sender.pages_ready(attempt.transfer_id, page_ids, num_final)
         self._sender.computed(attempt.transfer_id, lambda: _NOTHING)
 
     def take_report(self, report: SendReport) -> None:

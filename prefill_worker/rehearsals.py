@@ -1,8 +1,8 @@
-"""Measures the way to every decode worker by a rehearsal: a handoff of free pages, twice.
+"""Warms up the link to every decode worker and measures it, by rehearsals: handoffs of free pages.
 
-The first one connects, the second one is timed. Runs beside the requests, one rehearsal at a time;
-a peer that refuses, or goes away, is tried again later and costs nothing here. Which ways are known
-and which is next is a table of values, with the time and the jitter handed in.
+The first ones connect and bring up all that prompts use: a link carries prompts once they have
+passed. Another one is timed, again when both ends are idle. Runs beside the requests. A peer that
+refuses, or goes away, is tried again later and costs nothing here. Links are described by links.py.
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ import logging
 import random
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import grpc.aio
 
-from effuse.placement.records import MOST_LINKS, Link, WorkerRecord
-from effuse.protos.errors import Bug, EffuseError, InvalidRequest, PeerLost, from_rpc_error
+from effuse.placement.records import FEW_PAGES, Link, WorkerRecord
+from effuse.prefill_worker.links import Links
+from effuse.protos.errors import (
+    Bug,
+    EffuseError,
+    InvalidRequest,
+    Overloaded,
+    PeerLost,
+    from_rpc_error,
+)
 from effuse.protos.stubs import decode_stub
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
@@ -31,93 +37,12 @@ from effuse.worker.shell import Shell
 
 LOG = logging.getLogger(__name__)
 
-FIRST_S = 1.0  # to the next try after one that failed, or that found the link too slow
-MOST_S = 60.0
-LOOK_S = 0.5  # between looks at who is there
-CALL_S = 20.0  # longest that one of both handoffs may take
+LOOK_S = 0.2  # between looks at which workers are there
+CALL_S = 20.0  # longest that one rehearsal may take
 LEAST_SHARE = 8  # of our pool: no more than one page in so many
-
-
-@dataclass(frozen=True, slots=True)
-class LinkState:
-    """What is known of the way to one life of a decode worker."""
-
-    peer: WorkerRecord
-    due_at: float  # when it is measured; infinite where that was done
-    link: Link | None = None
-    tries: int = 0  # that failed or found it too slow
-
-
-class Links:
-    """All ways of one prefill worker. Times are seconds of any one monotonic clock."""
-
-    def __init__(self, jitter: Callable[[], float], min_gbps: float = 0.0) -> None:
-        """`jitter` gives numbers in [0, 1); a link below `min_gbps` is measured again."""
-        self._jitter = jitter
-        self._min_gbps = min_gbps
-        self._own = ""  # the life that measures
-        self._links: dict[str, LinkState] = {}  # by worker id
-
-    def follow(self, own: WorkerRecord, seen: Sequence[WorkerRecord], now: float) -> None:
-        """Takes in who is there: `seen` are all workers, at most MOST_LINKS of whom are followed.
-
-        Decode workers of our fingerprint are due at once; what another life of ours or of theirs
-        was measured at is forgotten.
-        """
-        before = self._links if self._own == own.incarnation else {}
-        self._own, self._links = own.incarnation, {}
-        fitting = [r for r in seen if r.role == "decode" and r.fingerprint == own.fingerprint]
-        for peer in fitting[:MOST_LINKS]:
-            way = before.get(peer.worker_id)
-            if way is None or way.peer.incarnation != peer.incarnation:
-                way = LinkState(peer, now)
-            self._links[peer.worker_id] = replace(way, peer=peer)
-
-    def next(self, now: float) -> WorkerRecord | None:
-        """Whom to measure now; None while nobody is due."""
-        due = [
-            way for way in self._links.values() if way.peer.state == "ready" and way.due_at <= now
-        ]
-        return min(due, key=self._turn).peer if due else None
-
-    def link_to(self, peer: WorkerRecord) -> Link | None:
-        """What is known of the way to this life of a decode worker."""
-        way = self._find(peer)
-        return None if way is None else way.link
-
-    def known(self) -> tuple[Link, ...]:
-        """All that was measured."""
-        return tuple(way.link for way in self._links.values() if way.link is not None)
-
-    def measured(self, peer: WorkerRecord, link: Link, now: float) -> None:
-        """Takes note of a rate. One that is too slow may have had a bad moment: it is due again."""
-        way = self._find(peer)
-        if way is None:
-            return
-        if link.gigabytes_per_second < self._min_gbps:
-            self._links[peer.worker_id] = replace(self._later(way, now), link=link)
-        else:
-            self._links[peer.worker_id] = LinkState(way.peer, float("inf"), link)
-
-    def failed(self, peer: WorkerRecord, now: float) -> float:
-        """Takes note of a try that gave no rate; seconds until the next one."""
-        way = self._find(peer)
-        if way is None:
-            return 0.0
-        later = self._links[peer.worker_id] = self._later(way, now)
-        return later.due_at - now
-
-    def _find(self, peer: WorkerRecord) -> LinkState | None:
-        way = self._links.get(peer.worker_id)
-        return way if way is not None and way.peer.incarnation == peer.incarnation else None
-
-    def _later(self, way: LinkState, now: float) -> LinkState:
-        pause_s = min(FIRST_S * 2.0 ** min(way.tries, 32), MOST_S)
-        return replace(way, due_at=now + pause_s * (0.5 + self._jitter()), tries=way.tries + 1)
-
-    def _turn(self, way: LinkState) -> tuple[float, int]:
-        """Workers that start together begin with different peers."""
-        return way.due_at, zlib.crc32(f"{self._own} {way.peer.worker_id}".encode())
+AT_ONCE = (
+    4  # cold links that are warmed up beside each other, so that a stalled peer stops no other
+)
 
 
 class LiveWorkers(Protocol):
@@ -143,69 +68,111 @@ class Rehearsals:
         self._changed = changed
         self._now = now
         self._links = Links(random.random, shell.min_handoff_gbps)
+        shell.warms_links = True
+        shell.saw_handoff = self._saw_handoff
 
     async def run(self) -> None:
-        """Measures until cancelled."""
+        """Rehearses until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(AT_ONCE):
+                tasks.create_task(self._run(only_cold=number > 0))
+
+    async def _run(self, *, only_cold: bool) -> None:
         while True:
-            while await self.turn():
+            while await self.turn(only_cold=only_cold):
                 pass
             await asyncio.sleep(LOOK_S)
 
-    async def turn(self) -> bool:
-        """Measures whoever is due; False where nobody is."""
+    async def turn(self, *, only_cold: bool = False) -> bool:
+        """Rehearses with a decode worker that is due; False if none is."""
         own = self._shell.record()
         if own is None or own.state != "ready":
             return False
         self._links.follow(own, self._view.workers(), self._now())
         self._publish(own)
-        peer = self._links.next(self._now())
+        is_idle = not (own.load.running or own.load.waiting)
+        peer = self._links.next(self._now(), only_cold=only_cold, may_measure=is_idle)
         if peer is None:
             return False
+        self._links.begin(peer)
         try:
-            found = await self._measure(own, peer)
+            await self._visit(own, peer)
         except (EffuseError, TimeoutError) as error:
             pause_s = self._links.failed(peer, self._now())
             text = "it took too long" if isinstance(error, TimeoutError) else str(error)
             LOG.info(
-                "handoff %s to %s: not measured, next try in %.0f s: %s",
+                "handoff %s to %s: not measured, next try in %.1f s: %s",
                 *(own.worker_id, peer.worker_id, pause_s, text),
             )
-        else:
-            self._note_link(own, peer, *found)
-            self._publish(own)
-            self._changed()
+        finally:
+            self._links.end(peer)
+        self._publish(own)
         return True
 
-    def _note_link(
-        self, own: WorkerRecord, peer: WorkerRecord, link: Link, is_fallback: bool
-    ) -> None:
-        before = self._links.link_to(peer)
-        self._links.measured(peer, link, self._now())
-        least = own.min_handoff_gbps
-        was_slow = before is not None and before.gigabytes_per_second < least
-        is_slow = link.gigabytes_per_second < least
-        if before is None or was_slow != is_slow:
-            tell(own.worker_id, link, least, is_fallback=is_fallback)
+    def _saw_handoff(self, incarnation: str, num_bytes: int, seconds: float) -> None:
+        self._links.proven(incarnation, num_bytes, seconds, self._now())
 
     def _publish(self, own: WorkerRecord) -> None:
-        self._shell.links = {own.incarnation: self._links.known()}
+        before = self._shell.links.get(own.incarnation, ())
+        known = self._links.known(self._now())
+        self._shell.links = {own.incarnation: known}
+        if known != before:
+            self._changed()
 
-    async def _measure(self, own: WorkerRecord, peer: WorkerRecord) -> tuple[Link, bool]:
-        """The link, and whether it is slow by nobody's wish. Raises EffuseError or TimeoutError."""
+    async def _visit(self, own: WorkerRecord, peer: WorkerRecord) -> None:
+        """Warms a link up if it is cold, then measures it. Raises EffuseError or TimeoutError."""
         if not own.has_connector_of(peer):
             ways = f"{own.connector} here, {peer.connector} there"
-            return Link(peer.worker_id, peer.incarnation, ways, 0.0), False
+            self._links.refused(peer, ways, self._now())
+            self._tell(own, peer)
+            return
+        most_pages = max(1, own.capacity.total_pages // LEAST_SHARE)
         async with self._shell.access.connect(peer.address) as channel:
             await channel.prove()
             stub = decode_stub(channel)
-            await self._rehearse(stub, own, peer)
-            pushed = await self._rehearse(stub, own, peer)
+            state = self._links.state_of(peer)
+            if state is None or not state.transport:
+                await self._warm_up(stub, own, peer, most_pages)
+            pushed = await self._rehearse(stub, own, peer, most_pages)
         rate = pushed.bytes / max(pushed.push_s, 1e-9)
-        link = Link(peer.worker_id, peer.incarnation, pushed.transport, rate)
-        return link, pushed.is_fallback
+        self._links.measured(peer, pushed.transport, rate, pushed.bytes, self._now())
+        self._tell(own, peer, is_fallback=pushed.is_fallback)
+
+    def _tell(self, own: WorkerRecord, peer: WorkerRecord, *, is_fallback: bool = False) -> None:
+        link = self._links.news(peer, self._now())
+        if link is not None:
+            tell(own.worker_id, link, own.min_handoff_gbps, is_fallback=is_fallback)
+
+    async def _warm_up(
+        self,
+        stub: pb_grpc.DecodeServiceAsyncStub,
+        own: WorkerRecord,
+        peer: WorkerRecord,
+        most_pages: int,
+    ) -> None:
+        """Few pages, whole and by groups of layers, then as many as may be, as large prompts take.
+
+        A peer lends many only while nothing waits there; prompts do not wait for that."""
+        few = min(FEW_PAGES, most_pages)
+        await self._rehearse(stub, own, peer, few)
+        pushed = await self._rehearse(stub, own, peer, few, in_groups=True)
+        try:
+            if few < most_pages:
+                pushed = await self._rehearse(stub, own, peer, most_pages, in_groups=True)
+        except Overloaded as error:
+            LOG.debug("%s lends no more than a few pages now: %s", peer.worker_id, error)
+        rate = pushed.bytes / max(pushed.moved_s, pushed.push_s, 1e-9)
+        self._links.warmed(peer, pushed.transport, rate, self._now())
+        self._publish(own)
 
     async def _rehearse(
-        self, stub: pb_grpc.DecodeServiceAsyncStub, own: WorkerRecord, peer: WorkerRecord
+        self,
+        stub: pb_grpc.DecodeServiceAsyncStub,
+        own: WorkerRecord,
+        peer: WorkerRecord,
+        most_pages: int,
+        *,
+        in_groups: bool = False,
     ) -> PromptPushed:
         """One handoff of free pages. Raises EffuseError or TimeoutError."""
         name = secrets.token_hex(16)
@@ -219,7 +186,7 @@ class Rehearsals:
                 engine_port=own.engine_port,
                 place=own.place,
             ),
-            most_pages=max(1, own.capacity.total_pages // LEAST_SHARE),
+            most_pages=most_pages,
         )
         call = stub.Rehearse(request, timeout=CALL_S)
         try:
@@ -228,9 +195,11 @@ class Rehearsals:
                 reserved = wire.reservation(first.reservation)
                 if reserved.transfer_id != name or len(reserved.pages) > request.most_pages:
                     raise InvalidRequest.of("reservation", "not what was asked for")
-                push = PushRehearsal(reservation=reserved)
+                push = PushRehearsal(reservation=reserved, in_groups=in_groups)
                 pushed = await self._push(push, own.incarnation)
                 await _next(call, peer.worker_id)
+                if self._links.own != own.incarnation:
+                    raise PeerLost("another engine runs here now")
                 return pushed
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, peer.worker_id) from error

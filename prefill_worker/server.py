@@ -42,6 +42,7 @@ class _PrefillCall:
     attempt: OpenAttempt
     began_at: float
     is_reserved: bool = False
+    reader: str = ""  # life of the decode worker that its pages go to
     limit: asyncio.TimerHandle | None = None  # of the wait for it, once the prompt is computed
 
     def require_reservation(self, waited_s: float) -> None:
@@ -113,6 +114,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         elif isinstance(event, PromptPushed):
             metrics.count_handoff(event.transport, event.bytes, event.push_s)
             self._shell.traces.record("push", event.push_s)
+            self._shell.saw_handoff(stream.reader, event.bytes, event.moved_s)
             metrics.succeeded.labels("pushed").inc()
             metrics.latency.observe(time.monotonic() - stream.began_at)
             self._shell.attempts.close(stream.attempt)
@@ -134,7 +136,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
                         "reservation.attempt",
                         f"expected {stream.attempt.id}, got {reservation.attempt}",
                     )
-                stream.is_reserved = True
+                stream.is_reserved, stream.reader = True, reservation.incarnation
                 self._shell.send(stream.attempt, PushTo(reservation=reservation))
             if not stream.is_reserved:
                 raise InvalidRequest.of("reservation", "the stream was closed before it came")

@@ -172,10 +172,15 @@ def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
     need = replace(need, alone=())
     if place(idle, need) is not None:
         return Prospect.SEAT
-    well = [replace(c, condition=Condition.READY) for c in idle]
+    well = [replace(c, condition=Condition.READY, record=_warmed(c.record)) for c in idle]
     if place(well, replace(need, excluded=(), broken=())) is not None:
         return Prospect.WORKER
     return Prospect.NONE
+
+
+def _warmed(record: WorkerRecord) -> WorkerRecord:
+    """The same worker once its links are warm."""
+    return replace(record, warms_links=False) if record.warms_links else record
 
 
 def has_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
@@ -231,6 +236,7 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
         if decode.record.role == "decode"
         for prefill in fitting.get(decode.record.fingerprint_text, ())
         if not prefill.record.may_push_to(decode.record)
+        if prefill.record.min_handoff_gbps or not prefill.record.is_cold_to(decode.record)
     ]
     if not refused:
         return ""
@@ -261,6 +267,19 @@ def live_workers(
         if c.condition is Condition.READY and model in (None, c.record.model.name)
     ]
     return [r for r in ready if r.role == "prefill"], [r for r in ready if r.role == "decode"]
+
+
+def cold_lives(prefill: Sequence[WorkerRecord], decode: Sequence[WorkerRecord]) -> set[WorkerLife]:
+    """Of these workers, those that could have a warm link among each other and have none."""
+    cold: set[WorkerLife] = set()
+    warm: set[WorkerLife] = set()
+    for writer in prefill:
+        for reader in decode:
+            if writer.is_cold_to(reader):
+                cold |= {writer.life, reader.life}
+            elif writer.link_to(reader) is not None:
+                warm |= {writer.life, reader.life}
+    return cold - warm
 
 
 def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:

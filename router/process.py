@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -35,7 +36,7 @@ from effuse.router.http_server import HttpServer
 from effuse.router.kserve import InferenceServicer
 from effuse.router.monitor import MonitorServicer
 from effuse.router.openai_api import OpenAiApi
-from effuse.router.policy import live_workers
+from effuse.router.policy import Candidate, WorkerLife, cold_lives, live_workers
 from effuse.router.prompt import Texts
 from effuse.router.router import Router
 from effuse.router.tokenizer import Tokenizer, TokenizerError, bundled_directory
@@ -60,6 +61,7 @@ MONITOR: Final[str] = monitor_pb2.DESCRIPTOR.services_by_name["MonitorService"].
 SERVICES: Final = (GENERATION, MODELS, MONITOR, VLLM_ENGINE, KSERVE)
 ROLES: Final = ("router", "prefill", "decode")
 FOLLOW_S: Final = 0.2
+WARM_S: Final = 30.0  # longest that a start waits for the first warm link of a worker
 SHARE_S: Final = 1.0
 METRICS_S: Final = 1.0
 KNOW_S: Final = 10.0
@@ -195,10 +197,11 @@ def _tls(config: RouterConfig) -> ServerTls | None:
     return None if files is None else ServerTls(files)
 
 
-def _ready_facts(router: Router) -> dict[str, str]:
-    """What the ready file says beside the address: metrics, and which workers take part."""
+def _ready_facts(router: Router, counts: tuple[int, int] = (0, 0)) -> dict[str, str]:
+    """The ready file's content beside the address: metrics, how many prefill and decode workers
+    are ready, and which workers take part."""
     prefill, decode = live_workers(router.fleet.candidates())
-    facts = {"prefill": str(len(prefill)), "decode": str(len(decode))}
+    facts = {"prefill": str(counts[0]), "decode": str(counts[1])}
     facts["workers"] = ",".join(one.worker_id for one in (*prefill, *decode))
     if router.metrics_port:
         facts["metrics"] = host_and_port(router.config.metrics_host, router.metrics_port)
@@ -253,25 +256,53 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
     """Keeps queue, waiting requests, health and channels in step with the fleet, until
     cancelled."""
     told = dict[str, str]()
+    ready = ReadyWorkers(time.monotonic)
     while True:
         router.count_seats()
         router.fleet.look()
-        told = _tell_workers(router, told)
+        ready.look(router.fleet.candidates())
         router.metrics.show_workers(router.fleet.candidates())
         _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
 
 
-def _tell_workers(router: Router, told: dict[str, str]) -> dict[str, str]:
+def _tell_workers(
+    router: Router, told: dict[str, str], counts: tuple[int, int]
+) -> dict[str, str]:
     """Writes the ready file anew if it says something else than `told`; returns what it says."""
-    facts, path = _ready_facts(router), router.config.ready_file
+    facts, path = _ready_facts(router, counts), router.config.ready_file
     if path is not None and facts != told:
         try:
             rpc.update_ready_file(path, _address(router), **facts)
         except (OSError, ValueError) as error:  # a full disk, or a file that is no JSON any more
             LOG.warning("%s is not written: %s", path, error)
     return facts
+
+
+class ReadyWorkers:
+    """How many workers are ready, for whoever waits until a fleet is.
+
+    A worker without a warm link counts only after WARM_S: its links may never get warm.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.counts = (0, 0)  # prefill and decode workers
+        self._now = now
+        self._cold_since: dict[WorkerLife, float] = {}
+
+    def look(self, candidates: Sequence[Candidate]) -> bool:
+        """Counts anew; whether the counts changed."""
+        prefill, decode = live_workers(candidates)
+        now, before = self._now(), self.counts
+        cold = cold_lives(prefill, decode)
+        self._cold_since = {life: self._cold_since.get(life, now) for life in cold}
+        unready = {life for life, since in self._cold_since.items() if now - since < WARM_S}
+        self.counts = (
+            sum(worker.life not in unready for worker in prefill),
+            sum(worker.life not in unready for worker in decode),
+        )
+        return self.counts != before
 
 
 def _address(router: Router) -> str:

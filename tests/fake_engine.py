@@ -223,8 +223,9 @@ def build(config: WorkerConfig, incarnation: str, pulse: Pulse) -> Engine:
         os._exit(9)
     if config.served_model_name == "slow":
         time.sleep(1000)
+    connector = "zmq" if config.connector == "auto" else config.connector
     return Engine(
-        FakeCore(incarnation, pulse, config.connector),
+        FakeCore(incarnation, pulse, connector),
         Ready(
             model=ModelInfo(
                 name=config.served_model_name or "fake",
@@ -242,6 +243,7 @@ def build(config: WorkerConfig, incarnation: str, pulse: Pulse) -> Engine:
             fingerprint=(("weights", "w"),),
             page_size=config.page_size,
             total_pages=PAGES,
+            connector=connector,
         ),
     )
 

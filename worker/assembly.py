@@ -5,7 +5,7 @@ its own `build.py`'s.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
 from effuse.protos.gate import FleetSecret
 from effuse.worker.config import PrefillConfig, WorkerConfig
+from effuse.worker.connectors import choose_connector
 from effuse.worker.messages import Ready
 from effuse.worker.watchdog import Pulse
 
@@ -86,6 +87,10 @@ def assemble(
     directory = config.model or Path(next(iter(effuse.models.__path__))) / "bundled"
     model = _load(config, directory, device)
     max_model_len = _max_model_len(config, model)
+    connector = choose_connector(
+        config, on_gpu=device.type == "cuda", why_no_nixl=partial(_why_no_nixl, config.host)
+    )
+    config = replace(config, connector=connector)
     layout = _layout(config, model)
     memory = PageMemory(layout, _num_pages(config, model, layout, max_model_len), device)
     # Only who pushes needs to know which layers are stored.
@@ -110,6 +115,7 @@ def assemble(
             fingerprint=tuple((field.name, field.value) for field in agreed),
             page_size=layout.page_size,
             total_pages=memory.num_pages,
+            connector=connector,
         ),
     )
 
@@ -362,6 +368,14 @@ def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
             f"{MAX_PAGES} pages are handed over for a prompt, which may have {max_model_len} "
             f"tokens, got {size}; or a lower --max-model-len"
         )
+
+
+def _why_no_nixl(host: str) -> str:
+    try:
+        from effuse.kvtransfer.nixl_transport import why_unusable
+    except (ImportError, OSError) as error:  # not installed, or a library that it needs is not
+        return str(error)
+    return why_unusable(host)
 
 
 def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:

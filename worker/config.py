@@ -19,7 +19,7 @@ from effuse.placement.keys import check_name
 from effuse.telemetry.logs import LogFormat, LogLevel
 
 Attention = Literal["triton", "flex"]
-Connector = Literal["nixl", "zmq"]
+Connector = Literal["auto", "nixl", "zmq"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVLayoutKind = Literal["unified", "distinct"]
@@ -70,7 +70,11 @@ class WorkerConfig(Access):
     advertise_host: Annotated[
         str | None, "name or address that others reach this worker by (default: host)"
     ] = None
-    connector: Annotated[Connector, "how KV pages move between workers"] = "zmq"
+    connector: Annotated[
+        Connector,
+        "how KV pages move between workers; auto is nixl on GPUs and within one host, if it is "
+        "installed and starts, else zmq",
+    ] = "auto"
     encrypt_pages: Annotated[
         bool, "encrypt pages over zmq, for who has the fleet-secret alone (CURVE)"
     ] = False
@@ -106,7 +110,7 @@ class WorkerConfig(Access):
         Access.__post_init__(self)
         if self.fleet_cert is None:
             self.check_plaintext("host", self.host, "calls")
-        if self.encrypt_pages and self.connector != "zmq":
+        if self.encrypt_pages and self.connector == "nixl":
             raise ValueError(f"--encrypt-pages: expected --connector zmq, got {self.connector}")
         if not self.encrypt_pages:
             self.check_plaintext("host", self.host, "pages")
@@ -166,8 +170,8 @@ class PrefillConfig(WorkerConfig):
     reservation_s: Annotated[float, "longest that a computed prompt waits for a reservation"] = 60.0
     min_handoff_gbps: Annotated[
         float,
-        "refuse decode workers that KV reaches slower, in 10^9 bytes a second as measured at the "
-        "start; 0 refuses none",
+        "refuse decode workers that KV reaches slower, in 10^9 bytes a second, once several "
+        "measurements agree; 0 refuses none",
     ] = 0.0
     enable_prefix_caching: Annotated[
         bool, "keep the KV of prompts for others that begin alike (block-causal models)"

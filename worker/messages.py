@@ -78,6 +78,7 @@ class PushRehearsal(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Has a prefill engine push as many free pages as are reserved; answered by PromptPushed."""
 
     reservation: Reservation
+    in_groups: bool = False  # layers leave one group after the other, as a prompt's do
 
 
 class StartDecode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -152,6 +153,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     # On which the process listens, and answers nobody, for as long as it lives: where nobody does,
     # nothing of this engine writes any more.
     engine_port: int = 0
+    connector: str = ""  # by which its pages move
 
 
 class StartupFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -226,6 +228,7 @@ class PromptPushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     push_s: float  # since the last page was final and the reservation known, to the last answer
     transport: str = ""  # what moved the bytes, as `kvtransfer.connector.Route` names it
     is_fallback: bool = False  # pages of GPUs took TCP or the host, which nobody asked for
+    moved_s: float = 0.0  # since the first page left, to the last answer
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

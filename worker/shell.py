@@ -5,7 +5,7 @@ Speaks no gRPC itself: it takes checked messages and raises the errors of `proto
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -61,6 +61,9 @@ class Shell:
         # life that they were measured for.
         self.links: Mapping[str, tuple[Link, ...]] = {}
         self.min_handoff_gbps = 0.0
+        self.warms_links = False
+        # Of a prefill worker: told the life that a prompt went to, its bytes and their seconds.
+        self.saw_handoff: Callable[[str, int, float], None] = lambda life, num_bytes, seconds: None
         self.place = peer.here()
         self.quarantines = Quarantines()
         self._tasks = tasks
@@ -159,7 +162,7 @@ class Shell:
             incarnation=life.incarnation,
             engine_port=life.ready.engine_port,
             place=self.place,
-            connector=self.config.connector,
+            connector=life.ready.connector,
             state=self._state(),
             fingerprint=life.ready.fingerprint,
             model=life.ready.model,
@@ -172,6 +175,7 @@ class Shell:
             load=Load() if is_over else life.load,
             links=() if is_over else self.links.get(life.incarnation, ()),
             min_handoff_gbps=self.min_handoff_gbps,
+            warms_links=self.warms_links,
             quarantines=self.quarantines.listed(),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from checkpoints import write_tiny_checkpoint
 from decode_worker.test_engine_handoff import Pair
@@ -83,10 +84,27 @@ def test_requests_that_hold_or_wait_for_pages_come_first(pair: Pair) -> None:
 
     prompt = make_request("b", range(20, 33), max_tokens=4)
     pair.rig.engine.handle(prompt)
-    late = StartRehearsal(attempt=AttemptId("rehearsal", 2, "late"), writer=SOURCE, most_pages=4)
+    late = msgspec.structs.replace(REHEARSAL, attempt=AttemptId("rehearsal", 2, "late"))
     assert pair.rig.start(late).failed.code == "RESOURCE_EXHAUSTED"
+    few = StartRehearsal(attempt=AttemptId("rehearsal", 3, "few"), writer=SOURCE, most_pages=2)
+    push(pair, reserve(pair, few))
     pair.rig.run()
     assert pair.rig.answers["transfer-b"].finished
+
+
+def test_few_pages_are_lent_while_few_are_free_and_none_when_none_is(pair: Pair) -> None:
+    few = StartRehearsal(attempt=ATTEMPT, writer=SOURCE, most_pages=4)
+    held = pair.rig.pool.allocate_committed(27)
+    assert held is not None
+    reservation = reserve(pair, few)
+    assert len(reservation.pages) == 2, "half of what is free"
+    push(pair, reservation)
+    pair.rig.run()
+    rest = pair.rig.pool.allocate_committed(4)
+    assert rest is not None
+    other = msgspec.structs.replace(few, attempt=AttemptId("rehearsal", 2, "other"))
+    assert pair.rig.start(other).failed.code == "RESOURCE_EXHAUSTED"
+    pair.rig.pool.release([*held, *rest])
 
 
 def test_one_at_a_time_also_while_the_last_one_is_in_quarantine(pair: Pair) -> None:

@@ -117,7 +117,7 @@ def test_a_push_introduces_itself_sends_pages_and_then_says_what_they_are(desk: 
     desk.pushes.hear(PEER, Accepted(NAME))
     desk.turn()
     # Everything was known at the beginning: the whole of 2.5 s was the handoff's.
-    assert desk.events == [Pushed(NAME, 4, 4 * SMALL.page_bytes, 2.5, Route("test"))]
+    assert desk.events == [Pushed(NAME, 4, 4 * SMALL.page_bytes, 2.5, Route("test"), 2.5)]
     assert desk.transport.left == [PEER] and len(desk.pushes) == 0
 
 

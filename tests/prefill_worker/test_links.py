@@ -1,21 +1,30 @@
-"""Which way is measured next, as values: who is due, in which order, and when again."""
+"""Which link is rehearsed next, and how fast a link is, as values."""
 
 from __future__ import annotations
 
+import pytest
 import redis_server
 
-from effuse.placement.records import MOST_LINKS, Link, WorkerRecord
-from effuse.prefill_worker.rehearsals import FIRST_S, MOST_S, Links
+from effuse.placement.records import MOST_LINKS, Load, WorkerRecord
+from effuse.prefill_worker.links import (
+    AGAIN_S,
+    AGREEING,
+    COLD_FIRST_S,
+    COLD_MOST_S,
+    FIRST_S,
+    MOST_AGAIN_S,
+    MOST_S,
+    WINDOW_S,
+    Links,
+    Rates,
+)
 
 OWN = redis_server.worker(worker_id="p0", role="prefill", incarnation="own-1")
+LARGE = 64 << 20
 
 
 def decode(name: str, life: str = "1", **changes: object) -> WorkerRecord:
     return redis_server.worker(worker_id=name, incarnation=life, **changes)
-
-
-def link(peer: WorkerRecord, gbps: float) -> Link:
-    return Link(peer.worker_id, peer.incarnation, "cuda_ipc", gbps * 1e9)
 
 
 def links(jitter: float = 0.5, min_gbps: float = 0.0) -> Links:
@@ -33,6 +42,14 @@ def due(table: Links, now: float) -> set[str]:
     return found
 
 
+def measured(table: Links, peer: WorkerRecord, gbps: float, now: float) -> None:
+    table.measured(peer, "cuda_ipc", gbps * 1e9, LARGE, now)
+
+
+def rates(table: Links, now: float) -> list[float]:
+    return [link.gigabytes_per_second for link in table.known(now)]
+
+
 def test_decode_workers_that_fit_and_take_requests_are_due_at_once() -> None:
     table = links()
     other = decode("d1", fingerprint=(("weights", "else"),))
@@ -40,31 +57,37 @@ def test_decode_workers_that_fit_and_take_requests_are_due_at_once() -> None:
     assert due(table, 5.0) == {"d0"}
 
 
-def test_each_life_is_measured_once() -> None:
+def test_a_link_is_known_once_it_is_warm_and_only_for_that_life() -> None:
     table, peer = links(), decode("d0")
     table.follow(OWN, [peer], 0.0)
-    table.measured(peer, link(peer, 3.0), 0.0)
-    table.follow(OWN, [peer], 1e6)
-    assert table.next(1e6) is None
-    assert table.known() == (link(peer, 3.0),)
-    assert table.link_to(peer) == link(peer, 3.0)
-    table.follow(OWN, [decode("d0", "2")], 1e6)
-    assert table.known() == ()
-    assert due(table, 1e6) == {"d0"}
+    assert table.known(0.0) == ()
+    table.warmed(peer, "cuda_ipc", 2e9, 0.0)
+    assert rates(table, 0.0) == [2.0]
+    assert table.next(0.0) == peer, "it has not been measured"
+    table.follow(OWN, [decode("d0", "2")], 1.0)
+    assert table.known(1.0) == ()
+    assert due(table, 1.0) == {"d0"}
 
 
 def test_a_new_life_of_our_own_begins_anew() -> None:
     table, peer = links(), decode("d0")
     table.follow(OWN, [peer], 0.0)
-    table.measured(peer, link(peer, 3.0), 0.0)
+    measured(table, peer, 3.0, 0.0)
     table.follow(redis_server.worker(worker_id="p0", role="prefill", incarnation="2"), [peer], 1.0)
-    assert table.known() == ()
+    assert table.known(1.0) == ()
     assert table.next(1.0) == peer
 
 
-def test_failures_are_tried_again_ever_later_up_to_a_limit() -> None:
+@pytest.mark.parametrize(
+    ("is_warm", "first_s", "most_s"), [(False, COLD_FIRST_S, COLD_MOST_S), (True, FIRST_S, MOST_S)]
+)
+def test_failures_are_tried_again_ever_later_up_to_a_limit(
+    is_warm: bool, first_s: float, most_s: float
+) -> None:
     table, peer, now = links(), decode("d0"), 0.0
     table.follow(OWN, [peer], now)
+    if is_warm:
+        table.warmed(peer, "cuda_ipc", 1e9, now)
     pauses = []
     for _ in range(40):
         pause_s = table.failed(peer, now)
@@ -72,8 +95,8 @@ def test_failures_are_tried_again_ever_later_up_to_a_limit() -> None:
         now += pause_s
         assert table.next(now) == peer
         pauses.append(pause_s)
-    assert pauses[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
-    assert pauses[-1] == MOST_S
+    assert pauses[:3] == pytest.approx([first_s, 2 * first_s, 4 * first_s])
+    assert pauses[-1] == pytest.approx(most_s)
 
 
 def test_jitter_parts_those_who_were_refused_together() -> None:
@@ -82,27 +105,110 @@ def test_jitter_parts_those_who_were_refused_together() -> None:
         table, peer = links(jitter), decode("d0")
         table.follow(OWN, [peer], 0.0)
         pauses.append(table.failed(peer, 0.0))
-    assert pauses == [FIRST_S / 2, FIRST_S * 1.499]
+    assert pauses == pytest.approx([COLD_FIRST_S / 2, COLD_FIRST_S * 1.499])
 
 
-def test_a_link_that_is_too_slow_is_known_and_measured_again() -> None:
+def test_a_good_link_is_measured_again_ever_later() -> None:
+    table, peer, now, pauses = links(), decode("d0"), 0.0, []
+    table.follow(OWN, [peer], now)
+    for _ in range(9):
+        measured(table, peer, 3.0, now)
+        pause_s = next(s for s in range(1, 10**6) if table.next(now + s) is not None)
+        pauses.append(pause_s)
+        now += pause_s
+    assert pauses[:3] == [AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S]
+    assert pauses[-1] == MOST_AGAIN_S
+
+
+@pytest.mark.parametrize("load", [Load(running=1), Load(waiting=1)])
+def test_a_good_link_is_measured_only_while_both_ends_are_idle(load: Load) -> None:
+    table, peer, later = links(), decode("d0"), 2 * AGAIN_S
+    table.follow(OWN, [peer], 0.0)
+    measured(table, peer, 3.0, 0.0)
+    assert table.next(later, may_measure=False) is None
+    table.follow(OWN, [decode("d0", load=load)], later)
+    assert table.next(later) is None
+    table.follow(OWN, [peer], later)
+    assert table.next(later) == peer
+
+
+def test_cold_links_are_warmed_up_first_and_however_busy_the_ends_are() -> None:
+    table, warm, cold = links(), decode("d0"), decode("d1", load=Load(running=3, waiting=2))
+    table.follow(OWN, [warm], 0.0)
+    table.warmed(warm, "cuda_ipc", 1e9, 0.0)
+    table.follow(OWN, [warm, cold], 1.0)
+    assert table.next(1.0, may_measure=False) == cold
+    assert table.next(1.0) == cold
+    table.begin(cold)
+    assert table.next(1.0, only_cold=True) is None
+    assert table.next(1.0) == warm
+    table.end(cold)
+    assert table.next(1.0, only_cold=True) == cold
+
+
+def test_one_bad_measurement_refuses_nothing_and_several_that_agree_do() -> None:
+    table, peer, now = links(min_gbps=2.0), decode("d0"), 0.0
+    table.follow(OWN, [peer], now)
+    for _ in range(AGREEING - 1):
+        measured(table, peer, 0.5, now)
+        assert table.news(peer, now) is None
+        assert table.next(now + FIRST_S) == peer, "soon, as nothing is decided"
+        now += FIRST_S
+    measured(table, peer, 0.6, now)
+    link = table.news(peer, now)
+    assert link is not None
+    assert link.gigabytes_per_second == 0.6
+    assert table.news(peer, now) is None
+    busy = decode("d0", load=Load(running=1))
+    table.follow(OWN, [busy], now + MOST_S)
+    assert table.next(now + MOST_S, may_measure=False) == busy, "a refused link is tried again"
+    measured(table, busy, 2.0, now + MOST_S)
+    good = table.news(busy, now + MOST_S)
+    assert good is not None
+    assert good.gigabytes_per_second == 2.0
+
+
+def test_a_good_link_survives_bad_moments_until_all_that_is_recent_agrees() -> None:
     table, peer = links(min_gbps=2.0), decode("d0")
     table.follow(OWN, [peer], 0.0)
-    table.measured(peer, link(peer, 1.9), 0.0)
-    assert table.known() == (link(peer, 1.9),)
-    assert table.next(FIRST_S) == peer
-    table.measured(peer, link(peer, 2.0), FIRST_S)
-    assert table.known() == (link(peer, 2.0),)
-    assert table.next(1e6) is None
+    measured(table, peer, 3.0, 0.0)
+    for at in (1.0, 2.0, 3.0, 4.0):
+        measured(table, peer, 0.5, at)
+        assert rates(table, at) == [3.0]
+    measured(table, peer, 0.7, WINDOW_S + 1)
+    assert rates(table, WINDOW_S + 1) == [0.7]
+
+
+def test_the_last_measurements_count_however_old_they_are() -> None:
+    found = Rates().with_measured(3.0, 0.0).with_measured(1.0, 1.0)
+    assert found.best(1e9) == 3.0
+    for at in range(AGREEING):
+        found = found.with_measured(0.5, 1e9 + at)
+    assert found.best(1e9 + AGREEING) == 0.5
+
+
+def test_prompts_correct_a_rate_upwards_alone() -> None:
+    table, peer = links(), decode("d0", "life")
+    table.follow(OWN, [peer], 0.0)
+    measured(table, peer, 1.0, 0.0)
+    table.proven("life", LARGE, LARGE / 4e9, 1.0)
+    assert rates(table, 1.0) == pytest.approx([4.0])
+    table.proven("life", LARGE, LARGE / 2e9, 2.0)
+    table.proven("another", LARGE, LARGE / 9e9, 2.0)
+    table.proven("life", LARGE // 4, LARGE / 90e9, 2.0)  # too few bytes
+    table.proven("life", LARGE, 0.0, 2.0)
+    assert rates(table, 2.0) == pytest.approx([4.0])
+    assert rates(table, WINDOW_S + 2) == [1.0]
 
 
 def test_who_is_gone_is_forgotten_even_while_it_is_measured() -> None:
     table, peer = links(), decode("d0")
     table.follow(OWN, [peer], 0.0)
     table.follow(OWN, [], 1.0)
-    table.measured(peer, link(peer, 3.0), 1.0)
+    table.warmed(peer, "cuda_ipc", 1e9, 1.0)
+    measured(table, peer, 3.0, 1.0)
     assert table.failed(peer, 1.0) == 0.0
-    assert (table.known(), table.next(1.0), table.link_to(peer)) == ((), None, None)
+    assert (table.known(1.0), table.next(1.0), table.news(peer, 1.0)) == ((), None, None)
 
 
 def test_workers_that_start_together_begin_with_different_peers() -> None:

@@ -9,7 +9,11 @@ import pytest
 from checkpoints import write_tiny_checkpoint
 from prefill_worker.rig import DECODE, Rig, attempt_of
 
+from effuse.kvtransfer import pushes
 from effuse.kvtransfer.messages import Reservation
+from effuse.kvtransfer.push import Push
+from effuse.kvtransfer.transport import Chunk
+from effuse.prefill_worker import rehearsal_sender
 from effuse.worker.messages import Abort, AbortDone, Failed, PromptPushed, PushRehearsal
 
 PROMPT = [3 + (7 * i) % 200 for i in range(22)]
@@ -28,9 +32,9 @@ def rig(checkpoint: Path) -> Iterator[Rig]:
     made.close()
 
 
-def rehearse(rig: Rig, num_pages: int, name: str = "r") -> Reservation:
+def rehearse(rig: Rig, num_pages: int, name: str = "r", *, in_groups: bool = False) -> Reservation:
     reserved = rig.reserve(attempt_of(name), num_pages)
-    rig.engine.handle(PushRehearsal(reservation=reserved))
+    rig.engine.handle(PushRehearsal(reservation=reserved, in_groups=in_groups))
     return reserved
 
 
@@ -49,6 +53,27 @@ def test_free_pages_are_pushed_verified_and_given_back(rig: Rig) -> None:
     rig.check_idle()
 
 
+def test_pages_are_pushed_by_groups_of_layers_as_those_of_prompts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[tuple[int, int]] = []
+    take = pushes.Pushes._deliver
+
+    def deliver(self: pushes.Pushes, push: Push, chunk: Chunk) -> bool:
+        groups.append((chunk.groups.start, chunk.groups.stop))
+        return take(self, push, chunk)
+
+    monkeypatch.setattr(pushes.Pushes, "_deliver", deliver)
+    monkeypatch.setattr(pushes, "LEAST_BYTES", 1)
+    rehearse(rig, 4, in_groups=True)
+    rig.settle()
+    (pushed,) = rig.take(PromptPushed)
+    assert pushed.bytes == 4 * rig.layout.page_bytes
+    assert rig.layout.num_groups > 1
+    assert groups == [(at, at + 1) for at in range(rig.layout.num_groups)]
+    rig.check_idle()
+
+
 def test_more_than_half_of_what_is_free_is_not_lent(rig: Rig) -> None:
     rehearse(rig, 5)
     rig.settle()
@@ -58,10 +83,16 @@ def test_more_than_half_of_what_is_free_is_not_lent(rig: Rig) -> None:
     rig.check_idle()
 
 
-def test_prompts_that_wait_come_first(rig: Rig) -> None:
+def test_prompts_that_wait_come_before_more_than_a_few_pages(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.start("prompt", PROMPT)
+    rehearse(rig, 1, "few")
+    monkeypatch.setattr(rehearsal_sender, "FEW_PAGES", 0)
     rehearse(rig, 1)
     rig.settle()
+    (pushed,) = rig.take(PromptPushed)
+    assert pushed.attempt == attempt_of("few")
     (failed,) = rig.take(Failed)
     assert failed.code == "RESOURCE_EXHAUSTED"
     assert failed.attempt == attempt_of("r")

@@ -17,6 +17,7 @@ from fronts import running
 
 from effuse.placement.records import Link, WorkerRecord
 from effuse.prefill_worker import rehearsals
+from effuse.prefill_worker.links import AGREEING
 from effuse.prefill_worker.rehearsals import Rehearsals, tell
 from effuse.prefill_worker.server import make_role
 from effuse.protos import rpc
@@ -134,7 +135,7 @@ def run(
     asyncio.run(go())
 
 
-def test_every_peer_is_measured_twice_one_after_the_other_and_announced(
+def test_every_peer_is_warmed_up_then_measured_and_announced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(scene: Scene) -> None:
@@ -143,7 +144,7 @@ def test_every_peer_is_measured_twice_one_after_the_other_and_announced(
         assert {*scene.links} == {Link(name, f"{name}-life", "fake", RATE) for name in ("d0", "d1")}
         assert scene.announced == 2
         for peer in scene.peers.values():
-            assert (len(peer.asked), peer.most_at_once) == (2, 1)
+            assert (len(peer.asked), peer.most_at_once) == (3, 1)
             own = peer.asked[0].writer
             assert own.incarnation == scene.one.incarnation
             assert own.address == scene.one.front.shell.identity.address
@@ -157,6 +158,79 @@ def test_every_peer_is_measured_twice_one_after_the_other_and_announced(
         assert scene.announced == 2
 
     run(tmp_path, body, "d0", "d1")
+
+
+def test_a_link_that_is_cold_takes_no_prompt(tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        peer = scene.records[0]
+
+        def may_push() -> bool:
+            record = scene.one.front.shell.record()
+            return record is not None and record.may_push_to(peer)
+
+        seen: list[bool] = []
+
+        async def look() -> None:
+            seen.append(may_push())
+
+        scene.peers["d0"].before = look
+        assert not may_push()
+        await scene.settle()
+        assert seen == [False, False, True], "it is warm once both warm-ups have passed"
+        assert may_push()
+
+    run(tmp_path, body)
+
+
+def test_a_frozen_peer_keeps_no_other_link_cold(tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        scene.peers["d0"].before = scene.peers["d2"].before = stalls
+        running = asyncio.create_task(scene.rehearsals.run())
+        try:
+            async with asyncio.timeout(15):
+                while {link.peer for link in scene.links} != {"d1", "d3"}:
+                    await asyncio.sleep(0.01)
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    run(tmp_path, body, "d0", "d1", "d2", "d3")
+
+
+def test_a_busy_peer_that_lends_a_few_pages_gets_its_link_warm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(scene: Scene) -> None:
+        peer = scene.peers["d0"]
+
+        async def lends_few() -> None:
+            if peer.asked[-1].most_pages > 2:
+                await refuses()
+
+        peer.before = lends_few
+        monkeypatch.setattr(rehearsals, "LEAST_SHARE", 1)
+        monkeypatch.setattr(rehearsals, "FEW_PAGES", 2)
+        await scene.settle()
+        assert [link.peer for link in scene.links] == ["d0"]
+        assert [one.most_pages for one in peer.asked] == [
+            2,
+            2,
+            fake_engine.PAGES,
+            fake_engine.PAGES,
+        ]
+
+    run(tmp_path, body)
+
+
+def test_a_prompt_that_moved_faster_corrects_the_rate(tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        await scene.settle()
+        scene.one.front.shell.saw_handoff("d0-life", 64, 0.125)
+        scene.one.front.shell.saw_handoff("another", 64, 0.001)
+        await scene.settle()
+        assert [link.bytes_per_second for link in scene.links] == [2 * RATE]
+
+    run(tmp_path, body)
 
 
 def test_a_new_life_of_a_peer_is_measured_anew(tmp_path: Path) -> None:
@@ -267,14 +341,15 @@ def test_a_link_below_the_limit_is_announced_and_measured_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(scene: Scene) -> None:
-        for at in (0.0, 100.0):
+        for at in (0.0, 100.0, 200.0):
+            assert "REFUSED" not in caplog.text
             scene.time = at
             await scene.settle()
         record = scene.one.front.shell.record()
         assert record is not None
         assert record.min_handoff_gbps == 1.0
         assert not record.may_push_to(scene.records[0])
-        assert len(scene.peers["d0"].asked) == 4
+        assert len(scene.peers["d0"].asked) == 2 + AGREEING
         refused = [r for r in caplog.records if "REFUSED, --min-handoff-gbps" in r.getMessage()]
         assert len(refused) == 1, "it is told once"
 

@@ -1,0 +1,226 @@
+"""What a prefill worker knows of its links, as values: which are warm, how fast, and who is next.
+
+No I/O; the time and the jitter are handed in. Rehearsals (rehearsals.py) and prompts bring the
+samples. A link is warm once a rehearsal has passed over it. Its rate is the best of the last
+WINDOW_S: one bad moment slows a sample down, and nothing speeds one up.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from effuse.placement.records import MOST_LINKS, Link, WorkerRecord
+
+FIRST_S = 1.0  # to the next try after one that failed, or that found the link too slow
+MOST_S = 60.0
+COLD_FIRST_S = 0.2  # the same for a link that is not warm, which prompts wait for
+COLD_MOST_S = 5.0
+AGAIN_S = 10.0  # from the first rehearsal to the second one; each further pause is twice as long
+MOST_AGAIN_S = 300.0
+WINDOW_S = 900.0  # what is older counts no more; several rehearsals fit into it
+AGREEING = 3  # rehearsals that must find a link too slow before it is
+MOST_SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What handoffs over one link have shown, in bytes a second."""
+
+    measured: tuple[tuple[float, float], ...] = ()  # (when, rate) of rehearsals, the last ones
+    proven: tuple[float, float] | None = None  # the same of a prompt: at least this fast
+
+    def with_measured(self, rate: float, now: float) -> Rates:
+        """With one more rehearsal."""
+        return replace(self, measured=(*self.measured, (now, rate))[-MOST_SAMPLES:])
+
+    def with_proven(self, rate: float, now: float) -> Rates:
+        """With a prompt, whose pages may have left as slowly as they were computed."""
+        is_news = rate >= self.best(now)
+        return replace(self, proven=(now, rate)) if is_news else self
+
+    def best(self, now: float) -> float:
+        """The link's rate now; 0 if nothing is known. The last AGREEING rehearsals count always."""
+        old, new = self.measured[:-AGREEING], self.measured[-AGREEING:]
+        proven = () if self.proven is None else (self.proven,)
+        recent = [rate for at, rate in (*old, *proven) if now - at <= WINDOW_S]
+        return max([*recent, *(rate for _, rate in new)], default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """What is known of the link to one life of a decode worker."""
+
+    peer: WorkerRecord
+    due_at: float  # when it is rehearsed
+    transport: str = ""  # what moves its bytes; empty while it is cold
+    rates: Rates = field(default_factory=Rates)
+    num_bytes: int = 0  # of the largest rehearsal
+    num_good: int = 0  # rehearsals since the link was last too slow
+    tries: int = 0  # that failed or found it too slow, since one that did not
+    told: bool | None = None  # the verdict that was logged
+
+    def link(self, now: float) -> Link | None:
+        """As a record has it; None while it is cold."""
+        if not self.transport:
+            return None
+        life = self.peer.worker_id, self.peer.incarnation
+        return Link(*life, self.transport, self.rates.best(now))
+
+    def verdict(self, least: float, now: float) -> bool | None:
+        """Whether it is at least so fast in bytes a second; None while that is open."""
+        if not self.rates.measured:
+            return None
+        if self.rates.best(now) >= least:
+            return True
+        return False if len(self.rates.measured) >= AGREEING else None
+
+
+class Links:
+    """All links of one prefill worker. Times are seconds of any one monotonic clock."""
+
+    def __init__(self, jitter: Callable[[], float], min_gbps: float = 0.0) -> None:
+        """`jitter` gives numbers in [0, 1); a link below `min_gbps` is measured again soon."""
+        self._jitter = jitter
+        self._least = min_gbps * 1e9
+        self.own = ""  # the life that measures
+        self._links: dict[str, LinkState] = {}  # by worker id
+        self._under_way: set[str] = set()  # worker ids
+
+    def follow(self, own: WorkerRecord, seen: Sequence[WorkerRecord], now: float) -> None:
+        """Takes in who is there: `seen` are all workers, at most MOST_LINKS of which are followed.
+
+        Links to decode workers of our fingerprint are due at once. Nothing that was found for
+        another life, ours or theirs, is kept.
+        """
+        before = self._links if self.own == own.incarnation else {}
+        self.own, self._links = own.incarnation, {}
+        fitting = [r for r in seen if r.role == "decode" and r.fingerprint == own.fingerprint]
+        for peer in fitting[:MOST_LINKS]:
+            state = before.get(peer.worker_id)
+            if state is None or state.peer.incarnation != peer.incarnation:
+                state = LinkState(peer, now)
+            self._links[peer.worker_id] = replace(state, peer=peer)
+
+    def next(
+        self, now: float, *, only_cold: bool = False, may_measure: bool = True
+    ) -> WorkerRecord | None:
+        """The decode worker to rehearse with now; None while nothing is due.
+
+        Cold links come first. `may_measure`: whether our engine is idle. A warm link that is fast
+        enough waits until both of its ends are.
+        """
+        due = [
+            state
+            for name, state in self._links.items()
+            if state.peer.state == "ready" and state.due_at <= now and name not in self._under_way
+            if not (only_cold and state.transport)
+            if (may_measure and _is_idle(state.peer)) or not self._is_fine(state, now)
+        ]
+        return min(due, key=self._turn).peer if due else None
+
+    def begin(self, peer: WorkerRecord) -> None:
+        """A rehearsal with this worker is under way, until `end`."""
+        self._under_way.add(peer.worker_id)
+
+    def end(self, peer: WorkerRecord) -> None:
+        """It is over."""
+        self._under_way.discard(peer.worker_id)
+
+    def state_of(self, peer: WorkerRecord) -> LinkState | None:
+        """What is known of the link to this life of a decode worker."""
+        state = self._links.get(peer.worker_id)
+        return state if state is not None and state.peer.incarnation == peer.incarnation else None
+
+    def known(self, now: float) -> tuple[Link, ...]:
+        """All links that are warm."""
+        links = (state.link(now) for state in self._links.values())
+        return tuple(link for link in links if link is not None)
+
+    def warmed(self, peer: WorkerRecord, transport: str, rate: float, now: float) -> None:
+        """A link may carry prompts from now on, and is at least so fast in bytes a second."""
+        state = self.state_of(peer)
+        if state is not None:
+            rates = state.rates.with_proven(rate, now)
+            self._put(replace(state, transport=transport, rates=rates, due_at=now, tries=0))
+
+    def measured(
+        self, peer: WorkerRecord, transport: str, rate: float, num_bytes: int, now: float
+    ) -> None:
+        """A rehearsal of so many bytes found a rate in bytes a second."""
+        state = self.state_of(peer)
+        if state is None:
+            return
+        state = replace(
+            state,
+            transport=transport,
+            rates=state.rates.with_measured(rate, now),
+            num_bytes=max(state.num_bytes, num_bytes),
+        )
+        verdict = state.verdict(self._least, now)
+        if verdict is None:
+            self._put(replace(state, due_at=now + FIRST_S * (0.5 + self._jitter()), num_good=0))
+        elif not verdict:
+            self._put(self._later(replace(state, num_good=0), now))
+        else:
+            pause_s = min(AGAIN_S * 2.0 ** min(state.num_good, 32), MOST_AGAIN_S)
+            due_at = now + pause_s * (0.5 + self._jitter())
+            self._put(replace(state, due_at=due_at, num_good=state.num_good + 1, tries=0))
+
+    def proven(self, incarnation: str, num_bytes: int, seconds: float, now: float) -> None:
+        """A prompt's pages have moved to this life of a decode worker, in so many seconds.
+
+        Fewer bytes than half of a rehearsal's show nothing: their time is that of the messages."""
+        for state in self._links.values():
+            is_there = state.peer.incarnation == incarnation and state.rates.measured
+            if is_there and 2 * num_bytes >= state.num_bytes and seconds > 0:
+                rates = state.rates.with_proven(num_bytes / seconds, now)
+                self._put(replace(state, rates=rates))
+                return
+
+    def refused(self, peer: WorkerRecord, ways: str, now: float) -> None:
+        """No bytes can move: the two ends have two connectors."""
+        state = self.state_of(peer)
+        if state is not None:
+            rates = Rates(((now, 0.0),) * AGREEING)
+            self._put(self._later(replace(state, transport=ways, rates=rates), now))
+
+    def news(self, peer: WorkerRecord, now: float) -> Link | None:
+        """The link, if it is to be logged: a verdict was reached, or is another one now."""
+        state = self.state_of(peer)
+        verdict = None if state is None else state.verdict(self._least, now)
+        if state is None or verdict is None or verdict is state.told:
+            return None
+        self._put(replace(state, told=verdict))
+        return state.link(now)
+
+    def failed(self, peer: WorkerRecord, now: float) -> float:
+        """A try gave nothing; seconds until the next one."""
+        state = self.state_of(peer)
+        if state is None:
+            return 0.0
+        later = self._later(state, now)
+        self._put(later)
+        return later.due_at - now
+
+    def _put(self, state: LinkState) -> None:
+        self._links[state.peer.worker_id] = state
+
+    def _later(self, state: LinkState, now: float) -> LinkState:
+        first_s, most_s = (FIRST_S, MOST_S) if state.transport else (COLD_FIRST_S, COLD_MOST_S)
+        pause_s = min(first_s * 2.0 ** min(state.tries, 32), most_s)
+        return replace(state, due_at=now + pause_s * (0.5 + self._jitter()), tries=state.tries + 1)
+
+    def _is_fine(self, state: LinkState, now: float) -> bool:
+        """Whether prompts take the link and nothing about it is open."""
+        return bool(state.transport) and state.rates.best(now) >= self._least
+
+    def _turn(self, state: LinkState) -> tuple[bool, float, int]:
+        """Workers that start together begin with different peers."""
+        named = f"{self.own} {state.peer.worker_id}".encode()
+        return bool(state.transport), state.due_at, zlib.crc32(named)
+
+
+def _is_idle(worker: WorkerRecord) -> bool:
+    return not (worker.load.running or worker.load.waiting)

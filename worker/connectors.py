@@ -1,0 +1,47 @@
+"""Which connector moves an engine's pages if `--connector auto` leaves that open.
+
+Workers choose by the same rule and each for itself; their records name what they chose, and a link
+between two that differ carries no prompt.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from effuse.worker.config import WorkerConfig
+
+LOG = logging.getLogger(__name__)
+
+
+def choose_connector(
+    config: WorkerConfig, *, on_gpu: bool, why_no_nixl: Callable[[], str]
+) -> Literal["nixl", "zmq"]:
+    """The connector of an engine whose pages are on a GPU or not; logs it with the reason.
+
+    `why_no_nixl` tries NIXL and returns why it cannot be used here, or nothing.
+    """
+    if config.connector != "auto":
+        return config.connector
+    if config.encrypt_pages:
+        LOG.info("connector: zmq, because it alone encrypts pages")
+        return "zmq"
+    if not (on_gpu or _is_loopback(config.host)):
+        LOG.info("connector: zmq, because pages are in host memory and workers on several hosts")
+        return "zmq"
+    why = "pages are on a GPU" if on_gpu else "all workers are on this host"
+    if problem := why_no_nixl():
+        level = logging.WARNING if on_gpu else logging.INFO
+        LOG.log(level, "connector: zmq. %s, but NIXL does not work here: %s", why, problem)
+        return "zmq"
+    LOG.info("connector: nixl, because %s", why)
+    return "nixl"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
