@@ -167,6 +167,9 @@ class Bare:
     def __init__(self, role: str, memory: PageMemory) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
+        from effuse.kvtransfer.nixl_agent import bind_netlink
+
+        bind_netlink()
         self._memory = memory
         self._kind = "VRAM" if memory.device.type == "cuda" else "DRAM"
         config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])

@@ -273,6 +273,9 @@ def _nixl_agent(name: str, buffer: npt.NDArray[np.uint8]) -> Any:
     where there were 12 without it, on two cores."""
     from nixl._api import nixl_agent, nixl_agent_config
 
+    from effuse.kvtransfer.nixl_agent import bind_netlink
+
+    bind_netlink()
     with (
         ucx_log().asked()
     ):  # whoever is first decides where UCX writes what our connectors ask of it

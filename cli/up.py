@@ -240,7 +240,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--routers", type=whole(1, 16), default=1, metavar="Z",
         help="routers, which share the port (default: 1)")  # fmt: skip
     add("--connector", choices=("auto", "nixl", "zmq"), default="auto",
-        help="how KV pages move; auto is nixl where it works, else zmq (default: auto)")  # fmt: skip
+        help="how KV pages move; auto is nixl if it works, else zmq (default: auto)")  # fmt: skip
     add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
     add("--host", default=LOOPBACK,

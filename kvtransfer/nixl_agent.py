@@ -6,7 +6,10 @@ CPU time a second), and its (de)serialisation of descriptor lists, which is pick
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
+import os
 from typing import Any, NewType
 
 import numpy as np
@@ -30,6 +33,8 @@ from nixl._bindings import (
 from effuse.kvtransfer.messages import DIGEST_BYTES
 
 LOG = logging.getLogger(__name__)
+
+_NETLINK = "libnl-route-3.so.200"
 
 PageList = NewType("PageList", object)  # a prepared list of pages, or of groups of their layers
 Transfer = NewType("Transfer", object)  # a posted or postable write
@@ -56,6 +61,7 @@ class NixlAgent:
 
     def __init__(self, name: str) -> None:
         logging.getLogger("nixl").setLevel(logging.WARNING)
+        bind_netlink()
         self.name = name
         self._agent: Any = nixl_agent(
             name,
@@ -139,3 +145,14 @@ class NixlAgent:
             LOG.warning("an agent whose name is not UTF-8 said something: %s", error)
             return []
         return [(peer, message) for peer, messages in new.items() for message in messages]
+
+
+def bind_netlink() -> None:
+    """Loads the system's libnl-route, if there is one, before UCX does; again does nothing.
+
+    NIXL's wheel has a copy of it, and the system's comes with RDMA libraries that UCX loads. The
+    two then share functions and not the lists behind them, and a process that ends with both
+    crashes in their destructors (status 139). One that is loaded by itself uses its own functions.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(_NETLINK, mode=os.RTLD_NOW | os.RTLD_LOCAL)

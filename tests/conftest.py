@@ -26,7 +26,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 # The extra that these are about is no part of every installation for tests.
 collect_ignore = [] if find_spec("opentelemetry") else ["e2e/test_traces.py"]
-_MARKS = ("gpu", "client", "network")
+_MARKS = ("gpu", "client", "network", "rdma")
 _RULE = f"only tests marked {', '.join(_MARKS)} may be skipped"
 
 

@@ -188,7 +188,7 @@ def test_a_frozen_peer_keeps_no_other_link_cold(tmp_path: Path) -> None:
         running = asyncio.create_task(scene.rehearsals.run())
         try:
             async with asyncio.timeout(15):
-                while {link.peer for link in scene.links} != {"d1", "d3"}:
+                while {link.peer for link in scene.links} != {"d1", "d3"}:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         finally:
             running.cancel()

@@ -14,7 +14,7 @@ LOGGER = "effuse.worker.connectors"
 
 
 def choose(connector: Connector, host: str, problem: str, *, on_gpu: bool) -> str:
-    config = DecodeConfig(connector=connector, host=host, allow_plaintext=True)
+    config = DecodeConfig(connector=connector, host=host, allow_plaintext="all")
     return choose_connector(config, on_gpu=on_gpu, why_no_nixl=lambda: problem)
 
 
