@@ -61,9 +61,9 @@ class LinkState:
     tries: int = 0  # that failed or found it too slow, since one that did not
     told: bool | None = None  # the verdict that was logged
 
-    def link(self, now: float) -> Link | None:
-        """As a record has it; None while it is cold."""
-        if not self.transport:
+    def link(self, least: float, now: float) -> Link | None:
+        """As a record has it; None while it is cold, or open whether it reaches a `least` rate."""
+        if not self.transport or (least and self.verdict(least, now) is None):
             return None
         life = self.peer.worker_id, self.peer.incarnation
         return Link(*life, self.transport, self.rates.best(now))
@@ -134,8 +134,8 @@ class Links:
         return state if state is not None and state.peer.incarnation == peer.incarnation else None
 
     def known(self, now: float) -> tuple[Link, ...]:
-        """All links that are warm."""
-        links = (state.link(now) for state in self._links.values())
+        """All links that are warm and, under a limit, known to reach it or not."""
+        links = (state.link(self._least, now) for state in self._links.values())
         return tuple(link for link in links if link is not None)
 
     def warmed(self, peer: WorkerRecord, transport: str, rate: float, now: float) -> None:
@@ -193,7 +193,7 @@ class Links:
         if state is None or verdict is None or verdict is state.told:
             return None
         self._put(replace(state, told=verdict))
-        return state.link(now)
+        return state.link(self._least, now)
 
     def failed(self, peer: WorkerRecord, now: float) -> float:
         """A try gave nothing; seconds until the next one."""

@@ -110,6 +110,7 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     alone: Collection[Role] = ()  # roles in which it takes only workers kept for it, once empty
     beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
     num_answers: int = 1  # to the same prompt, of which this is the first one
+    hopes: bool = False  # cold links count, because they may get warm
     cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that prefill workers may have
 
     @property
@@ -172,15 +173,10 @@ def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
     need = replace(need, alone=())
     if place(idle, need) is not None:
         return Prospect.SEAT
-    well = [replace(c, condition=Condition.READY, record=_warmed(c.record)) for c in idle]
-    if place(well, replace(need, excluded=(), broken=())) is not None:
+    well = [replace(c, condition=Condition.READY) for c in idle]
+    if place(well, replace(need, excluded=(), broken=(), hopes=True)) is not None:
         return Prospect.WORKER
     return Prospect.NONE
-
-
-def _warmed(record: WorkerRecord) -> WorkerRecord:
-    """The same worker once its links are warm."""
-    return replace(record, warms_links=False) if record.warms_links else record
 
 
 def has_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
@@ -324,10 +320,10 @@ def _is_cut_off(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> bool
 def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterator[Candidate]:
     """Prefill workers that can hand over to `decode`."""
     for candidate in fitting.get(decode.record.fingerprint_text, ()):
-        if (
-            candidate.record.may_push_to(decode.record)
-            and (candidate.life, decode.life) not in need.broken
-        ):
+        record = candidate.record
+        may_push = record.may_push_to(decode.record)
+        may_push |= need.hopes and record.is_cold_to(decode.record)
+        if may_push and (candidate.life, decode.life) not in need.broken:
             yield candidate
 
 

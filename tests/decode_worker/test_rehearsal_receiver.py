@@ -96,15 +96,17 @@ def test_few_pages_are_lent_while_few_are_free_and_none_when_none_is(pair: Pair)
     few = StartRehearsal(attempt=ATTEMPT, writer=SOURCE, most_pages=4)
     held = pair.rig.pool.allocate_committed(27)
     assert held is not None
-    reservation = reserve(pair, few)
-    assert len(reservation.pages) == 2, "half of what is free"
-    push(pair, reservation)
+    reserved = pair.rig.start(few).events[-1]
+    assert isinstance(reserved, Reserved)
+    assert len(reserved.reservation.pages) == 2, "half of what is free"
+    pair.rig.pool.release(held)
+    push(pair, reserved.reservation)
     pair.rig.run()
-    rest = pair.rig.pool.allocate_committed(4)
+    rest = pair.rig.pool.allocate_committed(31)
     assert rest is not None
     other = msgspec.structs.replace(few, attempt=AttemptId("rehearsal", 2, "other"))
     assert pair.rig.start(other).failed.code == "RESOURCE_EXHAUSTED"
-    pair.rig.pool.release([*held, *rest])
+    pair.rig.pool.release(rest)
 
 
 def test_one_at_a_time_also_while_the_last_one_is_in_quarantine(pair: Pair) -> None:

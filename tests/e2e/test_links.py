@@ -146,7 +146,8 @@ def test_a_link_below_the_limit_is_refused(connector: str, transport: str, tmp_p
     )
     with Fleet(config) as fleet, connect(fleet.address) as client:
         until(fleet, is_refused)
-        assert "REFUSED, --min-handoff-gbps asks for 1000000" in log_of(fleet, "prefill-0")
+        refused = "REFUSED, --min-handoff-gbps asks for 1000000"
+        until(fleet, lambda _: refused in log_of(fleet, "prefill-0"))
         answer = client.generate(pb.GenerateRequest(prompt=PROMPT))
         assert answer.text
         assert (answer.stats.prefill_worker, answer.stats.kv_bytes) == ("", 0)

@@ -152,6 +152,7 @@ def test_one_bad_measurement_refuses_nothing_and_several_that_agree_do() -> None
     for _ in range(AGREEING - 1):
         measured(table, peer, 0.5, now)
         assert table.news(peer, now) is None
+        assert table.known(now) == (), "nothing is said of it yet"
         assert table.next(now + FIRST_S) == peer, "soon, as nothing is decided"
         now += FIRST_S
     measured(table, peer, 0.6, now)

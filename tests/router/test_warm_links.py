@@ -58,6 +58,13 @@ def test_a_request_that_needs_a_prefill_worker_waits_for_a_warm_link() -> None:
     assert prospect(seen(prefill("p0"), OTHER), need("remote")) is Prospect.NONE
 
 
+def test_a_link_that_is_not_measured_enough_for_a_limit_is_waited_for() -> None:
+    asks = msgspec.structs.replace(prefill("p0"), min_handoff_gbps=2.0)
+    assert prospect(seen(asks, D0), need("remote")) is Prospect.WORKER
+    slow = msgspec.structs.replace(prefill("p0", D0), min_handoff_gbps=2.0)
+    assert prospect(seen(slow, D0), need("remote")) is Prospect.NONE
+
+
 def test_a_late_joiner_leaves_the_warm_pairs_alone() -> None:
     workers = seen(prefill("p0", D0), prefill("p1"), D0, D1)
     for mode in ("auto", "remote"):
