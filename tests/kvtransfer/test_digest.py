@@ -68,7 +68,7 @@ def test_the_digest_of_pages_is_that_of_their_pieces_in_order() -> None:
         assert pages_digest(changed) != pages_digest(whole)
 
 
-def test_a_host_takes_digests_at_once_while_the_bytes_are_in_its_cache() -> None:
+def test_a_host_takes_digests_at_once() -> None:
     memory = filled(SMALL, 4)
     before = take(memory, [1], range(SMALL.num_groups))
     job = digester_of(memory).begin([1], range(SMALL.num_groups), SEED)
