@@ -346,6 +346,8 @@ def why_unusable(host: str) -> str:
         confine(host)
         with ucx_log().asked():
             NixlAgent(f"probe-{os.getpid()}").close()
-    except (*NIXL_ERRORS, ValueError, RuntimeError, OSError) as error:
+    except NIXL_ERRORS as error:
         return f"{type(error).__name__}: {error}"
+    except (ValueError, RuntimeError, OSError) as error:  # of the interface, or of its plugins
+        return str(error)
     return ""
