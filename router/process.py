@@ -261,15 +261,14 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         router.count_seats()
         router.fleet.look()
         ready.look(router.fleet.candidates())
+        told = _tell_workers(router, told, ready.counts)
         router.metrics.show_workers(router.fleet.candidates())
         _tell_health(router, server)
         await router.fleet.forget_gone()
         await asyncio.sleep(FOLLOW_S)
 
 
-def _tell_workers(
-    router: Router, told: dict[str, str], counts: tuple[int, int]
-) -> dict[str, str]:
+def _tell_workers(router: Router, told: dict[str, str], counts: tuple[int, int]) -> dict[str, str]:
     """Writes the ready file anew if it says something else than `told`; returns what it says."""
     facts, path = _ready_facts(router, counts), router.config.ready_file
     if path is not None and facts != told:

@@ -39,7 +39,7 @@ from effuse.models.weights import load_model, select_dtype, weights_digest
 from effuse.placement.records import ModelInfo, Role
 from effuse.protos.gate import FleetSecret
 from effuse.worker.config import PrefillConfig, WorkerConfig
-from effuse.worker.connectors import choose_connector
+from effuse.worker.connectors import choose_connector, why_no_nixl
 from effuse.worker.messages import Ready
 from effuse.worker.watchdog import Pulse
 
@@ -88,7 +88,7 @@ def assemble(
     model = _load(config, directory, device)
     max_model_len = _max_model_len(config, model)
     connector = choose_connector(
-        config, on_gpu=device.type == "cuda", why_no_nixl=partial(_why_no_nixl, config.host)
+        config, on_gpu=device.type == "cuda", why_no_nixl=partial(why_no_nixl, config.host)
     )
     config = replace(config, connector=connector)
     layout = _layout(config, model)
@@ -368,14 +368,6 @@ def _check_reservable(layout: KVLayout, max_model_len: int) -> None:
             f"{MAX_PAGES} pages are handed over for a prompt, which may have {max_model_len} "
             f"tokens, got {size}; or a lower --max-model-len"
         )
-
-
-def _why_no_nixl(host: str) -> str:
-    try:
-        from effuse.kvtransfer.nixl_transport import why_unusable
-    except (ImportError, OSError) as error:  # not installed, or a library that it needs is not
-        return str(error)
-    return why_unusable(host)
 
 
 def _transport(config: WorkerConfig, memory: PageMemory, incarnation: str, role: Role) -> Transport:

@@ -40,6 +40,15 @@ def choose_connector(
     return "nixl"
 
 
+def why_no_nixl(host: str) -> str:
+    """Why no NIXL agent starts here that listens on the interface of `host`; empty if one does."""
+    try:
+        from effuse.kvtransfer.nixl_transport import why_unusable
+    except (ImportError, OSError) as error:  # not installed, or a library that it needs is not
+        return str(error)
+    return why_unusable(host)
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -198,7 +198,9 @@ def test_each_worker_gets_a_gpu_of_its_own() -> None:
         "prefill-0": "0",
         "decode-0": "1",
     }
-    assert "1 decode workers, prefill-0 on GPU 0, decode-0 on GPU 1, auto" in _greeting(fleet, "a:1")
+    assert "1 decode workers, prefill-0 on GPU 0, decode-0 on GPU 1, auto" in _greeting(
+        fleet, "a:1"
+    )
     fleet.stop()
 
 
