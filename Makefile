@@ -63,8 +63,14 @@ demo: $(VENV)/.effuse ## Start a fleet, solve three fresh problems, show blocks 
 
 .PHONY: test
 test: $(VENV)/.dev ## Run every test, AT_ONCE files at a time and chaos by itself; skipped is only what needs a GPU, a client that is not installed, or root
-	$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder --ignore tests/chaos $(PYTEST_FLAGS)
-	$(BIN)/python -m pytest tests/chaos $(PYTEST_FLAGS)
+	@failed=
+	suite() {
+	  echo "$(BIN)/python -m pytest $$*"
+	  $(BIN)/python -m pytest "$$@" || { (( $$? != 2 )) || exit 2; failed="$$failed$${failed:+ and }$$name"; }
+	}
+	name="the tests at once" suite -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder --ignore tests/chaos $(PYTEST_FLAGS)
+	name="tests/chaos" suite tests/chaos $(PYTEST_FLAGS)
+	[ -z "$$failed" ] || { echo "failed: $$failed" >&2; exit 1; }
 
 .PHONY: gpu
 gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/.dev) ## Run the tests for a GPU, small ones under compute-sanitizer too (PYTHON=.. takes one as it is)

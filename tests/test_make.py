@@ -1,0 +1,70 @@
+"""`make test` and `.ci/run` run all of their steps, and fail if any step failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CLOSING_LINE = "a closing line"
+
+
+def _script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def _make_test(home: Path, at_once: int, chaos: int) -> subprocess.CompletedProcess[str]:
+    """`make test` with an interpreter that only exits with these statuses."""
+    ends = f"echo '{CLOSING_LINE}'; [[ $* == *' -n '* ]] && exit {at_once}; exit {chaos}"
+    _script(home / "bin" / "python", ends)
+    for stamp in (".effuse", ".dev"):
+        (home / stamp).touch()
+    return subprocess.run(
+        ["make", "--no-print-directory", "test", f"VENV={home}"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("at_once", "chaos"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_both_suites_run_and_the_status_is_of_both(
+    tmp_path: Path, at_once: int, chaos: int
+) -> None:
+    done = _make_test(tmp_path, at_once, chaos)
+    assert done.stdout.count(CLOSING_LINE) == 2, done.stdout + done.stderr
+    assert (done.returncode == 0) == (at_once == chaos == 0), done.stderr
+    assert ("the tests at once" in done.stderr) == bool(at_once), done.stderr
+    assert ("tests/chaos" in done.stderr) == bool(chaos), done.stderr
+
+
+def test_an_interrupt_ends_both(tmp_path: Path) -> None:
+    done = _make_test(tmp_path, at_once=2, chaos=0)
+    assert done.stdout.count(CLOSING_LINE) == 1, done.stdout + done.stderr
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("fails", ["check-all", "test", "clients", ""])
+def test_every_step_of_ci_runs(tmp_path: Path, fails: str) -> None:
+    _script(tmp_path / "make", f'echo "asked for ${{!#}}"; [[ ${{!#}} != "{fails}" ]]')
+    done = subprocess.run(
+        [ROOT / ".ci" / "run"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    asked = [line for line in done.stdout.splitlines() if line.startswith("asked for")]
+    assert asked == [f"asked for {name}" for name in ("check-all", "clients", "test")]
+    # A client that cannot be installed is no failure.
+    assert (done.returncode == 0) == (fails in ("", "clients")), done.stderr
